@@ -61,28 +61,28 @@ def kept(module, batch, *, autocast):
 
 
 @pytest.mark.parametrize(
-    'linear', [pytest.param(True, id='linear'), pytest.param(False, id='conv', marks=pytest.mark.slow)]
+    ('autocast', 'changes'),
+    [
+        pytest.param(True, SMALLEST, id='smallest'),
+        pytest.param(True, {}, id='bfloat16-linear', marks=pytest.mark.slow),
+        pytest.param(False, {}, id='float32-linear', marks=pytest.mark.slow),
+        pytest.param(True, {'use_linear_projection': False}, id='bfloat16-conv', marks=pytest.mark.slow),
+        pytest.param(False, {'use_linear_projection': False}, id='float32-conv', marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize(
-    'autocast', [pytest.param(False, id='float32', marks=pytest.mark.slow), pytest.param(True, id='bfloat16')]
-)
-def test_kept_bytes_match_autograd(autocast, linear):
-    module = unet(use_linear_projection=linear)
+def test_kept_bytes_match_autograd_with_and_without_checkpointed_blocks(autocast, changes):
+    module = unet(**changes)
     two, four = (kept(module, batch, autocast=autocast) for batch in (2, 4))
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     found = count(module, 'half+low_precision_norms' if autocast else 'float32')
+    assert not module.is_gradient_checkpointing
+    assert all(torch.equal(before[name], parameter) for name, parameter in module.named_parameters())
     real = (four - two) // 2
     # Means and standard deviations of norms are float32 in real tensors but have the input's dtype in torch 2.7's fake
     # tensors.
     assert found.kept == (pytest.approx(real, rel=0.005) if autocast else real)
     assert found.copies == two - 2 * real
 
-
-@pytest.mark.parametrize(
-    'autocast', [pytest.param(False, id='float32'), pytest.param(True, id='bfloat16', marks=pytest.mark.slow)]
-)
-def test_bytes_kept_between_checkpointed_blocks_match_autograd(autocast):
-    module = unet()
-    found = count(module, 'half+low_precision_norms' if autocast else 'float32')
     module.enable_gradient_checkpointing()
     two, four = (kept(module, batch, autocast=autocast) for batch in (2, 4))
     real = (four - two) // 2
@@ -159,6 +159,7 @@ def test_largest_tensor_is_found():
     assert largest == 4 * 8
 
 
+@pytest.mark.slow
 def test_counting_does_not_change_the_module():
     module = unet(**SMALLEST)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}

@@ -47,6 +47,7 @@ def test_sd2_is_stable_diffusion_2_base():
     assert not different
 
 
+@pytest.mark.slow
 def test_sd2_at_256_differs_only_in_the_sample_size():
     with torch.device('meta'):
         model = sd2(256, pretrained=None)

@@ -22,8 +22,8 @@ from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.vae import STABLE_DIFFUSION_VAE
 
-SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64]}
-SMALLEST: dict[str, Any] = {'block_out_channels': [32], 'text_layers': 1}
+SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64], 'layers_per_block': 0}
+SMALLEST: dict[str, Any] = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
 
 
 def size_of(module):
@@ -71,7 +71,8 @@ def test_empty_model_is_built_without_reading_weights(small_vae, tmp_path):
         tiny(**SETTINGS, vae=str(tmp_path))
 
 
-def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path):
+def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sd2_builder, 'UNET', {'block_out_channels': [32] * 4, 'cross_attention_dim': 1024})
     vae: dict[str, Any] = STABLE_DIFFUSION_VAE | {'latent_channels': 16}
     text: dict[str, Any] = sd2_builder.TEXT_ENCODER | {'num_hidden_layers': 2}
     with torch.device('meta'):
@@ -83,28 +84,32 @@ def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path):
 
 
 def test_all_parameters_of_the_autoencoder_are_trained():
-    settings = {'block_out_channels': (8, 16, 24), 'latent_channels': 4}
+    settings = {'block_out_channels': (8, 16), 'latent_channels': 4}
     counter = ModelCounter(build_empty('autoencoder', settings))
     facts = counter.facts()
     assert facts['trained_parameters'] == trained(tiny_autoencoder(**settings))
-    assert (facts['frozen_parameters'], facts['latent_diffusion'], facts['pixels_per_cell']) == (0, False, 4)
+    assert (facts['frozen_parameters'], facts['latent_diffusion'], facts['pixels_per_cell']) == (0, False, 2)
     flops = counter.flops(square(64))
     assert flops['image_encoder'] == 0 < flops['trained']
     assert counter.activations(square(64), 'half') == counter.activations(square(64), 'half+compile')
 
 
-def test_training_the_text_encoder_adds_its_flops_and_memory():
-    frozen, training = (
-        ModelCounter(build_empty('tiny', {**SMALLEST, 'train_text_encoder': train})) for train in (False, True)
-    )
+@pytest.fixture(scope='module')
+def training():
+    """Counter of the smallest model, which trains its text encoder."""
+    return ModelCounter(build_empty('tiny', SMALLEST))
+
+
+def test_training_the_text_encoder_adds_its_flops_and_memory(training):
+    frozen = ModelCounter(build_empty('tiny', {**SMALLEST, 'train_text_encoder': False}))
     extra = training.flops(square(64))['trained'] - frozen.flops(square(64))['trained']
     assert extra == frozen.facts()['text_encoder_flops']
     kept = [counter.activations(square(64), 'float32').kept for counter in (frozen, training)]
     assert kept[0] < kept[1]
 
 
-def test_costs_depend_on_the_image_shape():
-    counter = ModelCounter(build_empty('tiny', SMALLEST))
+def test_costs_depend_on_the_image_shape(training):
+    counter = training
     wide, tall, large = (counter.flops(shape) for shape in (Shape(96, 48), Shape(48, 96), square(128)))
     assert wide == tall
     assert large['image_encoder'] == 4 * counter.flops(square(64))['image_encoder']

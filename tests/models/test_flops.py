@@ -1,5 +1,7 @@
 """FLOPs of built models against torch's counter on the modules themselves."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
@@ -13,10 +15,12 @@ from diffusion.models.families.sd2 import builder as sd2_builder
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.flops import FlopCount, empty_copy, text_encoder_flops, vae_encoder_flops
 
+SMALL: dict[str, Any] = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
+
 
 @pytest.fixture(scope='module')
-def model():
-    return tiny(block_out_channels=[32, 64])
+def model(small_vae):
+    return tiny(vae=str(small_vae), **SMALL)
 
 
 def counted(call, *inputs):
@@ -25,6 +29,7 @@ def counted(call, *inputs):
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_sd2_denoiser_has_the_published_flops():
     with torch.device('meta'):
         denoiser = UNet2DConditionModel(**sd2_builder.UNET)
@@ -100,9 +105,9 @@ def test_flops_of_a_half_precision_encoder_are_the_same(model):
 
 
 @pytest.mark.usefixtures('alone')
-def test_flops_of_a_batch_are_counted_when_fsdp2_has_sharded_a_trained_text_encoder():
+def test_flops_of_a_batch_are_counted_when_fsdp2_has_sharded_a_trained_text_encoder(small_vae):
     """FSDP2 refuses to copy a module that it has sharded."""
-    model = tiny(block_out_channels=[32])
+    model = tiny(vae=str(small_vae), **SMALL)
     tokens = torch.ones(2, 1, 16, dtype=torch.int64)
     batch = {batch_keys.IMAGE: torch.zeros(2, 3, 32, 32, dtype=torch.uint8), batch_keys.INPUT_IDS: tokens}
     expected = model.flops_per_batch(batch)

@@ -22,6 +22,12 @@ def batch_of(model, side: int = 64, size: int = 4) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.fixture(scope='module')
+def model(make_model):
+    """Model of the tests that do not change it."""
+    return make_model(train_text_encoder=False)
+
+
 @pytest.mark.parametrize('name', [pytest.param('v_prediction', marks=pytest.mark.slow), 'flow'])
 def test_prediction_is_bfloat16_and_loss_is_float32(make_model, name):
     model = make_model(objective=OBJECTIVES[name])
@@ -43,8 +49,7 @@ def test_prediction_is_bfloat16_and_loss_is_float32(make_model, name):
     torch.testing.assert_close(errors, model.eval_forward(batch), rtol=3e-2, atol=0)
 
 
-def test_frozen_encoders_are_not_affected_by_autocast(make_model):
-    model = make_model(train_text_encoder=False)
+def test_frozen_encoders_are_not_affected_by_autocast(model):
     batch = batch_of(model)
     images, ids = batch[batch_keys.IMAGE], batch[batch_keys.INPUT_IDS]
     moments, embeds = model.encode(images), model.embed(ids).embeds
@@ -53,8 +58,7 @@ def test_frozen_encoders_are_not_affected_by_autocast(make_model):
         assert torch.equal(model.embed(ids).embeds, embeds)
 
 
-def test_latents_stored_in_float16_are_normalized_in_float32(make_model):
-    model = make_model()
+def test_latents_stored_in_float16_are_normalized_in_float32(model):
     batch = batch_of(model)
     batch[batch_keys.LATENT_MOMENTS] = model.encode(batch.pop(batch_keys.IMAGE)).half()
     with torch.autocast(**BFLOAT16):
@@ -69,13 +73,13 @@ def test_latents_stored_in_float16_are_normalized_in_float32(make_model):
     assert outputs.target.dtype == torch.float32
 
 
-def test_images_sampled_in_bfloat16_are_float32_and_near_those_of_float32(make_model):
-    model = make_model()
+def test_images_sampled_in_bfloat16_are_float32_and_near_those_of_float32(model):
     dtypes = set()
     single = model.generate(['a cat'], num_inference_steps=4)
-    model.denoiser.conv_out.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
+    hook = model.denoiser.conv_out.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
     with torch.autocast(**BFLOAT16):
         half = model.generate(['a cat'], num_inference_steps=4)
+    hook.remove()
     assert dtypes == {torch.bfloat16}
     assert half.dtype == torch.float32
     assert 0 < (half - single).abs().mean() < 0.01

@@ -24,6 +24,12 @@ BATCH = 4
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 
 
+@pytest.fixture(scope='module')
+def shared_model(make_model) -> Any:
+    """Model of the tests that do not change its weights or settings."""
+    return make_model()
+
+
 def batch_of(model: LatentDiffusion, *, side: int = 64, size: int = BATCH) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     captions = [f'image number {i}' for i in range(size)]
@@ -66,11 +72,10 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ('prediction_type', 'source'),
     [
-        ('epsilon', 'images'),
-        ('v_prediction', 'images'),
-        ('sample', 'images'),
-        ('epsilon', 'latents'),
-        pytest.param('v_prediction', 'latents', marks=pytest.mark.slow),
+        pytest.param('v_prediction', 'images', marks=pytest.mark.slow),
+        pytest.param('sample', 'images', marks=pytest.mark.slow),
+        pytest.param('epsilon', 'latents', marks=pytest.mark.slow),
+        ('v_prediction', 'latents'),
         pytest.param('sample', 'latents', marks=pytest.mark.slow),
     ],
 )
@@ -99,7 +104,7 @@ def flow_reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return functional.mse_loss(predicted, noise - latents)
 
 
-@pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
+@pytest.mark.parametrize('prediction_type', ['velocity', pytest.param('sample', marks=pytest.mark.slow)])
 def test_loss_and_gradients_of_a_flow_equal_plain_pytorch(make_model, prediction_type):
     flow = Objective(path='flow', prediction_type=prediction_type, timesteps='logit_normal', snr_shift=3.0)
     model = make_model(objective=flow, caption_dropout=0.0)
@@ -130,10 +135,10 @@ def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
     torch.testing.assert_close(seen[562], 0.438 * latents + 0.562 * noise)
 
 
-def test_stratified_times_of_a_flow_are_the_quantiles(make_model):
-    model = make_model(objective=Objective(path='flow', prediction_type='velocity', timesteps='stratified'))
+def test_stratified_times_of_a_flow_are_the_quantiles(shared_model):
+    objective = Objective(path='flow', prediction_type='velocity', timesteps='stratified')
     quantiles = torch.linspace(0, 0.9, BATCH, dtype=torch.float64)
-    timesteps = training_timesteps(model.objective, draws_of(model, batch_of(model)), quantiles)
+    timesteps = training_timesteps(objective, draws_of(shared_model, batch_of(shared_model)), quantiles)
     torch.testing.assert_close(timesteps, 1000 * torch.linspace(0, 0.9, BATCH))
 
 
@@ -155,15 +160,21 @@ def test_ddim_of_a_flow_is_eulers_method(make_model, prediction_type):
     torch.testing.assert_close(images, model.decode(state), rtol=1e-3, atol=1e-3)
 
 
+OTHER_SOLVERS = ('euler', 'dpm++', 'heun', 'unipc', 'DPMSolverSinglestepScheduler')
+
+
 @pytest.mark.parametrize(
-    'name',
+    ('prediction_type', 'name'),
     [
-        'euler',
-        'dpm++',
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ('heun', 'unipc', 'DPMSolverSinglestepScheduler')),
+        ('velocity', 'dpm++'),
+        ('sample', 'euler'),
+        *(
+            pytest.param(prediction_type, name, marks=pytest.mark.slow)
+            for prediction_type, name in itertools.product(('velocity', 'sample'), OTHER_SOLVERS)
+            if (prediction_type, name) not in {('velocity', 'dpm++'), ('sample', 'euler')}
+        ),
     ],
 )
-@pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
 def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch, name, prediction_type):
     """For data that are a single point, every solver must arrive there: the flow is a straight line."""
     model = make_model(objective=Objective(path='flow', prediction_type=prediction_type))
@@ -175,28 +186,29 @@ def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch,
     torch.testing.assert_close(model.generate(['a'], latents=noise, **sampling), point, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ('flow', 'name', 'message'),
-    [
-        (True, 'pndm', "'pndm' cannot sample a flow; use ddim, dpm"),
-        (True, 'EulerDiscreteScheduler', 'cannot sample a flow'),
-        (False, 'FlowMatchEulerDiscreteScheduler', 'samples a flow, and this model is diffusion; use ddim'),
-        (True, 'eular', "'eular' is unknown; did you mean 'euler'"),
-    ],
-)
-def test_scheduler_of_the_other_kind_is_refused(make_model, flow, name, message):
-    model = make_model(objective=Objective(path='flow', prediction_type='velocity') if flow else Objective())
-    with pytest.raises(UserError, match=message):
-        model.generate(['a'], num_inference_steps=2, noise_scheduler=name)
+def test_scheduler_of_the_other_kind_is_refused(make_model, shared_model):
+    flow = make_model(objective=Objective(path='flow', prediction_type='velocity'))
+    for model, name, message in (
+        (flow, 'pndm', "'pndm' cannot sample a flow; use ddim, dpm"),
+        (flow, 'EulerDiscreteScheduler', 'cannot sample a flow'),
+        (shared_model, 'FlowMatchEulerDiscreteScheduler', 'samples a flow, and this model is diffusion; use ddim'),
+        (flow, 'eular', "'eular' is unknown; did you mean 'euler'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model.generate(['a'], num_inference_steps=2, noise_scheduler=name)
 
 
-def test_gradients_equal_plain_pytorch(make_model):
+def test_loss_and_gradients_equal_plain_pytorch(make_model):
     model = make_model(caption_dropout=0.0)
     batch = batch_of(model)
-    model.loss(model(batch), batch).backward()
+    loss = model.loss(model(batch), batch)
+    loss.backward()
     ours = [parameter.grad.clone() for parameter in model.parameters()]
+    assert all(gradient.any() for gradient in ours[:1] + ours[-1:])
     model.zero_grad()
-    reference_loss(model, batch).backward()
+    expected = reference_loss(model, batch)
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+    expected.backward()
     for gradient, parameter in zip(ours, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
@@ -214,15 +226,17 @@ def test_latents_are_standardized_from_images_and_from_moments(make_model):
     torch.testing.assert_close(from_images.std(dim=(0, 2, 3)), torch.ones(4), rtol=0.05, atol=0.05)
 
 
-def test_moments_may_be_means_without_variances(make_model):
-    model = make_model()
+def test_moments_may_be_means_without_variances(shared_model):
+    model = shared_model
     batch = batch_of(model)
     means = model.encode(batch[batch_keys.IMAGE])[:, :4]
     half = {**batch, batch_keys.LATENT_MOMENTS: means}
     torch.testing.assert_close(model.latents_of(half, draws_of(model, batch)), model.latents_of(batch))
 
 
-@pytest.mark.parametrize('objective', [Objective(), FLOW], ids=['diffusion', 'flow'])
+@pytest.mark.parametrize(
+    'objective', [pytest.param(Objective(), id='diffusion', marks=pytest.mark.slow), pytest.param(FLOW, id='flow')]
+)
 def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model, objective):
     """A batch's loss is the mean of its samples' losses for any split over devices, so runs can change their number."""
     model = make_model(objective=objective)
@@ -234,8 +248,8 @@ def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model, objective):
     assert torch.equal(full.target[order], shuffled.target)
 
 
-def test_batch_without_ids_uses_torchs_generator(make_model):
-    model = make_model()
+def test_batch_without_ids_uses_torchs_generator(shared_model):
+    model = shared_model
     batch = {
         name: tensor for name, tensor in batch_of(model).items() if name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)
     }
@@ -246,15 +260,15 @@ def test_batch_without_ids_uses_torchs_generator(make_model):
     assert not torch.equal(first, second)
 
 
-def test_offset_noise_shifts_whole_channels(make_model):
-    plain, offset = make_model(), make_model(objective=Objective(offset_noise=0.5))
+def test_offset_noise_shifts_whole_channels(make_model, shared_model):
+    plain, offset = shared_model, make_model(objective=Objective(offset_noise=0.5))
     batch = batch_of(plain)
     difference = offset(batch).target - plain(batch).target
     assert difference.std(dim=(2, 3)).max() < 1e-5
     assert difference.abs().max() > 0.01
 
 
-@pytest.mark.parametrize('mode', ['empty', 'zeros'])
+@pytest.mark.parametrize('mode', ['empty', pytest.param('zeros', marks=pytest.mark.slow)])
 def test_caption_dropout_drops_the_configured_fraction(make_model, mode):
     model = make_model(caption_dropout=0.3, caption_dropout_mode=mode)
     size = 2000
@@ -307,16 +321,17 @@ def test_frozen_parts_are_not_in_the_state_dict_but_move_with_the_model(make_mod
     assert next(model.text.parameters()).dtype == torch.float64
 
 
-def test_trained_text_encoder_gets_gradients(make_model):
-    model = make_model(train_text_encoder=True)
+def test_trained_text_encoder_gets_gradients(shared_model):
+    model = shared_model
     batch = batch_of(model)
+    model.zero_grad()
     model.loss(model(batch), batch).backward()
     assert {name.split('.')[0] for name in model.state_dict()} == {'denoiser', 'text_encoder'}
     assert all(parameter.grad is not None for parameter in model.text.parameters())
 
 
-def test_validation_loss_is_deterministic_at_eight_timesteps(make_model):
-    model = make_model()
+def test_validation_loss_is_deterministic_at_eight_timesteps(shared_model):
+    model = shared_model
     batch = batch_of(model)
     first = model.eval_forward(batch)
     torch.manual_seed(99)
@@ -330,8 +345,8 @@ def test_validation_loss_is_deterministic_at_eight_timesteps(make_model):
     assert float(metrics['loss_t062'].compute()) == pytest.approx(first[0].mean().item(), rel=1e-5)
 
 
-def test_generated_images_depend_only_on_their_own_seed(make_model):
-    model = make_model()
+def test_generated_images_depend_only_on_their_own_seed(shared_model):
+    model = shared_model
     both = model.generate(['one', 'two'], seeds=[0, 5], num_inference_steps=2)
     torch.testing.assert_close(
         model.generate(['two'], seeds=[5], num_inference_steps=2)[0], both[1], rtol=1e-4, atol=1e-4
@@ -341,25 +356,20 @@ def test_generated_images_depend_only_on_their_own_seed(make_model):
     assert model.training, 'the training mode is restored'
 
 
-OTHER_SCHEDULERS = ('ddpm', 'euler', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler')
+OTHER_SCHEDULERS = ('ddim', 'ddpm', 'euler', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler')
 
 
 @pytest.mark.parametrize(
     'name',
-    ['ddim', 'dpm++', 'euler_ancestral', *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SCHEDULERS)],
+    ['dpm++', 'euler_ancestral', *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SCHEDULERS)],
 )
-def test_every_scheduler_generates_finite_reproducible_images(make_model, name):
-    images = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
+def test_every_scheduler_generates_finite_reproducible_images(shared_model, name):
+    sampling = {'num_inference_steps': 4, 'noise_scheduler': name, 'guidance_rescale': 0.7}
+    images = shared_model.generate(['a'], seeds=[3], **sampling)
     assert images.shape == (1, 3, 64, 64)
     assert images.isfinite().all()
-    again = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
-    assert torch.equal(images, again)
-
-
-@pytest.fixture(scope='module')
-def shared_model(make_model) -> Any:
-    """Model of the tests that do not change it."""
-    return make_model()
+    torch.manual_seed(99)
+    assert torch.equal(images, shared_model.generate(['a'], seeds=[3], **sampling))
 
 
 def test_other_sizes_can_be_generated(shared_model):
@@ -440,10 +450,14 @@ def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
 
 
 @pytest.mark.parametrize(
-    'builder', [*(pytest.param(each, marks=pytest.mark.slow) for each in (tiny, tiny_sdxl, tiny_prx)), tiny_mmdit]
+    ('builder', 'sizes'),
+    [
+        *(pytest.param(each, {}, marks=pytest.mark.slow) for each in (tiny, tiny_sdxl, tiny_prx)),
+        (tiny_mmdit, {'depth': 1, 'dual_attention_blocks': 0, 'text_width': 32}),
+    ],
 )
-def test_captions_that_fill_the_text_encoder_are_counted_once(builder, caplog):
-    model = builder()
+def test_captions_that_fill_the_text_encoder_are_counted_once(builder, sizes, small_vae, caplog):
+    model = builder(vae=str(small_vae), **sizes)
     length = model.text.token_length
     texts = ['a', 'a cat ' * 3 * length, 'on ' * (length // 6), 'b ' * 2 * length]
     batch = batch_of(model) | {batch_keys.INPUT_IDS: tokenize(model.text.tokenizers, texts)}
@@ -488,8 +502,13 @@ def stratified_batch(model: LatentDiffusion, quantiles: list[float]) -> dict[str
     return batch | {batch_keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
 
 
-def test_stratified_timesteps_do_not_depend_on_microbatches(make_model):
-    model = make_model(objective=Objective(timesteps='stratified'))
+@pytest.fixture(scope='module')
+def stratified_model(make_model) -> Any:
+    return make_model(objective=Objective(timesteps='stratified'))
+
+
+def test_stratified_timesteps_do_not_depend_on_microbatches(stratified_model):
+    model = stratified_model
     batch = stratified_batch(model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52])
     timesteps = training_timesteps(model.objective, draws_of(model, batch), batch[batch_keys.TIMESTEP_QUANTILE])
     assert timesteps.tolist() == [0, 250, 999, 999]
@@ -499,9 +518,8 @@ def test_stratified_timesteps_do_not_depend_on_microbatches(make_model):
     torch.testing.assert_close(torch.cat([part.prediction for part in parts]), full.prediction, rtol=1e-4, atol=1e-5)
 
 
-def test_stratified_timesteps_need_quantiles_in_the_batch(make_model):
-    model = make_model(objective=Objective(timesteps='stratified'))
+def test_stratified_timesteps_need_quantiles_in_the_batch(stratified_model):
     with pytest.raises(ValueError, match='batch: has no timestep_quantile, .* BucketedLoader with stratified=True'):
-        model(batch_of(model))
+        stratified_model(batch_of(stratified_model))
     with pytest.raises(ValueError, match="timesteps: 'stratifed'; use one of uniform, stratified"):
         Objective(timesteps='stratifed')  # type: ignore[arg-type]

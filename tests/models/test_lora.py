@@ -36,9 +36,15 @@ def predict(unet):
         return unet(*inputs(), return_dict=False)[0]
 
 
-def randomized(make_model, settings, *, seed=7):
+@pytest.fixture(scope='module')
+def plain(make_model):
+    """U-Net that no test changes."""
+    return make_model(layers_per_block=0).denoiser
+
+
+def randomized(plain, settings, *, seed=7):
     """A U-Net with a LoRA whose matrices B are not zero."""
-    unet = make_model().denoiser
+    unet = copy.deepcopy(plain)
     add_lora(unet, settings, seed=seed)
     with torch.no_grad():
         for name, weight in unet.named_parameters():
@@ -63,8 +69,8 @@ def reference(plain, with_lora, settings):
     return plain
 
 
-def test_lora_starts_as_the_denoiser_and_trains_its_matrices_alone(make_model):
-    plain, unet = make_model().denoiser, make_model().denoiser
+def test_lora_starts_as_the_denoiser_and_trains_its_matrices_alone(plain):
+    unet = copy.deepcopy(plain)
     add_lora(unet, LoraConfig(rank=3), seed=7)
     torch.testing.assert_close(predict(unet), predict(plain), rtol=1e-5, atol=1e-5)
     trained = {name for name, weight in unet.named_parameters() if weight.requires_grad}
@@ -82,9 +88,9 @@ def test_lora_starts_as_the_denoiser_and_trains_its_matrices_alone(make_model):
     assert all(torch.equal(frozen[name], each) for name, each in plain.state_dict().items())
 
 
-def test_initial_values_depend_on_the_seed_alone(make_model):
+def test_initial_values_depend_on_the_seed_alone(plain):
     def first(seed):
-        unet = make_model().denoiser
+        unet = copy.deepcopy(plain)
         torch.manual_seed(torch.seed() % 2**32)
         before = torch.get_rng_state()
         add_lora(unet, LoraConfig(rank=3), seed=seed)
@@ -103,10 +109,10 @@ def test_initial_values_depend_on_the_seed_alone(make_model):
         pytest.param(CONV_AND_LINEAR, id='convolution'),
     ],
 )
-def test_prediction_and_merged_weights_equal_those_of_the_paper(make_model, settings):
-    unet = randomized(make_model, settings)
-    expected = reference(make_model().denoiser, unet, settings)
-    assert not torch.allclose(predict(expected), predict(make_model().denoiser), atol=1e-2)
+def test_prediction_and_merged_weights_equal_those_of_the_paper(plain, settings):
+    unet = randomized(plain, settings)
+    expected = reference(copy.deepcopy(plain), unet, settings)
+    assert not torch.allclose(predict(expected), predict(plain), atol=1e-2)
     torch.testing.assert_close(predict(unet), predict(expected), rtol=1e-4, atol=1e-4)
     merge_lora(unet)
     weights = unet.state_dict()
@@ -114,9 +120,9 @@ def test_prediction_and_merged_weights_equal_those_of_the_paper(make_model, sett
     torch.testing.assert_close(weights, expected.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_file_has_the_matrices_scaled_for_alpha_equal_to_rank(make_model, tmp_path):
+def test_file_has_the_matrices_scaled_for_alpha_equal_to_rank(plain, tmp_path):
     settings = LoraConfig(rank=3, alpha=6.0)
-    unet = randomized(make_model, settings)
+    unet = randomized(plain, settings)
     save_lora(unet, settings, tmp_path / 'lora.safetensors', torch.float32)
     saved = load_file(tmp_path / 'lora.safetensors')
     weights = unet.state_dict()
@@ -194,7 +200,7 @@ def layer_names(family: str) -> list[str]:
     return [*names, *resnet_layers('mid_block', [False, False]), *attention_layers('mid_block', 1, max(depths))]
 
 
-@pytest.mark.parametrize(('family', 'sizes'), [pytest.param('sd2', SD2, marks=pytest.mark.slow), ('sdxl', SDXL)])
+@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), pytest.param('sdxl', SDXL, marks=pytest.mark.slow)])
 def test_file_for_comfyui_has_its_name_of_every_layer(family, sizes, tmp_path):
     """ComfyUI looks up `lora_unet_` and diffusers' name with underscores, of every weight of the U-Net."""
     unet = UNet2DConditionModel(sample_size=8, **sizes)
@@ -260,7 +266,7 @@ def test_transformer_of_stable_diffusion_3_loads_its_lora(tmp_path):
 
 
 def test_flops_per_batch_are_those_of_a_frozen_denoiser(make_model):
-    settings = {'block_out_channels': (64, 128), 'train_text_encoder': False, 'resolution': 64}
+    settings = {'block_out_channels': (64, 64), 'layers_per_block': 0, 'train_text_encoder': False}
     model = make_model(**settings)
     batch = {
         batch_keys.LATENT_MOMENTS: torch.randn(2, 8, 8, 8),
@@ -275,8 +281,8 @@ def test_flops_per_batch_are_those_of_a_frozen_denoiser(make_model):
     assert make_model(**settings).flops_per_batch(batch) == 1.5 * model.flops_per_batch(batch)
 
 
-def test_targets_without_layers_are_named_with_those_that_fit(make_model):
-    unet = make_model().denoiser
+def test_targets_without_layers_are_named_with_those_that_fit(plain):
+    unet = copy.deepcopy(plain)
     with pytest.raises(
         UserError, match=r'^lora\.targets: to_qq, norm1 matches no layer; use some of .*proj_in.*to_out\.0'
     ):

@@ -32,6 +32,7 @@ from diffusion.planning.model_costs import ModelCosts
 
 CAPTIONS = ['a red square', 'two cats', '', 'a very long caption of a small green circle and more']
 TINY: dict[str, Any] = {'depth': 2, 'dual_attention_blocks': 1, 'text_width': 32, 'patch_size': 2}
+SHALLOW: dict[str, Any] = TINY | {'depth': 1, 'dual_attention_blocks': 0}
 
 
 @pytest.fixture(scope='module')
@@ -155,7 +156,7 @@ def test_padding_of_captions_cannot_be_masked(model):
 
 
 def test_images_larger_than_the_position_embeddings_are_refused(small_vae):
-    model = tiny_mmdit(32, vae=str(small_vae), pos_embed_max_size=2, **TINY)
+    model = tiny_mmdit(32, vae=str(small_vae), pos_embed_max_size=2, **SHALLOW)
     assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
     with pytest.raises(UserError, match='latents of 8x4 cells, but the denoiser has position embeddings for 4x4'):
         model.generate(['a'], num_inference_steps=1, size=(32, 64))
@@ -163,7 +164,7 @@ def test_images_larger_than_the_position_embeddings_are_refused(small_vae):
 
 def test_position_embeddings_are_the_same_at_every_resolution(small_vae):
     """So that a run can start from the weights of one at a lower resolution."""
-    small, large = (tiny_mmdit(side, vae=str(small_vae), **TINY).denoiser for side in (32, 128))
+    small, large = (tiny_mmdit(side, vae=str(small_vae), **SHALLOW).denoiser for side in (32, 128))
     assert torch.equal(small.pos_embed.pos_embed, large.pos_embed.pos_embed)  # type: ignore[union-attr]
     assert small.config['sample_size'] == large.config['sample_size'] == 64
 
@@ -271,7 +272,7 @@ SAMPLE: dict[str, Any] = {'path': 'flow', 'prediction_type': 'sample', 'snr_shif
         pytest.param(True, {'prediction_type': 'epsilon'}, 'ddim', id='t5-epsilon', marks=pytest.mark.slow),
         pytest.param(False, None, 'euler', id='velocity', marks=pytest.mark.slow),
         pytest.param(False, SAMPLE, 'dpm++', id='sample', marks=pytest.mark.slow),
-        pytest.param(False, {'prediction_type': 'epsilon'}, 'ddim', id='epsilon'),
+        pytest.param(False, {'prediction_type': 'epsilon'}, 'ddim', id='epsilon', marks=pytest.mark.slow),
     ],
 )
 def test_saved_pipeline_draws_the_same_images(small_vae, tmp_path, objective, scheduler, t5):

@@ -26,12 +26,22 @@ LAYERS = {0: 1, 3: 4, 6: 7, 8: 9, 10: 11}
 """Convolutions of AlexNet, and the ReLU after each, whose outputs LPIPS compares."""
 
 
+def alexnet_layers() -> torch.nn.Sequential:
+    """Return AlexNet's convolutions without weights: those of its last layers would take most of the time."""
+    with torch.device('meta'):
+        return alexnet().features
+
+
 @pytest.fixture(scope='module')
 def weights(tmp_path_factory) -> dict[str, str]:
     """Files of AlexNet's convolutions with random weights, and the folder of a miniature DINOv2."""
     folder = tmp_path_factory.mktemp('networks')
     torch.manual_seed(0)
-    convolutions = {f'features.{name}': each for name, each in alexnet().features.state_dict().items()}
+    layers = alexnet_layers().to_empty(device='cpu')
+    for layer in layers:
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.reset_parameters()
+    convolutions = {f'features.{name}': each for name, each in layers.state_dict().items()}
     torch.save(convolutions, folder / 'alex.pth')
     save_file(convolutions, folder / 'alex.safetensors')
     config = Dinov2Config(hidden_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=28, patch_size=14)
@@ -72,8 +82,9 @@ def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
 
 def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return LPIPS of two images: squared differences of unit features, weighted by the published linear layers."""
-    layers = alexnet().features
-    layers.load_state_dict({name[9:]: each for name, each in torch.load(weights['alex'], weights_only=True).items()})
+    layers = alexnet_layers()
+    saved = torch.load(weights['alex'], weights_only=True)
+    layers.load_state_dict({name[9:]: each for name, each in saved.items()}, assign=True)
     published = torch.load(
         Path(torchmetrics_lpips.__file__).parent / 'lpips_models' / 'alex.pth', 'cpu', weights_only=True
     )

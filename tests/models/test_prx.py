@@ -107,7 +107,9 @@ def test_published_number_of_parameters():
     assert (model.latent_size, model.text.length, model.text.width) == (32, 256, 2304)
 
 
-@pytest.mark.parametrize(('prediction', 'scale'), [('velocity', 1.0), ('velocity', 3.0), ('sample', 2.0)])
+@pytest.mark.parametrize(
+    ('prediction', 'scale'), [pytest.param('velocity', 1.0, marks=pytest.mark.slow), ('velocity', 3.0), ('sample', 2.0)]
+)
 def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, prediction, scale):
     objective = replace(FLOW, prediction_type=prediction, noise_scale=scale)
     torch.manual_seed(0)

@@ -162,19 +162,13 @@ def test_loss_and_gradients_equal_diffusers_alone(make):
     expected.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     theirs = [parameter.grad.clone() for parameter in trained]
-    model.zero_grad()
+    model.zero_grad(set_to_none=True)
     loss = model.loss(model(batch), batch)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     loss.backward()
     for gradient, parameter in zip(theirs, trained, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
-
-
-def test_every_trained_parameter_gets_a_gradient(make):
-    """DDP waits for the gradient of each; the first text encoder's last layer has none and is not trained."""
-    model = make()
-    batch = batch_of(model)
-    model.loss(model(batch), batch).backward()
+    # DDP waits for the gradient of each; the first text encoder's last layer has none and is not trained.
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert without == frozen
@@ -227,8 +221,14 @@ def test_dropped_captions_replace_embeddings_and_pooled_text_together(make, mode
     assert condition.mask is None
 
 
-def test_generated_images_are_conditioned_on_their_own_size(make, monkeypatch):
-    model, seen = make(train_text_encoder=False), []
+@pytest.fixture(scope='module')
+def frozen_text(small_vae) -> Any:
+    """Miniature whose text encoders are not trained, which no test changes."""
+    return tiny_sdxl(vae=str(small_vae), train_text_encoder=False, **SMALL)
+
+
+def test_generated_images_are_conditioned_on_their_own_size(frozen_text, monkeypatch):
+    model, seen = frozen_text, []
     forward = model.denoiser.forward
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -240,8 +240,8 @@ def test_generated_images_are_conditioned_on_their_own_size(make, monkeypatch):
     assert seen[0].tolist() == [[64, 128, 0, 0, 64, 128]] * 4  # with and without the prompt
 
 
-def test_errors_name_the_way_out(make):
-    model = make(train_text_encoder=False)
+def test_errors_name_the_way_out(frozen_text):
+    model = frozen_text
     batch = batch_of(model)
     text = model.embed(batch[batch_keys.INPUT_IDS])
     stored = batch | {batch_keys.TEXT_EMBEDS: text.embeds}
@@ -260,8 +260,8 @@ def test_errors_name_the_way_out(make):
         LatentDiffusion(model.denoiser, model.vae, model.text, mask_padding=True)
 
 
-def test_manifest_records_the_output_of_the_text_encoders(make):
-    model = make(train_text_encoder=False)
+def test_manifest_records_the_output_of_the_text_encoders(frozen_text):
+    model = frozen_text
     manifest = manifest_of(model.vae, shape='', posterior='', dtype='', text=model.text, image_sizes=True)
     assert (manifest.text_output, manifest.image_sizes) == ('penultimate+pooled', True)
 

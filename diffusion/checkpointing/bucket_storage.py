@@ -248,7 +248,7 @@ class BucketStorage:
         """Download and verify a checkpoint on the nodes that need its files, and return the local folder; a collective.
 
         Raises:
-            DamagedCheckpoint: The checkpoint is damaged; on every rank.
+            DamagedCheckpoint: The checkpoint is damaged. Raised on every rank.
             UserError: It belongs to another run.
             OSError: The store cannot be read, or a local disk is full.
         """

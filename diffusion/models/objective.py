@@ -71,7 +71,7 @@ class Objective:
 
     @property
     def is_flow(self) -> bool:
-        """True for a flow, False for diffusion."""
+        """True for flow matching, False for diffusion."""
         return self.path == 'flow'
 
     def time_of(self, quantiles: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class ParallelismConfig:
 
 @dataclass
 class SpeedConfig:
-    """The `speed` section: optimizations of a training step. A switch that is null follows the preset."""
+    """The `speed` section: optimizations of a training step. Switches that are null follow the preset."""
 
     preset: Literal['full', 'none'] = 'full'
     """The default of all switches: full turns on every switch that the GPU and the parallelism strategy support, but

@@ -239,7 +239,7 @@ def _hint_of_text(kind: Any, text: str) -> str:
 
 
 def _look_for_missing(value: Any, where: str, gather: Gatherer) -> None:
-    """Add to `gather` all values that are still `???` inside a value that may have any type."""
+    """Record in `gather` all values that are still `???` inside a value of any type."""
     if isinstance(value, dict):
         for key, item in value.items():
             build_dataclass(Any, item, join(where, key), gather)

@@ -48,7 +48,7 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
 def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit | None = None) -> NodeExit:
     """Return how an attempt ended: the exit record of the node that failed first, or this node's own.
 
-    Its machine is empty unless the cause is due to that machine.
+    The record's machine is empty unless the cause is due to that machine.
 
     Args:
         first: Exit record of the node that failed first, if known; None reads it from the exit file.

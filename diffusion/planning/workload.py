@@ -46,7 +46,7 @@ class Phase:
     perceptual: PerceptualCosts | None = None
     """Costs of perceptual losses, or None."""
     optimizer_flops: int = 0
-    """FLOPs of an optimizer step, of all devices together: those of Muon's orthogonalization, or 0."""
+    """FLOPs of Muon's orthogonalization per optimizer step, over all devices; 0 for other optimizers."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Phase:
         return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """Return the `speed` settings on GPUs, with nulls resolved and those that the strategy does not support off.
+        """Return the `speed` settings on GPUs, with nulls resolved and settings that the strategy does not support off.
 
         Args:
             strategy: Parallelism strategy, such as `ddp`; the recipe's by default.
@@ -103,7 +103,7 @@ class Phase:
 
     @property
     def auxiliary_parameters(self) -> int:
-        """Number of trained parameters that are not the model's: those of representation alignment's MLP."""
+        """Number of trained parameters outside the model: those of representation alignment's MLP."""
         return 0 if self.alignment is None else self.alignment.facts['trained_parameters']
 
     @property
@@ -177,7 +177,8 @@ class Phase:
         return self.training_flops + online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:
-        """Return the FLOPs per image that devices execute, with recomputation and the share of an optimizer step."""
+        """Return the FLOPs per image that devices execute, including recomputation and a share of the optimizer
+        step."""
         return self.flops(encoding) + self.recomputed_flops + self.optimizer_flops / self.recipe.global_batch
 
     def precompute_flops(self, encoding: Encoding) -> float:

@@ -56,7 +56,7 @@ class Options:
     infra_check: bool = True
     """True lets SageMaker check GPUs and network before it starts the job."""
     keep_alive_seconds: int | None = None
-    """Time in seconds for which the machines are kept for the next job (a warm pool), at the usual price."""
+    """Time in seconds to keep the machines for the next job (a warm pool), which costs the usual price."""
     raw: dict[str, Any] = field(default_factory=dict)
     """Values that are merged last into the request of create_training_job."""
 

@@ -177,8 +177,7 @@ class Phase:
         return self.training_flops + online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:
-        """Return the FLOPs per image that devices execute, including recomputation and a share of the optimizer
-        step."""
+        """Return the FLOPs per image that devices execute, including recomputation and part of an optimizer step."""
         return self.flops(encoding) + self.recomputed_flops + self.optimizer_flops / self.recipe.global_batch
 
     def precompute_flops(self, encoding: Encoding) -> float:

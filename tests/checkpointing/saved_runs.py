@@ -15,6 +15,17 @@ from diffusion.checkpointing.sharded_state import read_all_tensors
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
 SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+SMALL: dict[str, Any] = {
+    'name': 'tiny_prx',
+    'hidden_size': 32,
+    'num_heads': 2,
+    'depth': 1,
+    'patch_size': 2,
+    'text_width': 32,
+    'text_layers': 1,
+    'train_text_encoder': False,
+}
+"""Model of 23 trained tensors, a quarter of the smallest U-Net's: a save takes a tenth of a millisecond for each."""
 
 
 def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **common: Any) -> Callable[..., Path]:
@@ -25,8 +36,7 @@ def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **comm
         content: dict[str, Any] = tiny_recipe(root, name=name, **sections) | {
             'runs_dir': runs_dir or str(root / 'runs')
         }
-        # The text encoder's 1.6 M parameters would be most of a checkpoint.
-        content['model'] |= {'block_out_channels': [32], 'train_text_encoder': False}
+        content['model'] = SMALL | {name: content['model'][name] for name in ('resolution', 'vae')}
         content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
         path = root / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))

@@ -28,6 +28,11 @@ SMALL: dict[str, Any] = {
 """Model of 23 trained tensors, a quarter of the smallest U-Net's: a save takes a tenth of a millisecond for each."""
 
 
+def use_small_model(content: dict[str, Any]) -> None:
+    """Replace the model of a tiny recipe by SMALL."""
+    content['model'] = SMALL | {name: content['model'][name] for name in ('resolution', 'vae')}
+
+
 def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **common: Any) -> Callable[..., Path]:
     """Return a function that writes a recipe of 8 batches with averaging and a save after every second."""
 
@@ -36,7 +41,7 @@ def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **comm
         content: dict[str, Any] = tiny_recipe(root, name=name, **sections) | {
             'runs_dir': runs_dir or str(root / 'runs')
         }
-        content['model'] = SMALL | {name: content['model'][name] for name in ('resolution', 'vae')}
+        use_small_model(content)
         content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
         path = root / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from callbacks.guarded_run import At
 from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer
+from composer.core import Event
 from object_store import Store
 from ranks import Job, Ranks, free_port
 
@@ -111,24 +113,24 @@ def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
 @pytest.mark.cpu_seconds(15)
 def test_damaged_checkpoint_is_skipped(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
     path = write('flipped', runs_dir=bucket)
-    train(load(path, ['trainer.max_duration=6ba'])).close()
-    content = bytearray(store.objects('bucket')['runs/flipped/ba6/state.pt'])
+    train(load(path, ['trainer.max_duration=4ba'])).close()
+    content = bytearray(store.objects('bucket')['runs/flipped/ba4/state.pt'])
     content[len(content) // 2] ^= 1
-    store.put(f'{bucket}/flipped/ba6', 'state.pt', bytes(content))
+    store.put(f'{bucket}/flipped/ba4', 'state.pt', bytes(content))
     use_node(1, tmp_path, monkeypatch)
-    with pytest.raises(UserError, match='flipped/ba6'):
+    with pytest.raises(UserError, match='flipped/ba4'):
         find_checkpoint(f'{bucket}/flipped')
-    recipe = load(path)
+    recipe = load(path, ['trainer.max_duration=4ba'])
     trainer = build_trainer(recipe)
-    assert trainer.state.timestamp.batch.value == 4
+    assert trainer.state.timestamp.batch.value == 2
     assert 'damaged checkpoint, trying an earlier one' in caplog.text
     objects = store.objects('bucket')
-    assert 'runs/flipped/ba6/receipt.damaged.json' in objects and 'runs/flipped/ba6/receipt.json' not in objects
-    assert objects['runs/flipped/latest'] == b'ba4'
+    assert 'runs/flipped/ba4/receipt.damaged.json' in objects and 'runs/flipped/ba4/receipt.json' not in objects
+    assert objects['runs/flipped/latest'] == b'ba2'
     trainer.fit()
     trainer.close()
-    assert published_batches(recipe.run_place) == [8, 6, 4, 2]
-    assert_same_tensors(recipe.run_place, undisturbed)
+    assert published_batches(recipe.run_place) == [4, 2]
+    assert_same_tensors(recipe.run_place, undisturbed / 'ba4')
 
 
 def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, store):
@@ -250,14 +252,18 @@ def test_checkpoint_of_another_run_is_refused(write, bucket, store):
 
 def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, bucket, store):
     path = write('evaluated', runs_dir=bucket, checkpointing={'keep': {'last': 1}})
-    recipe = load(path, ['trainer.max_duration=4ba'])
-    train(recipe).close()
+    recipe = load(path, ['trainer.max_duration=3ba', 'trainer.save_interval=1ba', 'checkpointing.asynchronous=false'])
     assert recipe.run_url is not None
-    claim = EvaluationClaims(recipe.run_url, lease_seconds=600).take('ba4', 0)
-    assert claim is not None
-    train(load(path, ['trainer.max_duration=6ba'])).close()
-    assert published_batches(recipe.run_url) == [6, 4]
-    claim.release()
-    train(load(path)).close()
-    assert published_batches(recipe.run_url) == [8]
-    assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba8'}
+    claims, taken, seen = EvaluationClaims(recipe.run_url, lease_seconds=600), [], []
+
+    def release() -> None:
+        seen.append(published_batches(recipe.run_url))
+        taken[0].release()
+
+    trainer = build_trainer(recipe)
+    trainer.state.callbacks.append(At(Event.BATCH_START, 1, lambda: taken.append(claims.take('ba1', 0))))
+    trainer.state.callbacks.append(At(Event.BATCH_START, 2, release))
+    trainer.fit()
+    trainer.close()
+    assert [*seen, published_batches(recipe.run_url)] == [[2, 1], [3]]
+    assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba3'}

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from callbacks.guarded_run import At
 from checkpointing.run_folders import names, write
+from checkpointing.saved_runs import use_small_model
 from composer.core import Event
 from faults import Fault, active
 
@@ -162,6 +163,7 @@ def trained(tiny_recipe, pictures, tmp_path_factory) -> Path:
     content = tiny_recipe(root / 'runs', checkpointing={'keep': {'last': 1}})
     content['eval_streams'] = {'small': {'local': str(pictures[32]), 'resolution': 32}}
     content['trainer'] |= {'save_interval': '1ba'}
+    use_small_model(content)
     path = root / 'recipe.yaml'
     path.write_text(yaml.safe_dump(content))
     train(load(path, ['trainer.max_duration=2ba'])).close()

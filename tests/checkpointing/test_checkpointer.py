@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpointing.saved_runs import EMA, SHARDED, assert_same_end
+from checkpointing.saved_runs import EMA, SHARDED, assert_same_end, use_small_model
 from composer.utils import collect_env
 from faults import Fault, environment
 from ranks import largest_difference, read_losses
@@ -42,6 +42,7 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
     def write(name: str, **sections) -> Path:
         content = tiny_recipe(root / 'runs', name=name, algorithms=EMA, **sections)
         content['optimizer'] = {'name': 'adamw', 'lr': 1.0e-4}
+        use_small_model(content)
         path = root / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))
         return path
@@ -50,20 +51,21 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
     return root / 'runs' / 'reference', write
 
 
-@pytest.mark.cpu_seconds(40)
+@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize(
     'legs',
     [
-        [(2, 'sharded'), (1, 'ddp'), (2, 'sharded')],
+        [(2, 'sharded'), (1, 'ddp')],
+        pytest.param([(2, 'sharded'), (1, 'ddp'), (2, 'sharded')], marks=pytest.mark.slow),
         pytest.param([(2, 'ddp'), (1, 'sharded'), (2, 'fsdp2')], marks=pytest.mark.slow),
     ],
     ids=lambda legs: '-'.join(f'{count}{strategy}' for count, strategy in legs),
 )
 def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ranks, legs):
-    """The run is stopped twice after averaging has started: at the end of an epoch of 5 batches, and in the next."""
+    """The run is stopped after averaging has started: at the end of an epoch of 5 batches, and maybe in the next."""
     reference, write = uninterrupted
     name = '-'.join(f'{count}{strategy}' for count, strategy in legs)
-    for (count, strategy), duration in zip(legs, ('1ep', '7ba', '8ba'), strict=True):
+    for (count, strategy), duration in zip(legs, ['1ep', '7ba', '8ba'] if len(legs) == 3 else ['1ep', '8ba'], strict=True):
         path = write(name, parallelism=STRATEGIES[strategy])
         ranks.run(count, path, f'trainer.max_duration={duration}', 'trainer.save_interval=1ep')
         checkpoint = find_checkpoint(reference.parent / name)
@@ -109,7 +111,7 @@ def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
-        ('model.block_out_channels=[32, 64]', r'ba8: the architecture differs from the recipe: .*denoiser\.'),
+        ('model.depth=2', r'ba8: the architecture differs from the recipe: .*denoiser\.'),
         (
             'optimizer.name=decoupled_adamw',
             r'ba8: saved with optimizer AdamW, but the recipe has DecoupledAdamW; .* init_from',
@@ -136,7 +138,7 @@ def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
     """Otherwise the run would silently continue as a different one."""
     _, write = uninterrupted
     path = write('own')
-    train(load(path, ['trainer.max_duration=4ba'])).close()
+    train(load(path, ['trainer.max_duration=2ba'])).close()
     with pytest.raises(ValueError, match=r'(?s)start a new run .* seed: 17 in the checkpoint, 18 now'):
         build_trainer(load(path, ['seed=18', 'loader.shuffle_seed=17']))
     other = [f'streams.more={{local: {pictures[64]}, resolution: 32}}', 'dataset.flip=true']
@@ -148,8 +150,8 @@ def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
     ]
     for line in differences:
         assert line in str(refused.value)
-    trainer = build_trainer(load(path, [*other, 'allow_data_change=true']))
-    assert trainer.state.timestamp.batch.value == 4
+    trainer = build_trainer(load(path, [*other, 'allow_data_change=true', 'trainer.max_duration=3ba']))
+    assert trainer.state.timestamp.batch.value == 2
     trainer.fit()
     trainer.close()
 
@@ -159,7 +161,7 @@ def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatc
     reference, write = uninterrupted
     path = write('unread')
     keep = ['trainer.save_interval=1ba', 'trainer.save_num_checkpoints_to_keep=2']
-    train(load(path, ['trainer.max_duration=4ba', *keep])).close()
+    train(load(path, ['trainer.max_duration=3ba', *keep])).close()
     run, plain = reference.parent / 'unread', checkpoint_store.hash_file
 
     def stale(file: Path) -> checkpoint_store.FileRecord:
@@ -169,10 +171,10 @@ def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatc
     monkeypatch.setattr(checkpoint_store, 'hash_file', stale)
     with pytest.raises(OSError, match='Stale file handle'):
         build_trainer(load(path))
-    assert {folder.name for folder in run.glob('ba*')} == {'ba3', 'ba4'}
+    assert {folder.name for folder in run.glob('ba*')} == {'ba2', 'ba3'}
     monkeypatch.setattr(checkpoint_store, 'hash_file', plain)
     trainer = build_trainer(load(path))
-    assert trainer.state.timestamp.batch.value == 4
+    assert trainer.state.timestamp.batch.value == 3
     trainer.close()
 
 

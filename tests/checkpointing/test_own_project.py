@@ -59,6 +59,7 @@ def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_p
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_killed_script_resumes_from_the_memory_of_the_node(run, tmp_path):
     (tmp_path / 'node').mkdir()
     tiers = 'from diffusion.config.checkpointing import TierConfig, TiersConfig\n'

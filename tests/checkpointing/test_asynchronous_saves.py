@@ -77,6 +77,7 @@ def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(wri
     assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(15)
 def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     recipe, seen = load(write('priority')), []
@@ -270,6 +271,7 @@ def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path
     assert 'Traceback' not in first + second
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(20)
 def test_two_ranks_stop_within_the_notice_during_a_save(write, ranks, tmp_path):
     """Rank 1 is signaled while the first save is written, which it does not know how long takes: only that is saved."""

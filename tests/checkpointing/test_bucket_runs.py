@@ -206,6 +206,7 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     assert 'Uploads' not in store.client.list_multipart_uploads(Bucket='bucket'), 'left by a killed process'
 
 
+@pytest.mark.slow
 def test_store_that_hangs_fails_the_save_and_not_the_run(write, undisturbed, bucket, store, caplog, monkeypatch):
     monkeypatch.setattr(object_store, 'DEFAULT', RetryPolicy(tries=2, timeout_seconds=0.5))
     recipe = load(write('hangs', runs_dir=bucket))

@@ -65,7 +65,8 @@ def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ran
     """The run is stopped after averaging has started: at the end of an epoch of 5 batches, and maybe in the next."""
     reference, write = uninterrupted
     name = '-'.join(f'{count}{strategy}' for count, strategy in legs)
-    for (count, strategy), duration in zip(legs, ['1ep', '7ba', '8ba'] if len(legs) == 3 else ['1ep', '8ba'], strict=True):
+    durations = ('1ep', '7ba', '8ba') if len(legs) == 3 else ('1ep', '8ba')
+    for (count, strategy), duration in zip(legs, durations, strict=True):
         path = write(name, parallelism=STRATEGIES[strategy])
         ranks.run(count, path, f'trainer.max_duration={duration}', 'trainer.save_interval=1ep')
         checkpoint = find_checkpoint(reference.parent / name)
@@ -286,6 +287,7 @@ def test_ranks_share_a_folder_or_say_so_and_wait_for_rank_0_beyond_the_timeout(r
     assert not [*(tmp_path / 'same').iterdir()], 'the check leaves no files'
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(15)
 def test_rank_0_alone_reads_the_initial_weights(uninterrupted, ranks, tmp_path):
     reference, write = uninterrupted

@@ -82,6 +82,7 @@ def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):
     assert 'checkpoints every 26.' in caplog.text and 'a failure is expected every 12 hours' in caplog.text
 
 
+@pytest.mark.slow
 def test_interval_of_a_run_follows_a_storage_that_becomes_slow_and_recovers(tmp_path, monkeypatch):
     """Trainer and saves are real; the clock is ahead by a minute per batch, and by the delay of each save's fsync."""
     run, fast, slow, ahead = tmp_path / 'run', 2.0, 42.0, [0.0]

@@ -146,6 +146,7 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     assert stalls[0] > 0.5, 'the wait before the optimizer counts as a stall'
 
 
+@pytest.mark.slow
 def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_is_saved(write, slow, tmp_path):
     """ba5 is the last batch of an epoch: the averages are updated after its save, before another batch starts."""
     sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'update_interval': '1ep', 'smoothing': 0.5}}}

@@ -274,7 +274,7 @@ def test_ranks_killed_while_they_resume_from_a_tier(cluster, undisturbed):
         ('read', r'node0/.*state\.pt', 'EIO', 'another node has this file', 5),
         ('list', r'node0/diffusion-\d+/[^/]*$', 'ESTALE', 'memory tier: not used in this run', 3),
         ('open', r'node0/.*receipt\.json', 'EIO', 'not used', 5),
-        ('create', r'node0/.*state\.pt', 'ENOSPC', 'cannot be brought to all nodes', 3),
+        ('create', r'node0/.*state\.pt', 'ENOSPC', 'could not be copied to all nodes', 3),
         ('read', r'node\d/.*state\.pt', 'EIO', 'files are on no node', 3),
     ],
 )

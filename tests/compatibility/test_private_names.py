@@ -95,11 +95,13 @@ def private_imports(nodes: list[ast.AST]) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_no_other_module_imports_a_private_name():
     found = [f'{where}: {name}' for where, nodes in nodes_of_all().items() for name in private_imports(nodes)]
     assert not found, f'list these in {MODULE} and import them from there'
 
 
+@pytest.mark.slow
 def test_private_attributes_of_other_packages_are_listed():
     own = {where: own_names(nodes) for where, nodes in nodes_of_package().items()}
     everywhere = set().union(*own.values())
@@ -119,6 +121,7 @@ def test_private_attributes_of_other_packages_are_listed():
     assert not found, f'list these in {MODULE} and use private_attribute()'
 
 
+@pytest.mark.slow
 def test_every_listed_name_is_used_and_every_used_name_is_listed():
     imported, read = set(), set()
     for nodes in nodes_of_all().values():
@@ -134,6 +137,7 @@ def test_every_listed_name_is_used_and_every_used_name_is_listed():
     assert read == {name for _, name in ATTRIBUTES}
 
 
+@pytest.mark.slow
 def test_layer_one_takes_no_name_of_composer_or_streaming():
     for where, nodes in nodes_of_package().items():
         for node in nodes:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from composer.core import Callback, State
 from composer.loggers import Logger
+from shards import write_image_shards
 
 from diffusion.config.load import load
 from diffusion.loggers.progress_lines import BatchTimer
@@ -91,10 +92,11 @@ class Work(Callback):
 
 
 @pytest.mark.parametrize('duration', ['12ba', pytest.param('4ep', marks=pytest.mark.slow)])
-def test_time_left_is_that_of_training_alone(write_recipe, pictures, monkeypatch, caplog, duration):
+def test_time_left_is_that_of_training_alone(write_recipe, tmp_path, monkeypatch, caplog, duration):
+    few = write_image_shards(tmp_path / 'few', count=4, side=32)
     path = write_recipe(
         loggers={'console_lines': {'every_seconds': 0.0}},
-        eval_streams={'other': {'local': str(pictures[64]), 'resolution': 32}},
+        eval_streams={'few': {'local': str(few), 'resolution': 32}},
         trainer={'max_duration': duration, 'eval_interval': '6ba', 'save_interval': '12ba', 'device': 'cpu'},
     )
     trainer, work = build_trainer(load(path, ['global_batch=4', 'streams.small.choose=12'])), Work()

@@ -292,8 +292,7 @@ LATE_COMMAND: dict[str, tuple[Words, str]] = {
 
 
 FAST_LATE_RUN = {
-    *('two streams in one folder', 'GPU on a machine without one', 'another seed on resume', 'run in use'),
-    *('images that the VAE cannot divide', 'all checkpoints damaged'),
+    *('two streams in one folder', 'another seed on resume', 'run in use', 'all checkpoints damaged'),
 }
 
 
@@ -500,7 +499,7 @@ BUGS = {
         ['diffusion', 'prepare', 'folder', '{run}', '--out', 'prepared', '--sizes', '32'],
     ),
 }
-FAST_BUGS = {'KeyError in config', 'shapes in data', 'int() at resume', 'pipe of something else'}
+FAST_BUGS = {'shapes in data', 'int() at resume', 'pipe of something else'}
 FAULTS = {
     'recipe': ('pathlib:Path.read_text', 'EIO', ['diffusion', 'check', '{recipe}']),
     'recipe of a run': ('diffusion.callbacks.run_recipe:write_atomically', 'EIO', TRAIN),

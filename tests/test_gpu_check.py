@@ -50,6 +50,7 @@ def counting(path: Path) -> str:
     return f'open({str(path)!r}, "a").write("ran\\n"); DATA.write_text("[1]")'
 
 
+@pytest.mark.slow
 def test_finished_slices_are_not_run_again(runner, redaction, tmp_path):
     count = tmp_path / 'count'
     slices = [make_slice(runner, 'one', counting(count)), make_slice(runner, 'two', counting(count))]

@@ -47,8 +47,7 @@ FORMS = {
     'the default of a selected value': ('${oc.select:absent,${oc.env:KEY}}', SECRET),
 }
 FAST_FORMS = {
-    *('part of a text', 'a default from a variable', 'a null default', 'decoded in a text'),
-    *('a reference to a reference', 'a selected value', 'a computed resolver'),
+    *('part of a text', 'a default from a variable', 'decoded in a text', 'a reference to a reference'),
 }
 
 

@@ -375,6 +375,7 @@ def test_imports_register_custom_components(write, tmp_path, monkeypatch):
         load(write({'imports': ['my_parts'], 'model': {'name': 'enormous', 'dpth': 5, 'depth': 1}}))
 
 
+@pytest.mark.slow
 def test_check_prints_the_resolved_recipe_without_torch():
     program = (
         'import sys; from diffusion.cli import main; s = main(sys.argv[1:]); print("torch" in sys.modules); sys.exit(s)'

@@ -179,7 +179,7 @@ def write_ramps(folder, sizes, *, metadata, image_format='PNG'):
 @pytest.mark.parametrize(
     ('crop', 'image_format'),
     [
-        ('center', 'JPEG'),
+        pytest.param('center', 'JPEG', marks=pytest.mark.slow),
         ('random', 'PNG'),
         pytest.param('center', 'PNG', marks=pytest.mark.slow),
         pytest.param('random', 'JPEG', marks=pytest.mark.slow),
@@ -233,6 +233,7 @@ def test_original_size_is_that_of_prepare_if_it_is_recorded():
         assert original_size(sample) is None
 
 
+@pytest.mark.slow
 def test_data_without_recorded_sizes_takes_those_of_the_encoded_image(write_recipe, tiny_recipe, tmp_path):
     content = tiny_recipe(tmp_path)
     model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}

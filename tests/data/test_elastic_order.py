@@ -227,6 +227,7 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies' in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('by', ['proportion', pytest.param('samples', marks=pytest.mark.slow)])
 def test_six_shapes_keep_proportions_within_one_percent_on_1_to_64_devices(by):
     """Two resolutions with three aspect ratios each, in an epoch of 1,000 batches."""

@@ -134,6 +134,7 @@ def test_two_copies_in_a_batch_never_share_noise_or_timestep(recipe):
         assert len(words) == BATCH
 
 
+@pytest.mark.slow
 def test_run_with_copies_is_the_same_after_a_resume(recipe, tmp_path):
     words = ['trainer.max_duration=2ep', 'trainer.save_interval=2ba', 'global_batch=12', 'streams.few.choose=24']
     train(load(recipe, [*words, 'name=one'])).close()

@@ -41,6 +41,7 @@ def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path,
     assert read_losses(tmp_path / 'runs' / 'run') == whole
 
 
+@pytest.mark.slow
 def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recipe, tmp_path, whole):
     path = write_recipe()
     recipe = load(path, [*SHORT, 'trainer.max_duration=2ep', 'trainer.save_interval=2ep'])

@@ -134,6 +134,7 @@ def test_download_starts_again_if_its_temporary_folder_is_removed(bucket, tmp_pa
     assert removed and f'another process removed the temporary folder {removed[0]}' in caplog.text
 
 
+@pytest.mark.slow
 def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
     """The lock ends with its process, and the incomplete files of that process are removed."""
     cache = tmp_path / 'cache'

@@ -319,6 +319,7 @@ def test_partial_batch_and_new_shape_start_new_block():
     assert other.shape == (3, 3, 8, 2) and other[:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('workers', [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_batches_of_loader_are_never_overwritten(write_recipe, pictures, workers):
     """A consumer may keep batches, so later batches must not overwrite them."""

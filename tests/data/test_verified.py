@@ -79,7 +79,7 @@ def test_stalled_download_times_out(store, bucket, tmp_path, workers):
         served(loader)
 
 
-@pytest.mark.parametrize(('seconds', 'enough'), [(2.0, True), (20.0, False)])
+@pytest.mark.parametrize(('seconds', 'enough'), [pytest.param(2.0, True, marks=pytest.mark.slow), (20.0, False)])
 def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path, monkeypatch, seconds, enough):
     """A shard of 8 kB arrives in eight pieces."""
     monkeypatch.setattr(transfers, 'PROGRESS_BYTES', 1000)
@@ -174,7 +174,7 @@ def test_worker_timeout_names_shards_in_progress(store, bucket, tmp_path):
         served(loader)
 
 
-@pytest.mark.parametrize('workers', [0, 1])
+@pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_worker_that_ends_early_raises(tmp_path, monkeypatch, workers):
     plain = Numbers.__iter__
     monkeypatch.setattr(Numbers, '__iter__', lambda self: itertools.islice(plain(self), 30))
@@ -239,6 +239,7 @@ def test_damaged_local_shard_raises_with_details(tmp_path):
     assert (local / 'shard.00002.mds').stat().st_size == size, 'local data must not be modified'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('workers', 'harm'), [(0, 'deleted'), pytest.param(2, 'overwritten', marks=pytest.mark.slow)])
 def test_local_data_that_changes_during_training_raises(tmp_path, workers, harm):
     """The shards have been checked and read before they change."""
@@ -343,8 +344,8 @@ def test_cached_index_is_used_if_remote_index_is_missing(store, bucket, tmp_path
     ('content', 'message'),
     [
         (b'{"version": 2, "shards": [{"sam', 'is not an index of MDS shards .JSONDecodeError'),
-        (b'[]', 'is not an index of MDS shards .TypeError'),
-        (b'{"version": 1, "shards": []}', 'version 1, not 2'),
+        pytest.param(b'[]', 'is not an index of MDS shards .TypeError', marks=pytest.mark.slow),
+        pytest.param(b'{"version": 1, "shards": []}', 'version 1, not 2', marks=pytest.mark.slow),
     ],
 )
 def test_invalid_index_is_rejected(store, bucket, tmp_path, content, message):
@@ -411,6 +412,7 @@ def test_full_disk_is_reported(store, bucket, tmp_path):
     assert not list(local.rglob('*.mds'))
 
 
+@pytest.mark.slow
 def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkeypatch):
     """An in-memory file system stands in for Hugging Face's."""
     import fsspec

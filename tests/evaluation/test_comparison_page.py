@@ -348,6 +348,7 @@ def test_page_has_no_serious_accessibility_issue(page, scheme, width):
     assert issues == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_answers_are_sent_to_the_server_of_the_page(desktop, html, tmp_path):
     folder = AnswerFolder(tmp_path / 'answers', KEY)

@@ -60,6 +60,7 @@ def test_values_are_those_of_posterior_samples(unpublished, pictures, capsys):
     assert single['scaling_factor'] == pytest.approx(1 / samples.std().item(), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_printed_values_normalize_the_latents_of_a_model(small_dc_ae, tmp_path, capsys):
     data = write_image_shards(tmp_path / 'data', count=10, side=32, offset=7)
     assert main(['data', 'measure-latents', str(small_dc_ae), str(data), '--resolution', '32']) == 0

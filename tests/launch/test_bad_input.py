@@ -153,7 +153,9 @@ def test_mistake_in_stage_is_reported_with_its_key(write_spec):
     assert "stages.second.recipe: yamls/quickstart.yaml: sed: unknown key; did you mean 'seed'?" in found
 
 
-@pytest.mark.parametrize('backend', ['slurm', 'skypilot', 'mcli', 'local'])
+@pytest.mark.parametrize(
+    'backend', ['slurm', *(pytest.param(each, marks=pytest.mark.slow) for each in ('skypilot', 'mcli', 'local'))]
+)
 def test_unset_secret_stops_launch_but_not_dry_run(backend, write_spec, capsys, monkeypatch):
     monkeypatch.delenv('MY_SECRET', raising=False)
     path = write_spec(backend, secrets={'MY_SECRET': None, 'OTHER': None})

@@ -22,7 +22,14 @@ URL = 's3://home/runs'
 POSITION = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
 
 
-@pytest.mark.parametrize('backend', ['slurm', 'kubernetes', 'sagemaker', 'skypilot', 'mcli', 'local'])
+@pytest.mark.parametrize(
+    'backend',
+    [
+        'slurm',
+        'sagemaker',
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ('kubernetes', 'skypilot', 'mcli', 'local')),
+    ],
+)
 def test_job_whose_runs_are_in_a_bucket_needs_no_mount(prepare, backend):
     image = {} if backend in ('local', 'slurm') else {'image': 'image'}
     changes = {} if backend in ('local', 'mcli', 'slurm') else {'mounts': ABSENT}
@@ -58,6 +65,7 @@ def run_node(recipe, environ, command=('-c', '')) -> int:
     return Node(POSITION, Settings.from_environ({}), list(command), recipe, environ).run()
 
 
+@pytest.mark.slow
 def test_later_attempt_with_an_empty_bucket_does_not_start_from_batch_0(bucket_recipe, store, capsys):
     environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
     assert run_node(bucket_recipe, environ) == CONFIG_ERROR

@@ -97,6 +97,7 @@ def test_crash_keeps_the_stacks_of_the_ranks_that_still_run(run_node):
     assert place in (folder / 'summary.txt').read_text()
 
 
+@pytest.mark.slow
 def test_process_that_is_stopped_is_named_by_its_state(run_node):
     status, run = run_node('if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwait_for_news()', hang_seconds=0.4)
     attempt = last_attempt(run)
@@ -139,6 +140,7 @@ def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
     assert found['TORCH_NCCL_DEBUG_INFO_PIPE_FILE'] == found['DIFFUSION_ATTEMPT_FOLDER'] + '/nccl-'
 
 
+@pytest.mark.slow
 def test_hang_is_ended_although_the_storage_of_the_run_hangs(run_node, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
@@ -386,6 +388,7 @@ def test_attempt_has_the_same_name_on_all_nodes(environ, restarts, expected):
     assert attempt_name(environ, restarts) == expected
 
 
+@pytest.mark.slow
 def test_flight_recorder_variables_are_those_of_the_installed_torch():
     folders = [Path(folder, 'torch', 'lib') for folder in sys.path]
     folder = next((each for each in folders if (each / 'libtorch_cuda.so').exists()), None)

@@ -221,6 +221,7 @@ def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb
     assert not Path(f'/proc/{pid}').exists(), 'no process is left'
 
 
+@pytest.mark.slow
 def test_standby_that_cannot_import_says_why_and_is_not_used(starter):
     (starter.folder / 'changing.py').write_text('import missing_module\n')
     starter.prepare()
@@ -229,6 +230,7 @@ def test_standby_that_cannot_import_says_why_and_is_not_used(starter):
     assert starter.run(starter.pool.start_rank)[0] == 7
 
 
+@pytest.mark.slow
 def test_standbys_end_with_the_process_that_started_them(tmp_path):
     (tmp_path / 'run.py').write_text('')
     code = (

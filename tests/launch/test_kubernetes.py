@@ -70,7 +70,10 @@ OLDEST = '1.29'
 """Oldest version of Kubernetes whose schema accepts the rendered jobs; 1.28 requires onPodConditions in all rules."""
 
 
-@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize(
+    'variant',
+    [each if number % 3 == 0 else pytest.param(each, marks=pytest.mark.slow) for number, each in enumerate(VARIANTS)],
+)
 def test_rendered_manifest_is_valid_for_old_and_new_kubernetes(variant, manifest):
     """Validated by the newest schema in `prepare`, and by the oldest here."""
     for part in manifest(**VARIANTS[variant])['spec']['replicatedJobs']:
@@ -140,7 +143,9 @@ def test_free_nodes_have_the_gpus_that_running_pods_leave(write_spec, kubectl):
         free_nodes(spec)
 
 
-@pytest.mark.parametrize('package', ['kubernetes_validate', 'kubeflow_trainer_api.models'])
+@pytest.mark.parametrize(
+    'package', ['kubernetes_validate', pytest.param('kubeflow_trainer_api.models', marks=pytest.mark.slow)]
+)
 def test_kubectl_validates_without_the_extra(package, write_spec, kubectl, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     assert main(['launch', str(write_spec('kubernetes')), '--dry-run']) == 0

@@ -11,7 +11,10 @@ from tests.launch.specs import BACKENDS
 SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
 
 
-@pytest.mark.parametrize('backend', NAMES)
+@pytest.mark.parametrize(
+    'backend',
+    [each if each in ('slurm', 'kubernetes') else pytest.param(each, marks=pytest.mark.slow) for each in NAMES],
+)
 def test_secret_value_is_neither_written_nor_printed(backend, write_spec, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv('MY_SECRET', 'hunter2hunter2')
     path = write_spec(backend, secrets={'MY_SECRET': SOURCES.get(backend)})

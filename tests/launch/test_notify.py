@@ -253,10 +253,10 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
     recipe = load(path, ['trainer.max_duration=2ba'])
     train(recipe).close()
 
-    def fail(trainer):
+    def fail(*arguments):
         raise RuntimeError('out of memory')
 
-    monkeypatch.setattr('diffusion.training.train.fit', fail)
+    monkeypatch.setattr('diffusion.training.train.build_trainer', fail)
     longer = load(path, ['trainer.max_duration=3ba'])
     with pytest.raises(RuntimeError, match='out of memory'):
         train(longer)

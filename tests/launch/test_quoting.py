@@ -83,7 +83,7 @@ def octal_quoted(value: str) -> str:
 
 
 @pytest.mark.parametrize(
-    'backend', [pytest.param(each, marks=pytest.mark.slow) if each in ('skypilot', 'mcli') else each for each in SHELLS]
+    'backend', [pytest.param(each, marks=pytest.mark.slow) if each != 'slurm' else each for each in SHELLS]
 )
 @few
 @given(texts=text_lists)

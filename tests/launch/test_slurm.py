@@ -81,8 +81,8 @@ def test_crash_and_preemption_are_requeued(status, script, slurm):
         (143, {'STATE': 'CANCELLED'}),
         # A later attempt of the job runs or is queued.
         (1, {'RESTARTS': '1'}),
-        (1, {'RESTARTS': '1', 'STATE': 'PENDING'}),
-        (1, {'RESTARTS': '11', 'restarts': 1}),
+        pytest.param(1, {'RESTARTS': '1', 'STATE': 'PENDING'}, marks=pytest.mark.slow),
+        pytest.param(1, {'RESTARTS': '11', 'restarts': 1}, marks=pytest.mark.slow),
     ],
 )
 def test_completed_canceled_stale_or_mistaken_attempt_is_not_requeued(status, variables, script, slurm):
@@ -126,6 +126,7 @@ def test_max_restarts_0_turns_requeueing_off(script, slurm):
     assert run_script(text, slurm, status=75) == (75, [])
 
 
+@pytest.mark.slow
 def test_refused_requeue_does_not_exclude_nodes(script, slurm):
     # The controller answers the query, and refuses the requeue.
     (slurm.parent / 'bin' / 'scontrol').write_text(
@@ -143,6 +144,7 @@ def test_whole_nodes_are_requested_with_all_of_their_memory(script):
     assert '#SBATCH --mem=900G\n' in script(backend={'raw': {'mem': '900G'}})
 
 
+@pytest.mark.slow
 def test_unresponsive_controller_is_retried(script, slurm):
     assert run_script(script(), slurm, status=1, AWAY='3') == (1, ['sleep 10'] * 3 + [REQUEUE])
     code, calls_made = run_script(script(), slurm, status=1, AWAY='1000')

@@ -20,7 +20,10 @@ def _variables(monkeypatch):
     monkeypatch.setenv('KEY', SECRET)
 
 
-@pytest.mark.parametrize('backend', BACKENDS)
+@pytest.mark.parametrize(
+    'backend',
+    [each if each in ('slurm', 'kubernetes') else pytest.param(each, marks=pytest.mark.slow) for each in BACKENDS],
+)
 def test_override_reaches_the_node_unresolved_and_is_resolved_there(backend, prepare, tmp_path):
     overrides = {'loggers': {'wandb': {'entity': f'a {TEXT}'}}, 'generate': {'prompts': [TEXT, r'\${lit}']}}
     overrides |= {'name': 'job', 'init_from': '${overrides.loggers.wandb.entity}'}

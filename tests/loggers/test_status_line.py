@@ -69,6 +69,7 @@ Traceback \(most recent call last\):
     assert {'batch 1', 'batch 2', 'batch 3'} <= set(screen.last_rows)
 
 
+@pytest.mark.slow
 def test_status_line_waits_for_the_end_of_an_incomplete_line():
     screen = see("""
 status_line.show('batch 1')
@@ -95,6 +96,7 @@ log.info('logged')
     assert not leave or re.match(r'100%.*\]$', rows[0])
 
 
+@pytest.mark.slow
 def test_long_messages_are_broken_between_words_and_a_long_status_is_cut():
     screen = see(
         """
@@ -111,6 +113,7 @@ log.info('many words ' * 20 + 'path/' * 4)
     assert max(map(len, screen.last_rows)) == 39
 
 
+@pytest.mark.slow
 def test_no_terminal_no_control_characters(tmp_path):
     program = START + "assert not status_line.install(); status_line.show('status'); log.info('word ' * 30)"
     result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -130,6 +133,7 @@ def test_only_rank_zero_shows_a_status_line():
     assert 'status' not in screen.last_rows and 'logged' in str(screen)
 
 
+@pytest.mark.slow
 def test_closed_terminal_does_not_end_the_program(tmp_path):
     program = (
         START

@@ -24,6 +24,7 @@ def test_reads_of_values_are_found_on_every_device(device):
     assert {site.function for site in found} == {'test_reads_of_values_are_found_on_every_device'}
 
 
+@pytest.mark.slow
 def test_our_code_never_waits_for_the_device_in_a_step(write_recipe, device):
     names = ('breakdown', 'lr_monitor', 'runtime_estimator', 'loss_guard')
     trainer: dict[str, Any] = {'max_duration': '8ba', 'progress_bar': False}

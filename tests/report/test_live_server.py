@@ -56,6 +56,7 @@ def get(server: ReportServer, path: str, method: str = 'GET', **headers: str) ->
     return answer.status, body, dict(answer.getheaders())
 
 
+@pytest.mark.slow
 @needs_browser
 def test_page_shows_what_is_added_to_the_run(run):
     with serving(served(run)) as server, browser_context() as (context, left):
@@ -151,6 +152,7 @@ def test_host_that_is_not_of_this_machine_is_an_error(run, host):
         ReportServer(host, 0, ServedPage(RunsSource([str(run)]), 5.0))
 
 
+@pytest.mark.slow
 def test_command_serves_until_ctrl_c(run):
     command = [sys.executable, '-m', 'diffusion', 'report', str(run), '--serve', '--port', '0']
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)

@@ -149,6 +149,10 @@ def test_compiled_blocks_see_fixed_numbers_of_tokens(make_prx, monkeypatch):
         torch.testing.assert_close(gradient, eager_gradients[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
+def test_at_least_one_token_is_kept():
+    assert [Route(START, END, 0.999).tokens(count) for count in (64, 1000, 1001, 10_000)] == [1, 1, 1, 10]
+
+
 def test_a_samples_tokens_do_not_depend_on_its_batch(shared_prx):
     model = shared_prx
     route = Route(START, END, 0.3)
@@ -167,7 +171,6 @@ def test_a_samples_tokens_do_not_depend_on_its_batch(shared_prx):
 def test_the_blocks_keep_a_token_if_the_fraction_rounds_to_all(make_prx):
     model = make_prx()
     route = Route(START, END, 0.999)
-    assert [route.tokens(count) for count in (64, 1000, 1001, 10_000)] == [1, 1, 1, 10]
     batch = batch_of(model)
     with model.route_tokens(route).routing(model.draws_of(batch)):
         loss = model.loss(model(batch), batch)

@@ -34,6 +34,7 @@ def sana(tmp_path, monkeypatch) -> Path:
     return tmp_path / 'my_sana.yaml'
 
 
+@pytest.mark.slow
 def test_recipe_of_an_own_family_is_checked_without_torch(sana):
     program = f'from diffusion.cli import main\nassert main(["check", {str(sana)!r}, "model.dept=1"]) == 2\n'
     program += 'import sys\nassert "torch" not in sys.modules and "my_sana" in sys.modules'

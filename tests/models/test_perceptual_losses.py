@@ -17,7 +17,7 @@ from diffusion.models import batch_keys
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.perceptual_losses import PerceptualLosses, lpips_network
+from diffusion.models.perceptual_losses import PerceptualLosses, load_perceptual_loss, lpips_network
 from diffusion.models.representation_alignment import FeatureEncoder, RepresentationAlignment
 from diffusion.models.vae import PixelSpace
 
@@ -193,21 +193,22 @@ def test_one_of_the_two_losses_is_enough(make, weights):
     assert model._frozen['perceptual_loss'].lpips is None
 
 
-def test_mistakes_are_named(make, weights, small_vae, tmp_path):
+def test_mistakes_are_named(weights, small_vae, tmp_path):
     (tmp_path / 'cut.pth').write_bytes(b'no weights')
     torch.save({'features.0.weight': torch.zeros(1)}, tmp_path / 'other.pth')
+    valid: dict[str, Any] = {'lpips_network': 'squeeze', 'lpips_backbone': 'not read', 'encoder': weights['dino']}
     for settings, message in {
         'missing': ({'lpips_backbone': str(tmp_path / 'none.pth')}, 'none.pth does not exist; download'),
         'damaged': ({'lpips_backbone': str(tmp_path / 'cut.pth')}, 'cut.pth cannot be read as weights'),
-        'other': ({'lpips_backbone': str(tmp_path / 'other.pth')}, 'has no features.0.bias, so it is not a alex'),
-        'network': ({'lpips_network': 'vgg'}, 'is not a vgg of torchvision'),
+        'other': ({'lpips_backbone': str(tmp_path / 'other.pth')}, 'has no features.0.bias, so it is not a squee'),
+        'network': ({'lpips_backbone': weights['alex']}, 'is not a squeeze of torchvision'),
         'no file': ({'lpips_backbone': None}, 'lpips_backbone: is missing; give the file'),
         'no encoder': ({'encoder': None}, r'perceptual_losses\.encoder: is missing; give a folder'),
         'no loss': ({'lpips_weight': 0.0, 'features_weight': 0.0}, 'perceptual_losses: both weights are 0'),
         'scale': ({'lpips_scale': 2.0}, r'lpips_scale: 2.0 is not a fraction'),
     }.values():
         with pytest.raises(UserError, match=message):
-            make(**settings)
+            load_perceptual_loss(PerceptualLosses(**{**valid, **settings}))
     losses = PerceptualLosses(lpips_weight=0.0, encoder=weights['dino'])
     with pytest.raises(UserError, match='perceptual_losses: need a model on pixels'):
         tiny_prx(vae=str(small_vae), perceptual_losses=losses, **SIZES)

@@ -183,10 +183,10 @@ def test_stratified_numbers_are_one_per_part_in_any_order_of_samples():
 
 def test_each_stratified_number_is_uniform():
     """Checked for one sample over many batches of the same samples."""
-    first = torch.stack([draws(8, batch_index=i).stratified(Purpose.STRATUM, Purpose.TIMESTEP) for i in range(1000)])
-    counts = torch.histc(first[:, 0].float(), bins=20, min=0, max=1)
+    first = torch.stack([draws(8, batch_index=i).stratified(Purpose.STRATUM, Purpose.TIMESTEP) for i in range(600)])
+    counts = torch.histc(first[:, 0].float(), bins=12, min=0, max=1)
     assert (counts - 50).abs().max() < 5 * math.sqrt(50)
-    assert abs(torch.corrcoef(first[:, :2].T)[0, 1] + 1 / 7) < 0.1, 'two of eight without replacement'
+    assert abs(torch.corrcoef(first[:, :2].T)[0, 1] + 1 / 7) < 0.12, 'two of eight without replacement'
 
 
 def test_largest_stratified_number_is_below_one():

@@ -170,13 +170,8 @@ def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path
     assert converted == [2, 3]
 
 
-@pytest.mark.parametrize(
-    'damage',
-    [
-        'short shard',
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ('no shard', 'no tables', 'other tables')),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('damage', ['short shard', 'no shard', 'no tables', 'other tables'])
 def test_damaged_part_in_the_store_is_converted_again(
     tmp_path: Path, store: Store, expected: dict[str, bytes], damage: str
 ) -> None:

@@ -87,5 +87,5 @@ def check_caption_weights(weights: Mapping[str, float] | None, rule: CaptionChoi
     if wrong or not weights:
         raise UserError(
             f'dataset.caption_weights: {dict(weights)} must give columns positive weights, such as '
-            '{original: 0.3, recaptioned: 0.7}; leave out columns that are not to be used'
+            '{original: 0.3, recaptioned: 0.7}; leave out unused columns'
         )

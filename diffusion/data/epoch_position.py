@@ -42,8 +42,8 @@ def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[st
     # The dataset stays in the finished epoch until `place_dataset` sets it for the next one.
     if timestamp.batch_in_epoch.value and found['epoch'] != epoch:
         raise DataError(
-            f'checkpoint not saved: the run is in epoch {epoch}, but its training data in epoch {found["epoch"]}. '
-            'Something else iterates over the training dataset; give it a dataset of its own'
+            f'checkpoint not saved: the run is in epoch {epoch}, but its training data is in epoch {found["epoch"]}. '
+            'Something else iterates over the training dataset; give it a separate dataset'
         )
     return found | {'epoch': epoch}
 

@@ -190,7 +190,7 @@ class CacheBudget:
                     if seconds:
                         log.warning(
                             '%s: another process has held its lock for %.0f s; limiting its size without the lock. '
-                            'If nodes share the folder, check for one that is stopped',
+                            'If nodes share the folder, check for a stopped node',
                             folder,
                             seconds,
                         )
@@ -340,7 +340,7 @@ class DownloadTurns:
         self._has_warned = True
         log.warning(
             '%s: %s: another process has not finished its download in %.0f s; downloading it here too. '
-            'If nodes share the folder, check for one that is stopped or has a slow network',
+            'If nodes share the folder, check for a node that is stopped or has a slow network',
             self.name,
             path,
             seconds,

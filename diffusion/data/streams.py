@@ -190,7 +190,7 @@ class BucketedDataset(VerifiedDataset):
         weights = self.caption_weights
         if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
             raise UserError(
-                'dataset.caption_weights: no stream names the columns of its captions; prepare the data with '
+                'dataset.caption_weights: no stream records the columns of its captions; prepare the data with '
                 f'{" ".join(f"--caption-column {name}" for name in weights)}, or remove the setting'
             )
 

@@ -39,13 +39,13 @@ def numbered_images(folder: Path, prompts: Sequence[str]) -> list[Path]:
     for file in _image_files(folder):
         found = _LEADING.search(file.stem) or _TRAILING.search(file.stem)
         if found is None:
-            raise UserError(f'{file}: has no number that says which prompt it is for; name it like 00012.png')
+            raise UserError(f'{file}: has no prompt number in its name; name it like 00012.png')
         if (other := by_number.setdefault(int(found[0]), file)) != file:
             raise UserError(f'{other} and {file}: have the same number; remove one of them')
     if len(by_number) != len(prompts):
         raise UserError(
-            f'{folder}: has {len(by_number)} images for {len(prompts)} prompts; give one image per prompt, in their '
-            'order'
+            f'{folder}: has {len(by_number)} images for {len(prompts)} prompts; give one image per prompt, in the '
+            'order of the prompts'
         )
     first = min(by_number)
     missing = [number for number in range(first, first + len(prompts)) if number not in by_number]
@@ -56,7 +56,7 @@ def numbered_images(folder: Path, prompts: Sequence[str]) -> list[Path]:
         if (own := _prompt_of(file)) is not None and own != prompt:
             raise UserError(
                 f'{file}: was generated for {own[:60]!r}, but prompt {index + 1} is {prompt[:60]!r}; give the prompts '
-                'that these images were generated for'
+                'for which these images were generated'
             )
     return files
 

@@ -85,15 +85,17 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
         own, stated, expected = content['comparison'], content['checksum'], checksum(_canonical(content))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f'{where}: is not a file of answers as the page writes it ({type(error).__name__}); ask its author for the '
+            f'{where}: is not an answer file as written by the page ({type(error).__name__}); ask its author for the '
             'original'
         ) from error
     if own != comparison:
-        raise UserError(f'{where}: answers comparison {str(own)[:40]!r}, not {comparison!r}; give the key of that one')
+        raise UserError(
+            f'{where}: answers comparison {str(own)[:40]!r}, not {comparison!r}; give the key of that comparison'
+        )
     if stated != expected:
-        raise UserError(f'{where}: was changed after the page had written it; ask its author for the original')
+        raise UserError(f'{where}: was modified after the page wrote it; ask its author for the original')
     if not isinstance(rater, str) or not _RATER.fullmatch(rater):
-        raise UserError(f'{where}: its rater {str(rater)[:40]!r} is not one that the page makes; remove the file')
+        raise UserError(f'{where}: its rater {str(rater)[:40]!r} is not an identifier from the page; remove the file')
     seen = set()
     for answer in found:
         # Check types, because JSON may contain true or 1.0, which compare equal to 1 in Python.
@@ -118,19 +120,19 @@ def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Ans
     for file in files:
         try:
             if file.stat().st_size > MAX_BYTES:
-                raise UserError(f'{file}: has more than {MAX_BYTES} bytes, so it is not a file of answers; remove it')
+                raise UserError(f'{file}: has more than {MAX_BYTES} bytes, so it is not an answer file; remove it')
             found = set(parse_answers(file.read_bytes(), str(file), comparison, pairs))
         except OSError as error:
-            raise UserError(f'{file}: cannot be read ({error.strerror}); give files of answers') from error
+            raise UserError(f'{file}: cannot be read ({error.strerror}); give answer files') from error
         if not found:
             log.warning('%s: has no answers', file)
             continue
         rater = next(iter(found)).rater
         other, earlier = by_rater.get(rater, (file, set()))
         if not (earlier <= found or found <= earlier):
-            raise UserError(f'{other} and {file}: have different answers of one person; remove the older one')
+            raise UserError(f'{other} and {file}: have different answers from the same person; remove the older one')
         if earlier:
-            log.warning('%s and %s: are of one person; the longer one counts', other, file)
+            log.warning('%s and %s: are from the same person; the longer one counts', other, file)
         by_rater[rater] = (file, found) if len(found) >= len(earlier) else (other, earlier)
     questions = list(QUESTIONS)
     return [

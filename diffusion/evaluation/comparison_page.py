@@ -164,8 +164,8 @@ def at_one_size(a: Image.Image, b: Image.Image, *, where: str) -> tuple[Image.Im
     """
     if abs(a.width * b.height / (a.height * b.width) - 1) > MAX_ASPECT_RATIO_ERROR:
         raise UserError(
-            f'{where}: A has {a.width} x {a.height} pixels and B {b.width} x {b.height}; people would tell them by '
-            'their shape: crop the images to one aspect ratio'
+            f'{where}: A has {a.width} x {a.height} pixels and B {b.width} x {b.height}; people would '
+            'recognize the models by shape: crop the images to the same aspect ratio'
         )
     size = max(a.size, b.size, key=lambda sides: sides[0] * sides[1])
     # Different sizes would reveal which model made an image.

@@ -131,7 +131,7 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     columns, column_of = np.unique(np.asarray(prompts), return_inverse=True)
     for name, count in (('people', len(rows)), ('prompts', len(columns))):
         if count < 2:
-            raise UserError(f'a confidence interval needs answers of at least 2 {name}; there are those of {count}')
+            raise UserError(f'a confidence interval needs at least 2 {name} with answers; found {count}')
     answers = np.asarray(values, dtype=float)
     count, mean, clusters = len(answers), float(answers.mean()), min(len(rows), len(columns))
     errors = answers - mean

@@ -66,7 +66,7 @@ class AnswerFolder:
                 with suppress(UserError):  # if the file was modified by hand, replace it
                     before = len(self._parse(path.read_bytes(), str(path)))
                 if before > len(answers):
-                    raise Refused(HTTPStatus.CONFLICT, 'more answers of yours were saved before; they are kept')
+                    raise Refused(HTTPStatus.CONFLICT, 'more of your answers were saved earlier; those are kept')
             elif len(self.files()) >= MAX_RATERS:
                 raise Refused(HTTPStatus.INSUFFICIENT_STORAGE, f'{MAX_RATERS} people have answered already')
             try:
@@ -134,7 +134,9 @@ def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]
         def _check_token(self) -> None:
             given = parse_qs(urlsplit(self.path).query).get('token', [''])[0]
             if not hmac.compare_digest(given.encode('utf-8', 'replace'), answers.key.token.encode()):
-                raise Refused(HTTPStatus.FORBIDDEN, 'this link is incomplete or of another page; ask for a new one')
+                raise Refused(
+                    HTTPStatus.FORBIDDEN, 'this link is incomplete or belongs to another page; ask for a new one'
+                )
 
         def _reply(self, respond: Callable[[], tuple[str, bytes]]) -> None:
             status = HTTPStatus.OK

@@ -132,7 +132,7 @@ class GeneratedImages:
             own = generates, should_stop()
             answers = dist.all_gather_object(own) if together else [own]
             if any(stops for _, stops in answers):
-                raise ExternalError('stopped on a signal while images were generated; those that are complete are kept')
+                raise ExternalError('stopped by a signal while generating images; complete batches are kept')
             return any(needs for needs, _ in answers)
 
         batches, world = self.batches(), dist.get_world_size()

@@ -177,8 +177,8 @@ class ImageMetrics:
         for name in self.metrics:
             if count < (needed := IMAGE_METRICS[name].reliable_from):
                 log.warning(
-                    '%s of %d images is biased upward by so few: compare it only with values of as many images, and '
-                    'generate %d or more for values to publish',
+                    '%s of %d images is biased upward by the small number: compare it only with values for the same '
+                    'number of images, and generate %d or more to publish values',
                     name,
                     count,
                     needed,
@@ -275,8 +275,8 @@ def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt
         for index, prompt in enumerate(prompts):
             if 'include' not in prompt.metadata:
                 raise UserError(
-                    f'layout: the prompt {prompt.text!r} has no metadata of GenEval; use evaluation_metadata.jsonl of '
-                    'its authors as prompts'
+                    f'layout: the prompt {prompt.text!r} has no GenEval metadata; use evaluation_metadata.jsonl '
+                    'from its authors as prompts'
                 )
             target = unfinished / f'{index // per_prompt:05d}'
             if index % per_prompt == 0:

@@ -52,7 +52,7 @@ class DatasetImages:
     def __init__(self, dataset: BucketedDataset, limit: int | None = None) -> None:
         size = int(dataset.size)
         if limit is not None and limit > size:
-            raise UserError(f'{limit} reference images are more than the {size} of the dataset; use at most that')
+            raise UserError(f'{limit} reference images are more than the {size} of the dataset; use at most that many')
         self._dataset, self._size, self._count = dataset, size, size if limit is None else limit
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class FolderImages:
         if not files:
             raise UserError(f'{folder}: has no images ({", ".join(IMAGE_ENDINGS)})')
         if limit is not None and limit > len(files):
-            raise UserError(f'{folder}: {limit} reference images are more than its {len(files)}; use at most that')
+            raise UserError(f'{folder}: {limit} reference images are more than its {len(files)}; use at most that many')
         count = len(files) if limit is None else limit
         self._folder = folder
         self._files = [files[index * len(files) // count] for index in range(count)]

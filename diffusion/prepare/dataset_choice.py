@@ -260,7 +260,7 @@ class Chooser:
         """Raise UserError if there is no training split, but both a split such as `test` and files without a split."""
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
-                f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files of no split, such as '
+                f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files without a split, such as '
                 f'{none[0].name}; choose the split with --split, or the other files by a folder or a pattern'
             )
 
@@ -288,8 +288,8 @@ class Chooser:
             shared = next((file.name for file in group if file.name in names), None)
             if shared is not None and split_in(split) not in (None, TRAIN, split_in(chosen)):
                 raise UserError(
-                    f'{self.location}: {shared} is in the splits {chosen} and {split} by the dataset card, so training '
-                    'would see images of a test; name the files to read by a pattern, such as data/train-*'
+                    f'{self.location}: {shared} is in the splits {chosen} and {split} according to the dataset '
+                    'card, so training would see test images; select the files by a pattern, such as data/train-*'
                 )
 
     def _layout(self, files: Sequence[File]) -> str:

@@ -58,7 +58,9 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     # Subtract one, because the small rendering's size is rounded and an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))
     if frame * (-(-frame * min(width, height) // max(width, height))) > max_pixels:
-        raise Rejected(f'too_many_pixels\0a drawing of {width} to {height} with a side of {side} exceeds {max_pixels}')
+        raise Rejected(
+            f'too_many_pixels\0a {width}:{height} drawing with shorter side {side} exceeds {max_pixels} pixels'
+        )
     return rendered(text, frame)
 
 

@@ -184,7 +184,7 @@ def write(
             if status == 404 and if_tag is not None:  # S3, Google; the etag came from this bucket
                 raise PreconditionFailed(f'{url}: does not exist') from error
             if status == 412 and answer_lost and (found := _stored_equal(url, content, retry)) is not None:
-                log.warning('%s: written by an earlier try whose answer was lost', url)
+                log.warning('%s: written by an earlier attempt whose response was lost', url)
                 return found
             answer_lost = answer_lost or status is None or status >= 500
             raise
@@ -272,8 +272,8 @@ def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = D
         retry.run(attempt, url, 'cleared of unfinished uploads')
     except (UserError, GaveUp) as error:
         log.warning(
-            'unfinished uploads are not aborted (%s); they cost storage: allow s3:ListBucketMultipartUploads and '
-            's3:AbortMultipartUpload, or set a lifecycle rule of the bucket that aborts them',
+            'unfinished uploads are not aborted (%s) and take up storage. To fix: allow s3:ListBucketMultipartUploads '
+            'and s3:AbortMultipartUpload, or add a lifecycle rule to the bucket that aborts them',
             error,
         )
     return len(aborted)

@@ -139,7 +139,7 @@ def test_stop_signal_ends_an_evaluation_and_saves(site, ranks, strategy):
     for rank in (0, 1) if strategy == 'ddp' else (1,):
         job.send(signal.SIGTERM, rank)
     assert job.wait(60) == [PREEMPTED, PREEMPTED], job.output()
-    assert 'stopped on a signal while images were generated' in job.output()
+    assert 'stopped by a signal while generating images' in job.output()
     assert (run / 'ba2').is_dir()
     assert len(list(run.glob('evaluations/ba2/*/batch-*'))) < 400 // 3
 

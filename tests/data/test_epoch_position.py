@@ -60,7 +60,7 @@ def test_no_checkpoint_is_written_while_data_and_run_disagree(write_recipe, tmp_
         state.train_dataloader.dataset.next_epoch += 1
 
     trainer.state.callbacks.insert(0, AtEvent('batch_end', 2, iterate))
-    with pytest.raises(DataError, match='the run is in epoch 0, but its training data in epoch 1'):
+    with pytest.raises(DataError, match='the run is in epoch 0, but its training data is in epoch 1'):
         trainer.fit()
     trainer.close()
     assert not (tmp_path / 'runs' / 'run' / 'ba2').exists()

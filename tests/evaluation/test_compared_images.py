@@ -49,7 +49,7 @@ def test_images_are_in_the_order_of_their_numbers(write, names):
 @pytest.mark.parametrize(
     ('names', 'message'),
     [
-        (['0.png', '1.png', 'cover.png'], 'cover.png: has no number that says which prompt it is for'),
+        (['0.png', '1.png', 'cover.png'], 'cover.png: has no prompt number in its name'),
         (['0.png', '1.png', '01.jpg', '2.png'], '01.jpg and .*1.png: have the same number; remove one'),
         (['0.png', '1.png'], 'has 2 images for 3 prompts; give one image per prompt'),
         (['0.png', '1.png', '2.png', '3.png'], 'has 4 images for 3 prompts'),

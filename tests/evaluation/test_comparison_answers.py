@@ -52,14 +52,14 @@ ROW = {'pair': 0, 'question': 'quality', 'choice': 'first'}
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('', r'is not a file of answers as the page writes it \(JSONDecodeError\); ask its author'),
-        (b'\x89PNG\r\n\x1a\n\xff', 'is not a file of answers'),
-        ('[' * 100_000, 'is not a file of answers'),
-        ('[]', 'is not a file of answers'),
-        ('{"comparison": "c0ffee0123456789"}', r'is not a file of answers .*KeyError'),
-        (changed(answers={'a': 1}), 'is not a file of answers'),
-        (changed(answers=[ROW]), 'was changed after the page had written it; ask its author for the original'),
-        (changed(rater=rater_name(7)), 'was changed after'),
+        ('', r'is not an answer file as written by the page \(JSONDecodeError\); ask its author'),
+        (b'\x89PNG\r\n\x1a\n\xff', 'is not an answer file'),
+        ('[' * 100_000, 'is not an answer file'),
+        ('[]', 'is not an answer file'),
+        ('{"comparison": "c0ffee0123456789"}', r'is not an answer file .*KeyError'),
+        (changed(answers={'a': 1}), 'is not an answer file'),
+        (changed(answers=[ROW]), 'was modified after the page wrote it; ask its author for the original'),
+        (changed(rater=rater_name(7)), 'was modified after'),
         (changed(comparison='0123456789abcdef'), "answers comparison '0123456789abcdef', not 'c0ffee0123456789'; give"),
         (resealed(rater='../../../etc/passwd'), "its rater '../../../etc/passwd' is not one"),
         (resealed(rater=['a']), 'its rater .* is not one'),
@@ -89,12 +89,12 @@ def test_two_files_of_one_person_count_once(write, caplog):
     files = [write('early.json', answers_text(KEY, 1, pairs=2)), write('late.json', answers_text(KEY, 1))]
     for order in (files, files[::-1], [*files, files[1]]):
         assert read_answers(order, COMPARISON, PAIRS) == answers_of(KEY, 1)
-    assert 'are of one person; the longer one counts' in caplog.text
+    assert 'are from the same person; the longer one counts' in caplog.text
 
 
 def test_two_files_of_one_person_that_differ_are_refused(write):
     files = [write('one.json', answers_text(KEY, 1)), write('two.json', answers_text(KEY, 1, lambda *_: 'tie'))]
-    with pytest.raises(UserError, match=r'one.json and .*two.json: have different answers of one person; remove'):
+    with pytest.raises(UserError, match=r'one.json and .*two.json: have different answers from the same person'):
         read_answers(files, COMPARISON, PAIRS)
 
 

@@ -73,7 +73,7 @@ def test_page_is_served_with_the_token_alone(site):
         '/?t=1',
     ):
         status, text = site.request('GET', path)
-        assert (status, text) == (403, 'this link is incomplete or of another page; ask for a new one')
+        assert (status, text) == (403, 'this link is incomplete or belongs to another page; ask for a new one')
     assert site.request('POST', '/answers?token=x', answers_text(KEY, 1))[0] == 403
     for path in ('/key.json', '/../key.json', '/answers/', '//etc/passwd', '/%2e%2e/key.json'):
         assert site.request('GET', f'{path}?token=the-token')[0] == 404
@@ -94,7 +94,7 @@ def test_later_answers_of_a_person_replace_fewer_or_as_many(site):
     assert site.request('POST', WITH_TOKEN, answers_text(KEY, 1, pairs=3))[0] == 200
     assert site.request('POST', WITH_TOKEN, answers_text(KEY, 1))[0] == 200
     status, text = site.request('POST', WITH_TOKEN, answers_text(KEY, 1, pairs=2))
-    assert (status, text) == (409, 'more answers of yours were saved before; they are kept')
+    assert (status, text) == (409, 'more of your answers were saved earlier; those are kept')
     assert path.read_text() == answers_text(KEY, 1)
     corrected = answers_text(KEY, 1, lambda *_: 'tie')
     assert site.request('POST', WITH_TOKEN, corrected)[0] == 200
@@ -111,13 +111,13 @@ def sealed(**changes: object) -> str:
 @pytest.mark.parametrize(
     ('body', 'message'),
     [
-        ('', 'these answers: is not a file of answers as the page writes it'),
-        ('{', 'is not a file of answers'),
-        ('[' * 200_000, 'is not a file of answers'),
-        ('\udcff'.encode('utf-8', 'surrogateescape'), 'is not a file of answers'),
-        (answers_text(KEY, 1).replace('"first"', '"second"', 1), 'was changed after the page had written it'),
+        ('', 'these answers: is not an answer file as written by the page'),
+        ('{', 'is not an answer file'),
+        ('[' * 200_000, 'is not an answer file'),
+        ('\udcff'.encode('utf-8', 'surrogateescape'), 'is not an answer file'),
+        (answers_text(KEY, 1).replace('"first"', '"second"', 1), 'was modified after the page wrote it'),
         (sealed(comparison='0' * 16), "answers comparison '0000000000000000', not"),
-        (sealed(rater='../../key'), 'is not one that the page makes'),
+        (sealed(rater='../../key'), 'is not an identifier from the page'),
         (sealed(answers=[]), 'these answers are empty'),
         (sealed(answers=json.loads(answers_text(KEY, 1))['answers'] * 2), 'twice'),
     ],

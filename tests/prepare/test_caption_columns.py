@@ -258,6 +258,6 @@ def test_weights_that_cannot_apply_are_refused(write_recipe: Callable[..., Path]
 def test_weights_need_a_dataset_that_names_the_columns(write_recipe: Callable[..., Path]) -> None:
     recipe = load(write_recipe(dataset={'name': 'image_text', 'caption_weights': {'original': 1.0}}))
     with pytest.raises(
-        UserError, match='no stream names the columns of its captions; prepare the data with --caption-column'
+        UserError, match='no stream records the columns of its captions; prepare the data with --caption-column'
     ):
         build_loader(recipe)

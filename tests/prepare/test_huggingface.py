@@ -448,7 +448,7 @@ def test_only_split_for_testing_is_not_taken_for_the_training_data(tmp_path: Pat
         files = {f'{name}.png': image(number) for name, number in (('cats/1', 1), ('test/20', 20))}
         files |= {'cats/1.txt': b'train 1', 'test/20.txt': b'test 20'}
     folder = write_files(tmp_path / 'in', files)
-    with pytest.raises(UserError, match=r'has the split test, and 1 files of no split, such as \w+/.*--split'):
+    with pytest.raises(UserError, match=r'has the split test, and 1 files without a split, such as \w+/.*--split'):
         captions(folder)
     assert captions(folder, split='test')[0] == 'test 20'
 
@@ -566,7 +566,7 @@ def test_card_decides_on_splits_where_names_do_not(hub: HubServer) -> None:
     assert captions(name, split='eval') == ['train 1']
     assert captions(f'hf://datasets/{name}/c.parquet') == ['train 2']
     hub.datasets[name].files['README.md'] = files['README.md'].replace(b'a.parquet', b'"*"')
-    with pytest.raises(UserError, match=r'b\.parquet is in the splits train and eval by the dataset card'):
+    with pytest.raises(UserError, match=r'b\.parquet is in the splits train and eval according to the dataset card'):
         captions(name)
 
 

@@ -181,7 +181,7 @@ def test_mistakes_of_an_analysis_name_the_file(folders, capsys):
         (['hers.json', '--key', 'page/key.json'], f"hers.json: answers comparison '{other.comparison}', not"),
         (
             ['mine.json', '--key', 'page/key.json'],
-            '--analyze: image quality: .* at least 2 people; there are those of 1',
+            '--analyze: image quality: .* at least 2 people with answers; found 1',
         ),
         (['mine.json', '--key', 'prompts.txt'], 'prompts.txt: is not the key.json'),
         (

@@ -211,7 +211,7 @@ def test_damaged_image_is_generated_again(prepared, caplog):
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
         pytest.param(
             {'layout': 'geneval', 'metrics': ['efficientnet_distance']},
-            'has no metadata of GenEval',
+            'has no GenEval metadata',
             marks=pytest.mark.slow,
         ),
     ],
@@ -238,7 +238,7 @@ def test_features_of_other_references_are_refused(prepared, tmp_path):
 def test_few_images_are_said(prepared, caplog):
     recipe, _ = prepared(metrics=['efficientnet_distance'])
     evaluate(load(recipe))
-    assert 'efficientnet_distance of 12 images is biased upward by so few' in caplog.text
+    assert 'efficientnet_distance of 12 images is biased upward by the small number' in caplog.text
 
 
 @pytest.mark.slow

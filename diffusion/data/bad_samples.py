@@ -32,7 +32,7 @@ class BadSample(DataError):
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """Return the row number of the sample that replaces an undecodable one, in the same shard.
+    """Return the row number of the sample, in the same shard, that replaces an undecodable sample.
 
     Args:
         sample_id: Id of the undecodable sample.

@@ -25,7 +25,7 @@ from diffusion.storage.host_memory import available_memory
 log = logging.getLogger(__name__)
 
 ORDER_BYTES = 8
-"""Bytes of shared memory per sample of an epoch, on every machine, for Streaming's sample order."""
+"""Bytes of shared memory, on every machine, per sample of an epoch: Streaming's sample order."""
 SHUFFLE_BYTES = 72
 """Bytes of memory per sample of an epoch in the process that creates this order; measured with 10 million samples."""
 SHARD_SHM_BYTES = 17

@@ -69,7 +69,7 @@ class LatentManifest:
     captions: str = 'all'
     """Which captions of a sample are stored: `all`, `first` or `longest`."""
     source: str = ''
-    """SHA-256 of the index.json of the dataset of images that was encoded."""
+    """SHA-256 of the index.json of the encoded image dataset."""
     version: int = VERSION
 
     def text(self) -> str:

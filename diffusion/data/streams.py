@@ -195,7 +195,7 @@ class BucketedDataset(VerifiedDataset):
             )
 
     def columns_of(self, bucket: Bucket) -> set[str]:
-        """Return the columns of a bucket's samples; shards added to a dataset later may have different columns."""
+        """Return the columns of a bucket's samples; shards added later may have different columns."""
         index = self.buckets.index(bucket)
         shards = [shard for shard, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]

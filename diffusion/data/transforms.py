@@ -224,7 +224,7 @@ class ImageBlock:
         self._free = deque[bytearray](maxlen=MAX_FREE)
 
     def place(self, shape: Sequence[int]) -> Tensor:
-        """Return an uninitialized tensor, uint8 [3, H, W], to decode the next image of a batch into.
+        """Return an uninitialized tensor, uint8 [3, H, W], for decoding the next image of a batch.
 
         Images of a batch are adjacent in memory, so that `collate` can build the batch without copying.
         """

@@ -47,7 +47,7 @@ DUPLICATE_KEY = 'duplicate_key'
 REMOVED = 'removed'
 """Rejection reason for an image that was removed from the dataset earlier."""
 PRESENT = 'already in the dataset'
-"""How the report calls images that the dataset already has under the same key; they do not count as rejected."""
+"""Label in the report for images that the dataset already has under the same key; they do not count as rejected."""
 COMPUTED = 'columns_from'
 """Setting that is a path; a dataset records the file's hash instead of the path."""
 BASE = 'base'

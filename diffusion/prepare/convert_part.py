@@ -255,7 +255,7 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Add the image's name to any exception except a rejection: such an exception is a bug."""
+        """Add the image's name to any exception in the block other than a rejection (such an exception is a bug)."""
         try:
             yield
         except Unfit:

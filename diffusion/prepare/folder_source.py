@@ -124,7 +124,7 @@ class FolderSource:
         elsewhere: Collection[str] = (),
         copy: Callable[[str], AbstractContextManager[Path]] = local_copy,
     ) -> PartList:
-        """Split the images among the given files into parts, as `parts` does for the whole folder.
+        """Split the images among the given files into parts; `parts` does the same for the whole folder.
 
         Args:
             listed: Images and files with their captions.
@@ -185,7 +185,7 @@ class FolderSource:
         return divide_images(part, count)
 
     def _parts_in_order(self, files: Iterable[File], broken: Iterable[PassedOver]) -> tuple[PartList, bool]:
-        """Split sorted files into parts with captions from beside the images; also return if any image has one."""
+        """Split sorted files into parts, with captions found beside the images; also return True if any were found."""
         passed_over: dict[str, NamedCount] = {}
         captioned = False
 

@@ -282,7 +282,7 @@ class Preparation:
         """Return a split's report (without `held_out`, `date` and `seconds`) and its index entries by bucket.
 
         Args:
-            counts: Number following that of the last shard, per split and bucket.
+            counts: One plus the number of the last shard, per split and bucket.
         """
         report = self.make_report(catalog, plan, split)
         entries = {
@@ -313,7 +313,7 @@ class Preparation:
         return ShardWriter(output.bucket(bucket), entries, self.format, self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
-        """Write the remaining final shards; return the number following the last shard, per split and bucket."""
+        """Write the remaining final shards; return one plus the number of the last shard, per split and bucket."""
         counts: dict[tuple[int, str], int] = {}
         kept = catalog.split[catalog.samples.image] != REJECTED
         total = int(catalog.samples.size[kept].sum())

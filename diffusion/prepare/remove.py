@@ -317,7 +317,7 @@ STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 
 
 def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (folder, bucket) for latents that were made from a dataset: their folder, and the dataset's bucket.
+    """Yield (folder, bucket) for each folder of latents that were made from a bucket of the dataset.
 
     Raises:
         UserError: A folder does not contain latents.

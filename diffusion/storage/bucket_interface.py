@@ -34,7 +34,7 @@ class Location(NamedTuple):
 
 
 FolderListing = tuple[list[str], list[ObjectInfo]]
-"""Keys of the folders and metadata of the objects directly in a folder."""
+"""Content of a folder, without subfolders: the keys of its folders and the metadata of its objects."""
 
 
 class Client(Protocol):
@@ -62,7 +62,7 @@ class Client(Protocol):
         ...
 
     def current_version(self, location: Location) -> tuple[int, str]:
-        """Return an object's size in bytes and its version for `read`, '' if the store cannot read by version."""
+        """Return an object's size in bytes, and its version for `read` ('' if the store cannot read by version)."""
         found = self.head(location)
         return found.size, found.tag
 

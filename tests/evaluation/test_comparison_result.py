@@ -245,7 +245,7 @@ def test_several_images_of_a_prompt_are_one_prompt():
     [
         ([], 'needs at least 2 people with answers; found 0; collect more answers'),
         (answers_of(KEY, 1), 'at least 2 people with answers; found 1; collect'),
-        (answers_of(KEY, 1) + answers_of(KEY, 2, damaged_first), r'those of 1 \(1 person failed attention checks\)'),
+        (answers_of(KEY, 1) + answers_of(KEY, 2, damaged_first), r'found 1 \(1 person failed attention checks\)'),
         (answers_of(KEY, 1, pairs=1) + answers_of(KEY, 2, pairs=1), 'at least 2 prompts with answers; found 1'),
     ],
 )

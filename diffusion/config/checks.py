@@ -140,10 +140,13 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     _check_trainer(recipe, gather)
     _check_loss_guard(recipe, gather)
     _check_notify(recipe, gather)
-    own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
+    # A saved recipe has the defaults too, so check them before they are saved.
+    own = {where: registry.settings_of(kind, each) for where, kind, each in _components(recipe)}
     gather.problems += check_initial_weights(recipe) + check_pretrained(recipe) + check_model(recipe)
-    gather.problems += check_sampling(recipe, dict(own))
-    gather.problems += check_image_metrics({where: each for where, each in own if where.startswith('evaluators.')})
+    gather.problems += check_sampling(recipe, own)
+    gather.problems += check_image_metrics(
+        {where: each for where, each in own.items() if where.startswith('evaluators.')}
+    )
     if recipe.task == 'train' and recipe.evaluators_interval is not None:
         for key, value in (('evaluators', recipe.evaluators), ('eval_streams', recipe.eval_streams)):
             if not value:

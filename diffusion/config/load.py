@@ -11,6 +11,7 @@ from diffusion.config import registry
 from diffusion.config.checks import (
     NAMED_COMPONENT_SECTIONS,
     SINGLE_COMPONENT_SECTIONS,
+    SUPPLIED,
     check_components,
     check_recipe,
     keyword_types,
@@ -188,17 +189,27 @@ def overlap(one: str, other: str) -> bool:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the resolved recipe, with defaults, as YAML that `load` reads back to an equal recipe.
+    """Return the resolved recipe as YAML that `load` reads back: the values that it sets, then the defaults.
 
     Values that depend on environment variables may be secrets, so they are written as `${oc.env:NAME}`. The YAML omits
-    null values whose default is null, and component names that equal their key.
+    null values whose default is null, component names that equal their key, and the defaults of `trainer` and of
+    components that users register.
     """
     values = saved_values(recipe)
-    for section in NAMED_COMPONENT_SECTIONS:
+    for section in SINGLE_COMPONENT_SECTIONS:
+        _add_defaults(section.removeprefix('eval_'), values.get(section))
+    for section, kind in NAMED_COMPONENT_SECTIONS.items():
         for key, entry in dict(values[section]).items():
+            _add_defaults(kind, entry)
             if isinstance(entry, dict) and entry['name'] == key:
                 del entry['name']
     return dump(values)
+
+
+def _add_defaults(kind: str, entry: Any) -> None:
+    """Add the defaults that a saved recipe has to a component's plain values, in place."""
+    if isinstance(entry, dict):  # else it is null, or its value depends on the environment
+        entry |= registry.saved_defaults(kind, entry['name'], entry, supplied=SUPPLIED.get(kind, ()))
 
 
 def saved_values(recipe: Recipe) -> dict[str, Any]:

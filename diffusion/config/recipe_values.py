@@ -5,7 +5,7 @@ this package. It imports no component.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -18,8 +18,6 @@ STREAM_SECTIONS = ('streams', 'eval_streams')
 """Sections that map names to streams."""
 OPTIONAL_SECTIONS = {'init_from': InitFrom, 'lora': LoraConfig}
 """Sections that are null by default, with their classes."""
-PROGRAM_DEFAULTS = ('folder',)
-"""Keywords of components that the program sets to the run's folder by default."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,9 @@ def _component(
     keywords = {str(key): value for key, value in given.items() if key != 'name'}
     if registry.unknown(kind, name) is not None:  # the user's own component, which is no longer registered
         return {'name': name} | _plain(keywords)
-    return {'name': name} | _keywords(
-        where, registry.signature(kind, name), keywords, offered, unknown, SUPPLIED.get(kind, ())
-    )
+    set_by_program = {*registry.PROGRAM_DEFAULTS.get(kind, ())} - {*keywords, *offered}
+    left_out = {*SUPPLIED.get(kind, ()), *set_by_program}
+    return {'name': name} | _keywords(where, registry.signature(kind, name), keywords, offered, unknown, left_out)
 
 
 def _keywords(
@@ -128,19 +126,18 @@ def _keywords(
     given: Mapping[str, Any],
     offered: Mapping[str, Any],
     unknown: list[str],
-    supplied: tuple[str, ...] = (),
+    left_out: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the values of a component's keywords, with the defaults of its signature filled in."""
     found: dict[str, Any] = {}
     for parameter in signature.parameters:
-        if parameter.name in supplied:
+        if parameter.name in left_out:
             continue
-        set_by_program = parameter.name in PROGRAM_DEFAULTS and parameter.name not in given
         value = given.get(parameter.name, offered.get(parameter.name, parameter.default))
         nested = signature.nested_signature(parameter)
         if nested is not None and (value is None or isinstance(value, Mapping)):
             found[parameter.name] = _keywords(f'{where}.{parameter.name}', nested, value or {}, {}, unknown)
-        elif not set_by_program:
+        else:
             found[parameter.name] = _plain(value)
     rest = {key: _plain(value) for key, value in given.items() if key not in found}
     unknown += [] if signature.open_ended else [f'{where}.{key}' for key in rest]

@@ -15,7 +15,7 @@ from diffusion.config.families import Family, add, built_in
 from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value
-from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type
+from diffusion.config.signatures import Parameter, Signature, SourceText, of_object, of_source, simple_type
 from diffusion.errors import UserError
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -80,6 +80,11 @@ TARGETS: dict[str, dict[str, Any]] = {
     'trainer': {'composer': 'composer.trainer.trainer:Trainer'},
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
+PROGRAM_DEFAULTS = {
+    'model': ('seed',),
+    **dict.fromkeys(('algorithm', 'callback', 'logger'), ('folder',)),
+}
+"""Keywords by kind of component whose default the program replaces: by the run's seed, and by the run's folder."""
 
 
 def register(kind: str, name: str, target: Any) -> None:
@@ -129,6 +134,34 @@ def is_own(kind: str, name: str) -> bool:
     """Return True if the component registered under a name is one of this package's own."""
     target = _table(kind).get(name)
     return isinstance(target, str) and target.startswith('diffusion.')
+
+
+def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: Collection[str] = ()) -> dict[str, Any]:
+    """Return the keywords that a saved recipe adds to those given for a component: its other keywords' defaults.
+
+    A component that users register has none, so that they can remove a keyword and still load their saved recipes. A
+    keyword is left out if its default is null or not a plain value, or if the program chooses its value.
+
+    Args:
+        supplied: Keywords that only the program may set.
+    """
+    target = _table(kind).get(name)
+    if not isinstance(target, str) or not target.startswith(('diffusion.', 'composer.')):
+        return {}
+    return _added_defaults(signature(kind, name), given, {*supplied, *PROGRAM_DEFAULTS.get(kind, ())})
+
+
+def _added_defaults(found: Signature, given: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    """Return the plain defaults of the keywords that are not given, and given mappings with their fields' defaults."""
+    added = {}
+    for parameter in found.parameters:
+        value, nested = given.get(parameter.name), found.nested_signature(parameter)
+        if nested is not None and isinstance(value, Mapping):
+            added[parameter.name] = {**value, **_added_defaults(nested, value, ())}
+        elif parameter.name not in {*given, *left_out} and not isinstance(parameter.default, SourceText | None):
+            default = parameter.default
+            added[parameter.name] = [*default] if isinstance(default, tuple) else default
+    return added
 
 
 def resolve(kind: str, name: str) -> Any:

@@ -34,6 +34,10 @@ _Aliases = Mapping[str, ast.expr | None]
 """Type aliases in a file, by name; None for imported names that are not aliases."""
 
 
+class SourceText(str):
+    """Source text of a default that is not a plain value, such as `Time(1, 'ba')`."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """Keyword that a component accepts: its name, its default, and the declarations in its annotation."""
@@ -46,7 +50,7 @@ class Parameter:
     constraints: tuple[Constraint, ...] = ()
     """Constraints that the annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
     default: Any = None
-    """Default value: None if the keyword is required, and the source text of a default that is not a plain value."""
+    """Default value: None if the keyword is required, and the `SourceText` of a default that is not a plain value."""
     meanings: tuple[Meaning, ...] = ()
     """Meanings that the annotation declares, as in `Annotated[int, NotArchitecture()]`."""
     doc: str = ''
@@ -373,11 +377,11 @@ def _parameter(
 
 
 def _plain(node: ast.expr, tree: ast.Module) -> Any:
-    """Evaluate a default value, or return its source text if it is not a plain value, such as `Time(1, 'ba')`."""
+    """Evaluate a default value, or return its source text if it is not a plain value."""
     try:
         return _value(node, tree)
     except ValueError:
-        return ast.unparse(node)
+        return SourceText(ast.unparse(node))
 
 
 def _constraint(node: ast.expr) -> Constraint | None:

@@ -15,7 +15,7 @@ from diffusion.config import registry
 from diffusion.config.families import families, pipeline_of
 from diffusion.config.load import Recipe, hide_environment
 from diffusion.config.model_checks import objective_settings
-from diffusion.config.recipe import StreamConfig
+from diffusion.config.recipe import Component, StreamConfig
 from diffusion.config.weight_sources import REPOSITORY, hub_repository
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.runs.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
@@ -101,7 +101,7 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
         return []
     else:
         pipeline = pipeline_of(written)
-        keywords = recipe.model.kwargs
+        keywords = registry.signature('model', recipe.model.name).defaults() | recipe.model.kwargs
         missing = [
             part for key, parts in pipeline.optional_parts.items() if keywords.get(key) is False for part in parts
         ]
@@ -133,12 +133,18 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
     if sides:
         rows['resolution'] = ', '.join(sides)
     if objective := objective_settings(recipe):
-        given = recipe.model.kwargs.get('objective')
-        other = {name: value for name, value in dict(given or {}).items() if name not in ('path', 'prediction_type')}
-        kind = f'{objective["path"]}, prediction type {objective["prediction_type"]}'
-        rows['objective'] = ', '.join([kind, *(f'{name} {value}' for name, value in other.items())])
-    settings = recipe.optimizer.kwargs
-    rows['optimizer'] = ', '.join([recipe.optimizer.name, *(f'{name} {value}' for name, value in settings.items())])
+        defaults = registry.settings_of('model', Component(recipe.model.name), 'objective')
+        kind = f'{objective.pop("path")}, prediction type {objective.pop("prediction_type")}'
+        other = [f'{key} {value}' for key, value in objective.items() if value != defaults[key]]
+        rows['objective'] = ', '.join([kind, *other])
+    optimizer = recipe.optimizer
+    settings = registry.signature('optimizer', optimizer.name).defaults() | optimizer.kwargs
+    shown = [
+        f'{key} {[*value] if isinstance(value, tuple) else value}'
+        for key, value in settings.items()
+        if value is not None and value is not False
+    ]
+    rows['optimizer'] = ', '.join([optimizer.name, *shown])
     if recipe.lora is not None:
         rows['LoRA'] = f'rank {recipe.lora.rank}, alpha {recipe.lora.alpha:g}, of {", ".join(recipe.lora.targets)}'
     if recipe.algorithms:
@@ -225,7 +231,8 @@ def _sources(recipe: Recipe) -> list[str]:
     for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
         source = kwargs.get(key, defaults.get(key))
         # Skip other sources: one without a revision that is not the default may be a folder on the training machine.
-        if _is_repository(source) and (source == defaults.get(key) or kwargs.get(revision)):
+        has_revision = kwargs.get(revision) not in (None, defaults.get(revision))
+        if _is_repository(source) and (source == defaults.get(key) or has_revision):
             found.append(str(source))
     return [*dict.fromkeys(found)]
 

@@ -239,7 +239,9 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
         params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     else:
         params = choose(model, **of_object(choose).accepted(component.kwargs))
-    fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & component.kwargs.keys()
+    defaults = registry.keywords('optimizer', Component(component.name))
+    other = any(component.kwargs[key] != defaults.get(key) for key in FUSED_ALTERNATIVES & component.kwargs.keys())
+    fused = effective_speed(recipe).fused_optimizer and not other
     return registry.build('optimizer', component, offered={'fused': True} if fused else {}, params=params)
 
 

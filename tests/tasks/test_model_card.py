@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from diffusion.config.load import load
+from diffusion.config.load import load, to_yaml
 from diffusion.prepare.counts_report import HeldOut, PrepareReport
 from diffusion.prepare.source import NamedCount
 from diffusion.tasks.model_card import AUTOENCODER, LORA, SINGLE_FILE, model_card
@@ -102,6 +102,24 @@ def test_card_tells_no_value_of_the_environment_and_no_local_folder(card, monkey
     assert 'unreleased' not in body and 'secret-place' not in body
     assert '${oc.env:PRIVATE_PROMPT}' in body
     assert '## License\n\nNot stated. Set it here and as `license` in the front matter before you publish' in body
+
+
+def test_card_of_the_saved_recipe_is_the_same(card, tmp_path):
+    """The saved recipe has the defaults of the components too; the card still shows what was chosen."""
+    prx = {'name': 'prx', 'revision': 'b' * 40, 'objective': {'path': 'flow', 'prediction_type': 'sample'}}
+    mmdit, local = {'name': 'mmdit', 'revision': 'c' * 40}, {'name': 'sd2', 'pretrained': 'secret-place/models'}
+    for written, model in (
+        ('PRXPipeline', prx),
+        ('StableDiffusion3Pipeline', mmdit),
+        ('StableDiffusionPipeline', local),
+        ('StableDiffusionXLPipeline', {'name': 'sdxl'}),
+    ):
+        generate = {'noise_scheduler': 'euler'}
+        _, body = card(written, model=model, generate=generate)
+        saved = yaml.safe_load(to_yaml(load(tmp_path / 'painter.yaml')))
+        assert card(written, **saved)[1] == body
+        optimizer = 'adamw, lr 0.0001, betas [0.9, 0.999], eps 1e-08, weight_decay 0.01'
+        assert f'| optimizer | {optimizer} |' in body
 
 
 def test_card_of_other_exports_shows_no_pipeline(card):

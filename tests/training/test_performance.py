@@ -244,6 +244,7 @@ def test_each_part_can_be_turned_off_and_on_separately(part):
         ({'name': 'adamw'}, True),
         ({'name': 'adamw', 'fused': False}, False),
         ({'name': 'adamw', 'foreach': True}, None),
+        ({'name': 'adamw', 'capturable': False, 'differentiable': False}, True),
         ({'name': 'decoupled_adamw'}, None),
     ],
 )

@@ -59,10 +59,10 @@ def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]
         largest = unique([*squares, *(max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects)])
         pairs = [(shape, precision) for shape in largest for precision in PRECISIONS]
         if purpose.startswith('speedrun'):
-            route = route_of(speedrun, costs.facts['token_blocks'])
+            route = route_of(speedrun.algorithms, costs.facts['token_blocks'])
             yield purpose, costs.key, [*shapes, *(f'{shape} {route}' for shape in shapes)], pairs
             half = [(shape, precision) for shape in largest for precision in ('float32', 'half')]
-            for network in (alignment_of(speedrun, costs, []), perceptual_of(speedrun, [])):
+            for network in (alignment_of(speedrun.model, costs, []), perceptual_of(speedrun.model, [])):
                 assert network is not None
                 yield f'{network.key.name} of {purpose}', network.key, shapes, half
         else:

@@ -21,7 +21,15 @@ from diffusion.config.device_checks import (
 from diffusion.config.image_metrics import check_image_metrics
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.model_checks import check_model
-from diffusion.config.recipe import Component, Recipe, StreamConfig
+from diffusion.config.recipe import (
+    Component,
+    LoaderConfig,
+    NotifyConfig,
+    ParallelismConfig,
+    Recipe,
+    SpeedConfig,
+    StreamConfig,
+)
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
@@ -130,19 +138,23 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     _check_task(recipe, gather)
     for section, streams in stream_sections(recipe):
         _check_streams(section, streams, gather)
-    _check_loader(recipe, gather)
+    _check_loader(recipe.loader, gather)
     if recipe.task == 'train':
-        _check_microbatch(recipe, gather)
+        _check_microbatch(recipe.global_batch, recipe.device_train_microbatch_size, gather)
         _check_order(recipe, gather)
         _check_parallelism(recipe, gather)
-        _check_speed(recipe, gather)
+        _check_speed(recipe.speed, recipe.parallelism, gather)
         gather.problems += check_checkpointing(recipe)
-    _check_trainer(recipe, gather)
-    _check_loss_guard(recipe, gather)
-    _check_notify(recipe, gather)
+    if isinstance(recipe.trainer, dict):
+        _check_trainer(recipe.task, recipe.trainer, gather)
+    if recipe.task == 'train' and isinstance(recipe.trainer, dict) and isinstance(recipe.callbacks, dict):
+        _check_loss_guard(recipe.trainer, recipe.callbacks, gather)
+    _check_notify(recipe.notify, gather)
     # A saved recipe has the defaults too, so check them before they are saved.
     own = {where: registry.settings_of(kind, each) for where, kind, each in _components(recipe)}
-    gather.problems += check_initial_weights(recipe) + check_pretrained(recipe) + check_model(recipe)
+    if recipe.task == 'train':
+        gather.problems += check_initial_weights(recipe.init_from)
+    gather.problems += check_pretrained(recipe.model) + check_model(recipe)
     gather.problems += check_sampling(recipe, own)
     gather.problems += check_image_metrics(
         {where: each for where, each in own.items() if where.startswith('evaluators.')}
@@ -161,9 +173,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     return gather.problems
 
 
-def _check_notify(recipe: Recipe, gather: Gatherer) -> None:
+def _check_notify(notify: NotifyConfig, gather: Gatherer) -> None:
     """Report keys of `notify` that are not names of environment variables, without quoting their values."""
-    notify = recipe.notify
     for key, name in (('webhook', notify.webhook), ('command', notify.command)):
         # Do not quote the value: a pasted URL is a secret, and this message may end up in a log.
         if isinstance(name, str) and name != MISSING and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', name):
@@ -252,15 +263,15 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         gather.problem(section, f'{rest}: no proportion, but other streams have one; set it for all streams or none')
 
 
-def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
-    limit, bad = recipe.loader.cache_limit, recipe.loader.max_bad_samples
+def _check_loader(loader: LoaderConfig, gather: Gatherer) -> None:
+    limit, bad = loader.cache_limit, loader.max_bad_samples
     if limit not in (None, MISSING):
         try:
             parse_bytes(limit)
         except UserError as error:
             gather.problem('loader.cache_limit', str(error))
-    if isinstance(recipe.loader.shuffle_seed, int) and recipe.loader.shuffle_seed < 0:
-        gather.problem('loader.shuffle_seed', f'{recipe.loader.shuffle_seed} is negative; use 0 or more')
+    if isinstance(loader.shuffle_seed, int) and loader.shuffle_seed < 0:
+        gather.problem('loader.shuffle_seed', f'{loader.shuffle_seed} is negative; use 0 or more')
     if isinstance(bad, float) and not 0 <= bad < 1:
         gather.problem('loader.max_bad_samples', f'{bad} is not a fraction of the samples; use at least 0, below 1')
 
@@ -284,11 +295,10 @@ def _shape_text(stream: StreamConfig) -> str:
     return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
 
 
-def _check_microbatch(recipe: Recipe, gather: Gatherer) -> None:
+def _check_microbatch(batch: int, microbatch: int | None, gather: Gatherer) -> None:
     """Report a microbatch size that divides the batch per device for no number of devices."""
     # It suffices to test the global batch: it is a multiple of the batch per device, and equals it on one device.
     # `check_devices` is stricter where the number of devices is known.
-    batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if not _positive(batch) or not _positive(microbatch) or batch % microbatch == 0:
         return
     lower = batch // microbatch * microbatch
@@ -343,43 +353,39 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
                 gather.problem(where, what + 'loss_guard, which logs the norm of all gradients as grad_norm/total')
 
 
-def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
+def _check_speed(speed: SpeedConfig, parallelism: ParallelismConfig, gather: Gatherer) -> None:
     """Report `speed` settings that the recipe turns on but that the parallelism strategy does not support."""
-    speed, strategy = recipe.speed, recipe.parallelism.strategy
+    strategy = parallelism.strategy
     if speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
     if speed.cuda_graphs and strategy != 'ddp':
         what = f'needs weights that stay where they are, which {strategy} moves; use strategy: ddp'
         gather.problem('speed.cuda_graphs', what)
-    if speed.cuda_graphs and recipe.parallelism.activation_checkpointing:
+    if speed.cuda_graphs and parallelism.activation_checkpointing:
         what = 'a graph cannot leave out what activation checkpointing recomputes; use '
         gather.problem('speed.cuda_graphs', what + 'parallelism.activation_checkpointing: false')
     if _not_positive(speed.encode_batch_size):
         gather.problem('speed.encode_batch_size', f'{speed.encode_batch_size} is not positive; use 1 or more, or null')
 
 
-def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
+def _check_trainer(task: str, trainer: Mapping[str, Any], gather: Gatherer) -> None:
     """Report an unsupported device or precision, including a precision that Composer does not support on a CPU."""
-    if not isinstance(recipe.trainer, dict):
-        return
     # Composer accepts upper and lower case.
-    device, precision = (str(recipe.trainer.get(key) or '').lower() for key in ('device', 'precision'))
+    device, precision = (str(trainer.get(key) or '').lower() for key in ('device', 'precision'))
     for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
         if value not in ('', MISSING, *known):
             gather.problem(join('trainer', key), f'{value!r} is not supported; {did_you_mean(value, known)}')
-    if recipe.task in ('train', 'evaluate') and device == 'cpu' and precision in {*PRECISIONS} - {'fp32'}:
+    if task in ('train', 'evaluate') and device == 'cpu' and precision in {*PRECISIONS} - {'fp32'}:
         gather.problem('trainer.precision', f'{precision} needs a GPU in Composer; use fp32 with trainer.device=cpu')
 
 
-def _check_loss_guard(recipe: Recipe, gather: Gatherer) -> None:
+def _check_loss_guard(trainer: Mapping[str, Any], callbacks: Mapping[str, Component], gather: Gatherer) -> None:
     """Report `loss_guard.action: skip` with amp_fp16, which the callback refuses on GPUs when training starts."""
-    if recipe.task != 'train' or not isinstance(recipe.trainer, dict) or not isinstance(recipe.callbacks, dict):
-        return
     # On GPUs, Composer's default precision is amp_fp16.
-    default = 'amp_fp16' if str(recipe.trainer.get('device') or '').lower() == 'gpu' else ''
-    if str(recipe.trainer.get('precision') or default).lower() != 'amp_fp16':
+    default = 'amp_fp16' if str(trainer.get('device') or '').lower() == 'gpu' else ''
+    if str(trainer.get('precision') or default).lower() != 'amp_fp16':
         return
-    for key, callback in recipe.callbacks.items():
+    for key, callback in callbacks.items():
         is_guard = isinstance(callback, Component) and callback.name == 'loss_guard'
         if is_guard and callback.kwargs.get('action') == 'skip':
             what = 'skip does not support precision amp_fp16, whose loss scaler already skips updates; use stop, or '

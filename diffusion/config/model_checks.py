@@ -27,17 +27,15 @@ LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
 
 def check_model(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong or unsupported setting of a recipe's model, LoRA and algorithms."""
-    checks = (
-        *(_check_lora, _check_objective, _check_algorithms, _check_alignment),
-        *(_check_perceptual_losses, _check_width_transfer),
-    )
-    return [problem for check in checks for problem in check(recipe)]
+    model = recipe.model
+    found = _check_lora(recipe) + _check_objective(model) + _check_algorithms(recipe) + _check_alignment(model)
+    return found + _check_perceptual_losses(model) + _check_width_transfer(recipe)
 
 
-def _check_objective(recipe: Recipe) -> list[Problem]:
+def _check_objective(model: Component) -> list[Problem]:
     """Return a problem for each value of `model.objective` that is not allowed or contradicts another."""
-    given = objective_settings(recipe)
-    defaults = registry.settings_of('model', Component(recipe.model.name), 'objective') if given else {}
+    given = objective_settings(model)
+    defaults = registry.settings_of('model', Component(model.name), 'objective') if given else {}
     if not defaults:
         return []
     # Use the default instead of a value of the wrong type, which the type check reports.
@@ -46,9 +44,9 @@ def _check_objective(recipe: Recipe) -> list[Problem]:
     return [Problem(f'model.objective.{key}', what) for key, what in problems.items()]
 
 
-def objective_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of the model's objective with their defaults; empty for a model without one."""
-    return registry.settings_of('model', recipe.model, 'objective')
+def objective_settings(model: Component) -> dict[str, Any]:
+    """Return the settings of a model's objective with their defaults; empty for a model without one."""
+    return registry.settings_of('model', model, 'objective')
 
 
 def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
@@ -107,9 +105,9 @@ def _has_type_of(default: Any, value: Any) -> bool:
 ALIGNMENT = 'representation_alignment'
 
 
-def _check_alignment(recipe: Recipe) -> list[Problem]:
+def _check_alignment(model: Component) -> list[Problem]:
     """Return a problem for each wrong setting of `model.representation_alignment`."""
-    values, settings = (registry.settings_of('model', recipe.model, key) for key in (None, ALIGNMENT))
+    values, settings = (registry.settings_of('model', model, key) for key in (None, ALIGNMENT))
     if not isinstance(values.get(ALIGNMENT), Mapping) or not settings:
         return []
     depth = values.get('depth')
@@ -150,9 +148,8 @@ LPIPS_BACKBONES = ('vgg', 'alex', 'squeeze')
 """Networks for which the linear layers of LPIPS are published."""
 
 
-def _check_perceptual_losses(recipe: Recipe) -> list[Problem]:
+def _check_perceptual_losses(model: Component) -> list[Problem]:
     """Return a problem for each wrong setting of `model.perceptual_losses`, and for an unsupported model."""
-    model = recipe.model
     settings = registry.settings_of('model', model, PERCEPTUAL_LOSSES)
     if not settings or not isinstance(model.kwargs.get(PERCEPTUAL_LOSSES), Mapping):
         return []
@@ -163,7 +160,7 @@ def _check_perceptual_losses(recipe: Recipe) -> list[Problem]:
         found = [Problem(join(where, key), what) for key, what in perceptual_problems(settings).items()]
     if vae != PIXELS:
         found.append(Problem(where, f'needs a model on pixels, but model.vae is {vae}; set model.vae: pixels'))
-    if (problem := clean_image_problem(objective_settings(recipe))) is not None and 'objective' in model.kwargs:
+    if (problem := clean_image_problem(objective_settings(model))) is not None and 'objective' in model.kwargs:
         found.append(Problem(where, problem))
     return found
 
@@ -260,7 +257,7 @@ def _check_lora(recipe: Recipe) -> list[Problem]:
         found.append(Problem('lora.targets', 'is empty, so nothing would be trained; name layers, such as to_q'))
     if recipe.task == 'train' and recipe.init_from is None:
         found.append(Problem('lora', 'trains updates of published weights; set init_from to a source of weights'))
-    if has_no_denoiser(recipe):
+    if has_no_denoiser(recipe.model):
         found.append(Problem('lora', f'the model {recipe.model.name} has no denoiser; remove the section'))
     elif registry.settings_of('model', recipe.model).get('train_text_encoder') is True:
         what = 'lora trains the denoiser alone, and the text encoder is frozen; set false'
@@ -279,7 +276,7 @@ def _check_algorithms(recipe: Recipe) -> list[Problem]:
         Problem(join(where, key), problem)
         for where, component in _algorithms(recipe)
         if component.name in checks
-        for key, problem in checks[component.name](recipe, component.kwargs).items()
+        for key, problem in checks[component.name](recipe.model, component.kwargs).items()
     ]
 
 
@@ -331,12 +328,12 @@ def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
     )
 
 
-def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    if has_no_denoiser(recipe) or family_of_model(recipe.model.name).u_net:
-        return {'': f'the model {recipe.model.name} has no image tokens; use a transformer, such as prx, or remove it'}
+def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    if has_no_denoiser(model) or family_of_model(model.name).u_net:
+        return {'': f'the model {model.name} has no image tokens; use a transformer, such as prx, or remove it'}
     settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
-    depth = registry.settings_of('model', recipe.model).get('depth')
+    depth = registry.settings_of('model', model).get('depth')
     depth = depth if isinstance(depth, int) else None
     if end is None and depth is not None:
         end = depth - UNROUTED_BLOCKS
@@ -345,23 +342,23 @@ def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]
     return route_problems(start, end, fraction, depth=depth)
 
 
-def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
+def _contrastive_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, str]:
     problems = {}
     weight = kwargs.get('weight')
     if isinstance(weight, int | float) and (problem := contrastive_weight_problem(weight)) is not None:
         problems['weight'] = problem
-    if has_no_denoiser(recipe):
-        return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
+    if has_no_denoiser(model):
+        return {**problems, '': f'the model {model.name} has no denoiser; remove the algorithm'}
     # Transformers default to a flow-matching objective, so check only an objective that the recipe sets.
-    if isinstance(recipe.model.kwargs.get('objective'), Mapping) or family_of_model(recipe.model.name).u_net:
-        problem = contrastive_problem(objective_settings(recipe))
+    if isinstance(model.kwargs.get('objective'), Mapping) or family_of_model(model.name).u_net:
+        problem = contrastive_problem(objective_settings(model))
         problems |= {} if problem is None else {'': problem}
     return problems
 
 
-def has_no_denoiser(recipe: Recipe) -> bool:
+def has_no_denoiser(model: Component) -> bool:
     """Return True if a recipe's model is one of this package's models that have no denoiser."""
-    settings = registry.settings_of('model', recipe.model)
+    settings = registry.settings_of('model', model)
     return bool(settings) and 'objective' not in settings
 
 

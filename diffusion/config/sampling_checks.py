@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion.config.model_checks import has_no_denoiser, objective_settings
-from diffusion.config.recipe import GenerateConfig, Recipe
+from diffusion.config.recipe import Component, GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
 from diffusion.config.signatures import source_file
 
@@ -111,7 +111,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         components: The keywords of this package's components in the recipe, by path. Only those about sampling are
             checked.
     """
-    timesteps, flow = num_train_timesteps(recipe), is_flow(recipe)
+    timesteps, flow = num_train_timesteps(recipe.model), is_flow(recipe.model)
     # Training does not read `generate`, whose default of 50 steps would be an error for a model with fewer timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]
     places += [(where, settings, timesteps) for where, settings in components.items()]
@@ -120,7 +120,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         for where, settings, limit in places
         for key, what in sampling_problems(settings, limit, flow=flow).items()
     ]
-    if recipe.task == 'generate' and (what := model_problem(recipe)) is not None:
+    if recipe.task == 'generate' and (what := model_problem(recipe.model)) is not None:
         problems.append(Problem('model.name', what))
     return problems + _check_images(recipe.generate)
 
@@ -147,22 +147,22 @@ def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flo
     return {key: what for key, what in problems.items() if what is not None}
 
 
-def num_train_timesteps(recipe: Recipe) -> int | None:
-    """Return the number of timesteps of the model's noise schedule; None for a model without `diffusion.Objective`."""
-    timesteps = objective_settings(recipe).get('num_train_timesteps')
+def num_train_timesteps(model: Component) -> int | None:
+    """Return the number of timesteps of a model's noise schedule; None for a model without `diffusion.Objective`."""
+    timesteps = objective_settings(model).get('num_train_timesteps')
     return timesteps if isinstance(timesteps, int) else None
 
 
-def is_flow(recipe: Recipe) -> bool:
+def is_flow(model: Component) -> bool:
     """Return True if the model is trained with flow matching instead of diffusion."""
-    return objective_settings(recipe).get('path') == 'flow'
+    return objective_settings(model).get('path') == 'flow'
 
 
-def model_problem(recipe: Recipe) -> str | None:
+def model_problem(model: Component) -> str | None:
     """Return an error message for a model of this package that cannot generate images from prompts, else None."""
-    if not has_no_denoiser(recipe):
+    if not has_no_denoiser(model):
         return None
-    return f'{recipe.model.name} does not generate images from prompts; use sd2, for example'
+    return f'{model.name} does not generate images from prompts; use sd2, for example'
 
 
 def _check_images(settings: GenerateConfig) -> list[Problem]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from diffusion.config import registry
-from diffusion.config.recipe import InitFrom, Recipe
+from diffusion.config.recipe import Component, InitFrom
 from diffusion.config.schema import MISSING, Problem
 
 HUB = 'hf://'
@@ -37,10 +37,10 @@ def is_diffusers_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in files)
 
 
-def check_initial_weights(recipe: Recipe) -> list[Problem]:
+def check_initial_weights(init_from: str | InitFrom | None) -> list[Problem]:
     """Return a problem for each contradiction between settings of `init_from`, and for an unsupported source."""
-    start = recipe.initial_weights
-    if recipe.task != 'train' or start is None:
+    start = InitFrom(init_from) if isinstance(init_from, str) else init_from
+    if start is None:
         return []
     # A value may be ???, or None because its type was wrong; both are reported elsewhere.
     if not isinstance(start.source, str) or MISSING in (start.source, start.revision, start.weights):
@@ -54,13 +54,13 @@ def check_initial_weights(recipe: Recipe) -> list[Problem]:
             f'{start.source} is a {Path(start.source).suffix} file, which is pickled and may run any code when it is '
         )
         problems['from'] = what + 'read; convert it to safetensors'
-    own = {'from': 'init_from'} if isinstance(recipe.init_from, str) else {}
+    own = {'from': 'init_from'} if isinstance(init_from, str) else {}
     return [Problem(own.get(key, f'init_from.{key}'), what) for key, what in problems.items()]
 
 
-def check_pretrained(recipe: Recipe) -> list[Problem]:
+def check_pretrained(model: Component) -> list[Problem]:
     """Return a problem if the model's `pretrained` is a repository on the Hub without the required revision."""
-    values = registry.settings_of('model', recipe.model)
+    values = registry.settings_of('model', model)
     if 'revision' not in values or not isinstance(values.get('pretrained'), str):
         return []
     problem = revision_problem(values['pretrained'], values['revision'])

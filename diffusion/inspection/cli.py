@@ -88,7 +88,9 @@ def run_look(options: LookOptions) -> int:
     _check_sheet_file(options.out)
     recipe, names = _recipe_and_names(options)
     chosen = _select(recipe, names)
-    _check_complete(recipe, ('model', 'loader', 'seed', *(path for section in chosen for path in LOOK_NEEDS[section])))
+    _check_complete(
+        recipe.missing, ('model', 'loader', 'seed', *(path for section in chosen for path in LOOK_NEEDS[section]))
+    )
     _check_folders(chosen, options.recipe)
     from diffusion.inspection.preview import look
 
@@ -117,7 +119,7 @@ def run_bench(options: BenchOptions) -> int:
     gpu = find_gpu(options.gpu, load_gpus(options.gpus_file))
     recipe, names = _recipe_and_names(options)
     chosen = _select(recipe, names, sections=['streams'])
-    _check_complete(recipe, ('model', 'loader', 'seed', 'dataset', 'global_batch', 'name', 'runs_dir'))
+    _check_complete(recipe.missing, ('model', 'loader', 'seed', 'dataset', 'global_batch', 'name', 'runs_dir'))
     _check_folders(chosen, options.recipe)
     from diffusion.inspection.bench import bench
 
@@ -190,7 +192,7 @@ def _select(
     }
     found = {section: dict(every[section]) for section in sections if every[section] and every[section] != MISSING}
     if not found:
-        _check_complete(recipe, sections)
+        _check_complete(recipe.missing, sections)
         raise UserError(f'{sections[0]}: the recipe has no streams; add at least one')
     known = {f'{section}.{name}' for section, streams in found.items() for name in streams}
     bare = {name for streams in found.values() for name in streams}
@@ -204,7 +206,9 @@ def _select(
         for name, stream in streams.items():
             where = f'{section}.{name}'
             if not names or name in names or where in names:
-                problems = [each for each in _missing(recipe, [where]) if each.where.split('.')[-1] not in unused]
+                problems = [
+                    each for each in _missing(recipe.missing, [where]) if each.where.split('.')[-1] not in unused
+                ]
                 incomplete += problems
                 if not problems:
                     chosen.setdefault(section, {})[name] = stream
@@ -215,15 +219,15 @@ def _select(
     return chosen
 
 
-def _check_complete(recipe: Recipe, paths: Collection[str]) -> None:
+def _check_complete(missing: Sequence[Problem], paths: Collection[str]) -> None:
     """Raise RecipeError if values at these paths of a recipe, such as `model`, are still ???; others may be."""
-    if problems := _missing(recipe, paths):
+    if problems := _missing(missing, paths):
         raise RecipeError(problems)
 
 
-def _missing(recipe: Recipe, paths: Collection[str]) -> list[Problem]:
+def _missing(missing: Sequence[Problem], paths: Collection[str]) -> list[Problem]:
     """Return the values at these paths of a recipe, or inside them, that are still ???."""
-    return [each for each in recipe.missing if any(f'{each.where}.'.startswith(f'{path}.') for path in paths)]
+    return [each for each in missing if any(f'{each.where}.'.startswith(f'{path}.') for path in paths)]
 
 
 def _check_folders(sections: Mapping[str, Mapping[str, Any]], path: str) -> None:

@@ -71,7 +71,7 @@ def _sections(
         recipe, streams=streams, component=_component(recipe, section), batch_size=1, shuffle=False
     )
     manifest = dataset.manifests[0] if isinstance(dataset, LatentsDataset) else None
-    vae = None if manifest is None else _vae(recipe, download=decode)
+    vae = None if manifest is None else _vae(recipe.model, download=decode)
     tokenizers = getattr(dataset, 'tokenizers', [])
     begin = 0
     for bucket, count in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
@@ -122,15 +122,15 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
     return tokenizer.decode(ids[1 : ids.index(end)] if end in ids else ids[1:]).strip()
 
 
-def _vae(recipe: Recipe, *, download: bool) -> Vae | None:
+def _vae(model: Component, *, download: bool) -> Vae | None:
     """Load the model's VAE from a local folder or, with `download`, from the Hub; None if it is not local."""
-    values = registry.keywords('model', recipe.model)
-    own_tiny = registry.is_own('model', recipe.model.name) and recipe.model.name.startswith('tiny')
+    values = registry.keywords('model', model)
+    own_tiny = registry.is_own('model', model.name) and model.name.startswith('tiny')
     bundled = str(TINY_VAE) if own_tiny else None
     sources = [(values.get('vae') or bundled, None), (values.get('pretrained'), values.get('revision'))]
     for source, revision in sources:
         if isinstance(source, str) and (download or source == PIXELS or Path(source).is_dir()):
             return load_vae(source, revision=revision).eval()
     if download:
-        raise UserError(f'--decode: the model {recipe.model.name} has no VAE; set model.vae')
+        raise UserError(f'--decode: the model {model.name} has no VAE; set model.vae')
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.interpolation import Interpolation, Resolved, dotted, escaped
+from diffusion.config.interpolation import Interpolation, KeyPath, Resolved, dotted, escaped
 from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
 from diffusion.config.load import load as load_recipe
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean, join
@@ -219,7 +219,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
         except RecipeError as error:
             mistakes += [Problem(where, f'{path}: {problem}') for problem in error.problems]
             continue
-        problems += _variables_not_set(recipe, spec)
+        problems += _variables_not_set(recipe.from_environment, spec)
         mistakes += [Problem(where, f'{path}: {problem}') for problem in problems]
         run_folders.append(_run_folder(recipe))
         jobs.append(
@@ -239,7 +239,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
     return jobs, mistakes
 
 
-def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:
+def _variables_not_set(from_environment: Mapping[KeyPath, Interpolation], spec: JobSpec) -> list[Problem]:
     """Return a problem for each environment variable that a recipe needs but the job does not set on its nodes."""
     # Slurm and the local backend pass on this process's environment.
     if spec.backend in ('slurm', 'local'):
@@ -247,7 +247,7 @@ def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:
     known = {*spec.env, *spec.secrets, 'HOME', 'HOSTNAME', 'LOGNAME', 'PATH', 'PWD', 'SHELL', 'TMPDIR', 'USER'}
     return [
         Problem(dotted(where), f'needs {name}, which the job does not set on its nodes; add {name} to env or secrets')
-        for where, text in recipe.from_environment.items()
+        for where, text in from_environment.items()
         for name in sorted(set(re.findall(r'\$\{oc\.env:(\w+)\}', text)) - known)
     ]
 

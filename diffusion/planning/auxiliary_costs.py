@@ -7,7 +7,7 @@ from typing import Any
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
-from diffusion.config.recipe import Recipe
+from diffusion.config.recipe import Component
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey
 from diffusion.planning.model_costs import CountedCosts, ModelCosts, TokenRoute
@@ -120,19 +120,19 @@ class PerceptualCosts(CountedCosts):
         return self.flops(str(shape))['all']
 
 
-def alignment_of(recipe: Recipe, model: ModelCosts, notes: list[str]) -> AlignmentCosts | None:
+def alignment_of(component: Component, model: ModelCosts, notes: list[str]) -> AlignmentCosts | None:
     """Return the costs of a recipe's representation alignment, or None if the recipe does not use it."""
-    settings = _settings(recipe, 'representation_alignment')
+    settings = _settings(component, 'representation_alignment')
     return None if settings is None else AlignmentCosts(settings, model, notes)
 
 
-def perceptual_of(recipe: Recipe, notes: list[str]) -> PerceptualCosts | None:
+def perceptual_of(component: Component, notes: list[str]) -> PerceptualCosts | None:
     """Return the costs of a recipe's perceptual losses, or None if the recipe does not use any."""
-    settings = _settings(recipe, 'perceptual_losses')
+    settings = _settings(component, 'perceptual_losses')
     return None if settings is None else PerceptualCosts(settings, notes)
 
 
-def _settings(recipe: Recipe, keyword: str) -> dict[str, Any] | None:
+def _settings(component: Component, keyword: str) -> dict[str, Any] | None:
     """Return all settings under a keyword of this package's models, with defaults, or None if it is not set."""
-    is_set = isinstance(recipe.model.kwargs.get(keyword), Mapping)
-    return registry.settings_of('model', recipe.model, keyword) or None if is_set else None
+    is_set = isinstance(component.kwargs.get(keyword), Mapping)
+    return registry.settings_of('model', component, keyword) or None if is_set else None

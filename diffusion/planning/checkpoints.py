@@ -75,8 +75,8 @@ def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:
     trained = model.trained_parameters + auxiliary
     # A LoRA's checkpoint also contains the frozen weights.
     weights = FLOAT32 * (trained + model.frozen_denoiser_parameters)
-    with_optimizer = weights + FLOAT32 * optimizer_elements(recipe, model, auxiliary=auxiliary)
-    return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe) * FLOAT32 * trained)
+    with_optimizer = weights + FLOAT32 * optimizer_elements(recipe.optimizer, model, auxiliary=auxiliary)
+    return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe.algorithms) * FLOAT32 * trained)
 
 
 def default_mtbf_hours(gpus: int) -> float:

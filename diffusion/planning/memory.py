@@ -5,10 +5,11 @@ autograd keeps, counted on the model itself by models/activation_memory.py: exac
 compiled blocks. An allowance covers fragmentation and the memory of cuDNN and NCCL.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from diffusion.config import registry
-from diffusion.config.recipe import ParallelismConfig, Recipe
+from diffusion.config.recipe import Component, ParallelismConfig
 from diffusion.planning.gpus import GPU
 from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts, ModelCosts
 from diffusion.planning.workload import Phase
@@ -133,11 +134,11 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
     extra = _auxiliary_activations(phase)
     encodes = phase.encoding == 'pictures' and phase.model.is_latent_diffusion
-    optimizer = optimizer_elements(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters)
+    optimizer = optimizer_elements(phase.recipe.optimizer, phase.model, auxiliary=phase.auxiliary_parameters)
     return Memory(
         weights=_divided(FLOAT32 * (trained + phase.model.frozen_denoiser_parameters), shards),
         optimizer=_divided(FLOAT32 * optimizer, shards),
-        averages=_divided(FLOAT32 * averages_of(phase.recipe) * trained, shards),
+        averages=_divided(FLOAT32 * averages_of(phase.recipe.algorithms) * trained, shards),
         encoders=_frozen_bytes(phase),
         gradients=_divided(FLOAT32 * trained, shards),
         buckets=FLOAT32 * trained if unsharded_gradients else 0,
@@ -156,21 +157,21 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     )
 
 
-def optimizer_elements(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> int:
+def optimizer_elements(optimizer: Component, model: ModelCosts, *, auxiliary: int = 0) -> int:
     """Return the number of elements in the optimizer's states: two per parameter, or one if Muon updates it.
 
     Args:
         auxiliary: Number of trained parameters outside the model, which do not belong to a block.
     """
-    states = ADAM_STATES + bool(recipe.optimizer.kwargs.get('amsgrad'))
-    return states * (model.trained_parameters + auxiliary) - _muon_parameters(recipe, model)
+    states = ADAM_STATES + bool(optimizer.kwargs.get('amsgrad'))
+    return states * (model.trained_parameters + auxiliary) - _muon_parameters(optimizer, model)
 
 
-def averages_of(recipe: Recipe) -> int:
+def averages_of(algorithms: Mapping[str, Component]) -> int:
     """Return the number of averaged copies of the weights at the end of the run."""
-    algorithms = recipe.algorithms.values()
-    widths = [registry.settings_of('algorithm', each)['widths'] for each in algorithms if each.name == 'post_hoc_ema']
-    return sum(algorithm.name == 'ema' for algorithm in algorithms) + sum(len(found) for found in widths)
+    post_hoc = [each for each in algorithms.values() if each.name == 'post_hoc_ema']
+    widths = [registry.settings_of('algorithm', each)['widths'] for each in post_hoc]
+    return sum(each.name == 'ema' for each in algorithms.values()) + sum(len(found) for found in widths)
 
 
 def encoder_width(phase: Phase) -> int:
@@ -244,11 +245,11 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     return found
 
 
-def _muon_parameters(recipe: Recipe, model: ModelCosts) -> int:
+def _muon_parameters(optimizer: Component, model: ModelCosts) -> int:
     """Return the number of parameters that Muon updates, assumed to be all in the blocks; 0 for other optimizers."""
     # AdamW updates norms and biases, but these are only 0.05% of SD2's blocks. If Muon leaves convolutions to AdamW,
     # the number is unknown, and 0 overestimates memory rather than underestimating it.
-    is_muon = recipe.optimizer.name == 'muon' and registry.settings_of('optimizer', recipe.optimizer)['convolutions']
+    is_muon = optimizer.name == 'muon' and registry.settings_of('optimizer', optimizer)['convolutions']
     # If a LoRA freezes the blocks, Muon updates no more than the LoRA trains.
     return min(model.facts['block_parameters'], model.trained_parameters) if is_muon else 0
 
@@ -257,7 +258,7 @@ def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     """Return the bytes of temporary tensors in the optimizer step, with or without `speed.fused_optimizer`."""
     name, facts = phase.recipe.optimizer.name, phase.model.facts
     # Composer's DecoupledAdamW has no fused kernel; Muon's is only for the parameters that AdamW updates.
-    others = phase.trained_parameters - _muon_parameters(phase.recipe, phase.model)
+    others = phase.trained_parameters - _muon_parameters(phase.recipe.optimizer, phase.model)
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.model_checks import PIXELS, UNROUTED_BLOCKS
-from diffusion.config.recipe import Component, LoraConfig, Recipe
+from diffusion.config.recipe import Component, LoraConfig
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 
@@ -116,9 +116,9 @@ class TokenRoute:
         return 1 - self.fraction if self.start <= block < self.end else 1.0
 
 
-def route_of(recipe: Recipe, blocks: int) -> TokenRoute | None:
+def route_of(algorithms: Mapping[str, Component], blocks: int) -> TokenRoute | None:
     """Return the TREAD route of a recipe whose denoiser has `blocks` blocks, or None if it does not use TREAD."""
-    for algorithm in recipe.algorithms.values():
+    for algorithm in algorithms.values():
         if algorithm.name == 'tread':
             settings = registry.settings_of('algorithm', algorithm)
             end = blocks - UNROUTED_BLOCKS if settings['end'] is None else settings['end']
@@ -277,14 +277,14 @@ def _config_of(folder: str, part: str) -> str | None:
     return None
 
 
-def newton_schulz_flops(recipe: Recipe, model: ModelCosts) -> int:
+def newton_schulz_flops(optimizer: Component, model: ModelCosts) -> int:
     """Return the FLOPs of Muon's orthogonalization per optimizer step, over all devices; 0 for other optimizers.
 
     Each device orthogonalizes a part of the matrices, and the devices exchange the results.
     """
-    if recipe.optimizer.name != 'muon':
+    if optimizer.name != 'muon':
         return 0
-    settings = registry.settings_of('optimizer', recipe.optimizer)
+    settings = registry.settings_of('optimizer', optimizer)
     layers = 'all' if settings['convolutions'] else 'linears'
     projections = 'split' if settings['split_projections'] else 'whole'
     return settings['newton_schulz_steps'] * model.facts.get(f'newton_schulz_flops_{layers}_{projections}', 0)

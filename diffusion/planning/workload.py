@@ -228,7 +228,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
             'a LoRA: of the denoiser, only the LoRA has gradients, optimizer states and averages; the backward pass '
             'computes no gradients of the frozen weights, so that FLOPs are two thirds of those of training them'
         )
-    shapes, known, stored = _data(recipe, notes)
+    shapes, known, stored = _data(recipe.streams, notes)
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
     recipe_encoding = _encoding(recipe, model)
@@ -237,10 +237,10 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     # Request everything that the plan needs, for every strategy that it compares, in one call per network: each call
     # that has to count starts a process that imports torch for 15 s. A route needs the number of blocks first.
     routes = any(algorithm.name == 'tread' for algorithm in recipe.algorithms.values())
-    route = route_of(recipe, model.facts['token_blocks']) if routes else None
+    route = route_of(recipe.algorithms, model.facts['token_blocks']) if routes else None
     largest, strategies = phase.largest_shape, (None, 'ddp', 'fsdp2')
     model.count(list(shapes), [(largest, phase.precision(strategy)) for strategy in strategies], route)
-    alignment, perceptual = alignment_of(recipe, model, notes), perceptual_of(recipe, notes)
+    alignment, perceptual = alignment_of(recipe.model, model, notes), perceptual_of(recipe.model, notes)
     for each in (alignment, perceptual):
         if each is not None:
             each.require([str(shape) for shape in shapes], [(largest, phase.auxiliary_precision)])
@@ -259,7 +259,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         route=route,
         alignment=alignment,
         perceptual=perceptual,
-        optimizer_flops=newton_schulz_flops(recipe, model),
+        optimizer_flops=newton_schulz_flops(recipe.optimizer, model),
     )
 
 
@@ -304,14 +304,14 @@ def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
     return 'latents+text' if stores_text else 'latents'
 
 
-def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
+def _data(streams: Mapping[str, StreamConfig], notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
     """Return the fraction of images of each shape, and the number of images and bytes per sample if all are local.
 
     The last two are None if shards are not local. The assumptions made are appended to `notes`.
     """
     counts: dict[str, dict[Shape, int] | None] = {}
     sizes: list[float | None] = []
-    for name, stream in recipe.streams.items():
+    for name, stream in streams.items():
         if not isinstance(stream.resolution, int):
             raise UserError(f'streams.{name}.resolution is not set (???); set the side in pixels, such as 256')
         counts[name], size = _local_samples(stream)
@@ -321,17 +321,19 @@ def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | N
     total = sum(sum(found.values()) for found in counts.values() if found)
     known = None not in counts.values() and total > 0
     shares: dict[Shape, float] = {}
-    for name, weight in _weights(recipe, counts, notes).items():
-        stream_counts = counts[name] or {recipe.streams[name].image_shape: 1}
+    for name, weight in _weights(streams, counts, notes).items():
+        stream_counts = counts[name] or {streams[name].image_shape: 1}
         for shape, count in stream_counts.items():
             shares[shape] = shares.get(shape, 0.0) + weight * count / sum(stream_counts.values())
     stored = sum(size for size in sizes if size is not None) / total if known and None not in sizes else None
     return shares, total if known else None, stored
 
 
-def _weights(recipe: Recipe, counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]) -> dict[str, float]:
+def _weights(
+    streams: Mapping[str, StreamConfig], counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]
+) -> dict[str, float]:
     """Return the fraction of images from each data stream: from the recipe, else by number of samples, else equal."""
-    configured = {name: stream.proportion or stream.choose for name, stream in recipe.streams.items()}
+    configured = {name: stream.proportion or stream.choose for name, stream in streams.items()}
     sizes = {name: sum(found.values()) for name, found in counts.items() if found}
     if all(configured.values()):
         weights = {name: float(value or 0) for name, value in configured.items()}

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = run_checks(recipe, deep=level == 'deep')
     if dist.get_rank() == 0:
         print(findings_table(findings), flush=True)
-        _write_report(recipe, findings)
+        _write_report(recipe.run_place, findings)
     wait_for_all(store)
     host = environment.machine_name(os.environ)
     # Exit with PREEMPTED on healthy nodes, so that the scheduler excludes only the faulty node and retries the job.
@@ -173,9 +173,9 @@ def _gather_findings(local: list[Finding]) -> list[Finding]:
     return [finding for findings in gather(local) for finding in findings]
 
 
-def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
+def _write_report(run: str, findings: Sequence[Finding]) -> None:
     """Write the findings to the run's preflight.json; if that fails, print a warning."""
-    files = files_of_run(recipe.run_place)
+    files = files_of_run(run)
     try:
         files.write(REPORT, findings_json(findings))
     except OSError as error:  # not fatal: an unwritable folder is already a finding

@@ -21,7 +21,7 @@ from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.config.path_checks import check_paths
-from diffusion.config.recipe import SPEED_PARTS
+from diffusion.config.recipe import SPEED_PARTS, ParallelismConfig
 from diffusion.errors import UserError
 from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements, largest_opportunities, seconds_by_kind
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
@@ -107,7 +107,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
         The content of `profile.md`.
     """
     breakdown = Breakdown(window=batches, skip=warmup, sampled=batches)
-    phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe))
+    phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe.trainer))
     profiled = for_profiling(recipe, out, batches=phases.length)
     trainer = build_trainer(profiled)
     # The order matters: `phases` reads the report that `breakdown` makes at the end of the same batch.
@@ -120,7 +120,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     phases.profiler.export_chrome_trace(str(trace))
     measured = measured_by(phases, profiled)
     opportunities = largest_opportunities(measured)
-    text = profile_table(phases, measured, opportunities, recipe, trace)
+    text = profile_table(recipe.name, phases, measured, opportunities, trace)
     write_atomically(out / 'profile.md', text)
     write_atomically(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
     return text
@@ -186,7 +186,7 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
     """Return the measurements of a finished profile, the basis of tuning advice."""
     assert phases.report is not None
-    on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
+    on_gpu, parts = components.on_gpu(recipe.trainer), components.effective_speed(recipe)
     # Leave out Composer's code, which the user cannot change.
     ours = {site: count for site, count in phases.waits.items() if not site.file.startswith('composer/')}
     return ProfileMeasurements(
@@ -196,24 +196,23 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
         waits={str(site): count / BATCHES_WATCHED for site, count in ours.items()},
         on_gpu=on_gpu,
         precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
-        microbatches=microbatches_of(recipe),
+        microbatches=microbatches_of(recipe.global_batch, recipe.device_train_microbatch_size),
         off=[
             part
             for part in SPEED_PARTS
-            if not getattr(parts, part) and (part != 'cuda_graphs' or can_use_graphs(recipe))
+            if not getattr(parts, part) and (part != 'cuda_graphs' or can_use_graphs(recipe.parallelism))
         ],
     )
 
 
-def can_use_graphs(recipe: Recipe) -> bool:
+def can_use_graphs(parallelism: ParallelismConfig) -> bool:
     """Return True if a recipe's parallelism allows `speed.cuda_graphs`."""
-    return recipe.parallelism.strategy == 'ddp' and not recipe.parallelism.activation_checkpointing
+    return parallelism.strategy == 'ddp' and not parallelism.activation_checkpointing
 
 
-def microbatches_of(recipe: Recipe) -> int:
+def microbatches_of(batch: int, microbatch: int | None) -> int:
     """Return the number of microbatches per step on one device."""
-    microbatch = recipe.device_train_microbatch_size
-    return -(-recipe.global_batch // microbatch) if isinstance(microbatch, int) else 1
+    return -(-batch // microbatch) if isinstance(microbatch, int) else 1
 
 
 def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:
@@ -230,13 +229,13 @@ def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]
 
 
 def profile_table(
-    phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path
+    name: str, phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], trace: Path
 ) -> str:
     """Return the tables that `diffusion profile` prints: stages, kernels, device synchronizations, largest speedups."""
     report = phases.report
     assert report is not None
     events = 'kernels' if measured.on_gpu else 'operators'
-    lines = [f'# {recipe.name}: {report.line()}', '', '| stage | ms/step | share, % |', '|---|---|---|']
+    lines = [f'# {name}: {report.line()}', '', '| stage | ms/step | share, % |', '|---|---|---|']
     shares = sorted(report.shares.items(), key=lambda item: -item[1])
     lines += [_row(stage, share * report.step_seconds, share) for stage, share in shares if share]
     lines += ['', f'| {events} by kind | ms/step | share, % |', '|---|---|---|']
@@ -244,8 +243,8 @@ def profile_table(
     lines += [_row(kind, seconds, seconds / measured.step_seconds) for kind, seconds in kinds.items()]
     lines += ['', f'| {events} | calls/step | ms/step | share, % |', '|---|---|---|---|']
     for kernel in measured.kernels[:15]:
-        name = f'{kernel.name[:80]} | {kernel.calls}'
-        lines.append(_row(name, kernel.seconds, kernel.seconds / measured.step_seconds))
+        row = f'{kernel.name[:80]} | {kernel.calls}'
+        lines.append(_row(row, kernel.seconds, kernel.seconds / measured.step_seconds))
     lines += ['', '| source line that waits for the device | times/step |', '|---|---|']
     lines += [f'| {site} | {count / BATCHES_WATCHED:g} |' for site, count in phases.waits.most_common()]
     lines += ['', 'Largest opportunities:']

@@ -228,9 +228,11 @@ def check_generate(options: GenerateOptions) -> None:
     else:
         _check_run(source, options)
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
-        if (problem := model_problem(recipe)) is not None:
+        if (problem := model_problem(recipe.model)) is not None:
             raise UserError(f'model.name: {problem}')
-        problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe), flow=is_flow(recipe))
+        problems = sampling_problems(
+            vars(recipe.generate) | given, num_train_timesteps(recipe.model), flow=is_flow(recipe.model)
+        )
     for key, problem in problems.items():
         raise UserError(f'{OPTIONS.get(key, f"generate.{key}")}: {problem}')
 
@@ -292,7 +294,7 @@ def check_export(options: ExportOptions) -> Path:
         checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     whole = recipe.lora is None or options.merge
-    has_layout = family_of_model(recipe.model.name).single_file and model_problem(recipe) is None
+    has_layout = family_of_model(recipe.model.name).single_file and model_problem(recipe.model) is None
     if is_single_file(out) and whole and not has_layout:
         raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
     if options.merge and recipe.lora is None:

@@ -132,7 +132,7 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
     sides = dict.fromkeys(f'{stream.resolution} px' for stream in recipe.streams.values())
     if sides:
         rows['resolution'] = ', '.join(sides)
-    if objective := objective_settings(recipe):
+    if objective := objective_settings(recipe.model):
         defaults = registry.settings_of('model', Component(recipe.model.name), 'objective')
         kind = f'{objective.pop("path")}, prediction type {objective.pop("prediction_type")}'
         other = [f'{key} {value}' for key, value in objective.items() if value != defaults[key]]

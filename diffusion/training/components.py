@@ -22,7 +22,7 @@ from diffusion.config.checks import SUPPLIED
 from diffusion.config.families import family_of_model
 from diffusion.config.load import Component, Recipe, StreamConfig, saved_values
 from diffusion.config.model_checks import optimizer_problem
-from diffusion.config.recipe import SpeedConfig, effective_parts
+from diffusion.config.recipe import LoaderConfig, SpeedConfig, effective_parts
 from diffusion.config.signatures import of_object
 from diffusion.data.host_limits import check_machine
 from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_stop_signals
@@ -104,7 +104,7 @@ def build_dataset(
         substitute: Replace samples that cannot be decoded.
     """
     settings = recipe.loader
-    cache = cache_folder(recipe)
+    cache = cache_folder(settings)
     streams = {name: _with_local(stream, cache) for name, stream in streams.items()}
     streams = by_shape(streams, smallest=recipe.global_batch if elastic else 1)
     streaming: dict[str, Any] = {
@@ -139,9 +139,9 @@ def build_dataset(
     return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
 
 
-def cache_folder(recipe: Recipe) -> Path:
+def cache_folder(settings: LoaderConfig) -> Path:
     """Return the local cache folder for shards of a recipe's remote streams that have no `local` folder."""
-    folder = recipe.loader.cache_folder
+    folder = settings.cache_folder
     return user_folder() / 'shards' if folder is None else Path(folder).absolute()
 
 
@@ -245,14 +245,14 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
     return registry.build('optimizer', component, offered={'fused': True} if fused else {}, params=params)
 
 
-def build_all(recipe: Recipe, kind: str, components: Mapping[str, Component]) -> list[Any]:
+def build_all(kind: str, components: Mapping[str, Component], run_dir: Path) -> list[Any]:
     """Build algorithms, callbacks or loggers; a component with a `folder` argument gets the run's folder by default."""
-    return [registry.build(kind, each, offered={'folder': str(recipe.run_dir)}) for each in components.values()]
+    return [registry.build(kind, each, offered={'folder': str(run_dir)}) for each in components.values()]
 
 
-def on_gpu(recipe: Recipe) -> bool:
-    """Return True if the recipe's Trainer computes on a GPU of this machine."""
-    return torch.cuda.is_available() and recipe.trainer.get('device') in (None, 'gpu')
+def on_gpu(trainer: Mapping[str, Any]) -> bool:
+    """Return True if a Trainer with these keywords computes on a GPU of this machine."""
+    return torch.cuda.is_available() and trainer.get('device') in (None, 'gpu')
 
 
 def check_device(recipe: Recipe) -> None:
@@ -263,7 +263,7 @@ def check_device(recipe: Recipe) -> None:
             it. A failing GPU driver is not reported here but by Composer, since a retry on another machine may succeed.
     """
     device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision') or 'fp32'
-    if on_gpu(recipe):
+    if on_gpu(recipe.trainer):
         problem = kernels_problem(int(os.environ.get('LOCAL_RANK', '0')))
         if problem is not None:
             raise UserError(f'trainer.device: {problem}')
@@ -289,7 +289,7 @@ def _gpu_is_broken() -> bool:
 
 def effective_speed(recipe: Recipe) -> SpeedConfig:
     """Return a recipe's `speed` settings, each resolved to true or false for this machine and parallelism strategy."""
-    return effective_parts(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)
+    return effective_parts(recipe.speed, on_gpu=on_gpu(recipe.trainer), strategy=recipe.parallelism.strategy)
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:

@@ -41,26 +41,26 @@ def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedR
     return run_on_rank_zero(lambda: _compare(recipe, checkpoint), 'resume') or ResumedRecipe()
 
 
-def check_saver(recipe: Recipe) -> None:
+def check_saver(trainer: Mapping[str, Any], run_dir: Path) -> None:
     """Check that a run that is not resuming has no checkpoints in the folder of another saver; a collective.
 
     Raises:
         UserError: `trainer.save_folder` was set, changed or removed since the run saved its checkpoints; the run would
             start again at batch 0.
     """
-    run_on_rank_zero(lambda: _check_saver(recipe), 'resume')
+    run_on_rank_zero(lambda: _check_saver(trainer, run_dir), 'resume')
 
 
-def _check_saver(recipe: Recipe) -> None:
-    folder = recipe.trainer.get('save_folder')
+def _check_saver(trainer: Mapping[str, Any], run_dir: Path) -> None:
+    folder = trainer.get('save_folder')
     way_out = 'set it back to resume, or use another name for a new run'
-    if folder is not None and (present := list_checkpoints(recipe.run_dir)):
+    if folder is not None and (present := list_checkpoints(run_dir)):
         raise UserError(
-            f'trainer.save_folder: {folder}, but the checkpoints of this run are in {recipe.run_dir}, such as '
+            f'trainer.save_folder: {folder}, but the checkpoints of this run are in {run_dir}, such as '
             f'{present[0].name}; {way_out}'
         )
-    place = recipe.run_dir / RECIPE
-    if not recipe.trainer.get('autoresume') or not place.is_file():
+    place = run_dir / RECIPE
+    if not trainer.get('autoresume') or not place.is_file():
         return
     before = (read_yaml(place).get('trainer') or {}).get('save_folder')
     # A local folder only counts if it has files. A remote folder is not listed, so it counts because it may have
@@ -127,9 +127,9 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def schedule_of(recipe: Recipe) -> dict[str, Any]:
-    """Return all values in a recipe that determine the learning rate schedule, except the base learning rate."""
-    values = recipe_values(parse_yaml(to_yaml(recipe))).values
+def schedule_of(recipe_text: str) -> dict[str, Any]:
+    """Return all values in a recipe's YAML that determine the learning rate schedule, except the base learning rate."""
+    values = recipe_values(parse_yaml(recipe_text)).values
     keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
     return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}
 

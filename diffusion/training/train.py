@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
-from diffusion.config.recipe import NotifyConfig, SpeedConfig, parts_without_effect
+from diffusion.config.recipe import Component, NotifyConfig, SpeedConfig, parts_without_effect
 from diffusion.data.bad_samples import ReplacedSamples
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
@@ -182,13 +183,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
     # The checkpointer and datasets communicate before the Trainer is built, which would otherwise initialize
     # distributed.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
-        dist.initialize_dist(get_device(recipe.trainer.get('device')), dist_timeout(recipe))
-    checkpointer = build_checkpointer(recipe)
+        dist.initialize_dist(get_device(recipe.trainer.get('device')), dist_timeout(recipe.trainer))
+    text = to_yaml(recipe)
+    checkpointer = build_checkpointer(recipe, text)
     resume = None if checkpointer is None else checkpointer.resume
     # Before building anything expensive, compare the recipe with that of the checkpoint.
-    keeper = RecipeKeeper(recipe.run_dir / RECIPE, to_yaml(recipe))
+    keeper = RecipeKeeper(recipe.run_dir / RECIPE, text)
     if resume is None:
-        check_saver(recipe)
+        check_saver(recipe.trainer, recipe.run_dir)
     else:
         keeper.resumed = compare_with_checkpoint(recipe, resume)
     model = components.build_model(recipe)
@@ -222,26 +224,29 @@ def build_trainer(recipe: Recipe) -> Trainer:
         eval_dataloader=to_data_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=optimizer,
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
-        algorithms=[*together, *components.build_all(recipe, 'algorithm', recipe.algorithms)],
+        algorithms=[*together, *components.build_all('algorithm', recipe.algorithms, recipe.run_dir)],
         callbacks=[
             # Heartbeat comes first: it must update its file before callbacks that save a checkpoint and then raise.
             Heartbeat(),
-            *with_guard(components.build_all(recipe, 'callback', recipe.callbacks), recipe),
+            *with_guard(components.build_all('callback', recipe.callbacks, recipe.run_dir), recipe.run_dir),
             keeper,
-            OptimizerSettings(optimizer, schedule=schedule_of(recipe)),
+            OptimizerSettings(optimizer, schedule=schedule_of(text)),
             *_own_callbacks(recipe, parts, loader, checkpointer),
         ],
-        loggers=[*components.build_all(recipe, 'logger', recipe.loggers), *_console(recipe)],
+        loggers=[
+            *components.build_all('logger', recipe.loggers, recipe.run_dir),
+            *_console(recipe.trainer, recipe.loggers),
+        ],
         run_name=recipe.name,
         seed=recipe.seed,
         device_train_microbatch_size=recipe.device_train_microbatch_size,
         parallelism_config=parallelism_config(recipe.parallelism),
-        **_trainer_keywords(recipe),
+        **_trainer_keywords(recipe.trainer),
     )
     if isinstance(model, LatentDiffusion):
         # FSDP has moved the sharded weights to the GPU, but not the frozen parts.
         model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
-    set_group_timeouts(dist_timeout(recipe))
+    set_group_timeouts(dist_timeout(recipe.trainer))
     for saver in trainer.state.callbacks:
         if isinstance(saver, CheckpointSaver) and not isinstance(saver, Checkpointer):
             check_before_saves(saver)
@@ -257,12 +262,15 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if isinstance(trainer.state.model, DistributedDataParallel):
         settle_buckets(trainer.state.model)
     deterministic = bool(recipe.trainer.get('deterministic_mode'))
-    set_backends(parts, on_gpu=components.on_gpu(recipe), deterministic=deterministic)
+    set_backends(parts, on_gpu=components.on_gpu(recipe.trainer), deterministic=deterministic)
     return trainer
 
 
-def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
+def build_checkpointer(recipe: Recipe, text: str) -> Checkpointer | None:
     """Build the callback that saves and resumes the run, or return None if `trainer.save_folder` makes Composer save.
+
+    Args:
+        text: The resolved recipe as YAML, which each checkpoint keeps.
 
     Raises:
         UserError: The run's folder has checkpoints, but `trainer.autoresume` is off.
@@ -274,7 +282,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     tiers: list[tuple[NodeTier, str]] = []
     if recipe.checkpointing.tiers is not None:
         begun = bool(stored_batches(storage))
-        tiers = open_tiers(recipe.checkpointing.tiers, storage.run_id, to_yaml(recipe), begun=begun)
+        tiers = open_tiers(recipe.checkpointing.tiers, storage.run_id, text, begun=begun)
     opened = [tier for tier, _ in tiers]
     resume = find_resume_point(storage, opened) if recipe.trainer.get('autoresume') else None
     if resume is None:
@@ -286,7 +294,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         sharded=recipe.parallelism.checkpoints == 'sharded',
         asynchronous=recipe.checkpointing.asynchronous,
         resume=resume,
-        recipe_text=to_yaml(recipe),
+        recipe_text=text,
         tiers=tiers,
     )
 
@@ -303,10 +311,10 @@ def check_start(recipe: Recipe, state: State) -> None:
         check_weights(state, where, 'start from other weights')
 
 
-def with_guard(callbacks: Sequence[Callback], recipe: Recipe) -> list[Callback]:
+def with_guard(callbacks: Sequence[Callback], run_dir: Path) -> list[Callback]:
     """Return callbacks with a `NaNGuard` added, unless there is one or a `LossGuard`, which checks more."""
     guarded = any(isinstance(each, LossGuard | NaNGuard) for each in callbacks)
-    return [*callbacks, *([] if guarded else [NaNGuard(folder=str(recipe.run_dir))])]
+    return [*callbacks, *([] if guarded else [NaNGuard(folder=str(run_dir))])]
 
 
 def check_unused(storage: RunStorage) -> None:
@@ -361,23 +369,23 @@ def _in_run_evaluation(recipe: Recipe) -> list[Callback]:
     ]
 
 
-def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
+def _trainer_keywords(trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's keyword arguments for composer.Trainer, except those that this package handles itself."""
-    composer_saves = 'save_folder' in recipe.trainer
-    keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
-    return keywords | {'progress_bar': False, 'dist_timeout': dist_timeout(recipe)}
+    composer_saves = 'save_folder' in trainer
+    keywords = {key: each for key, each in trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
+    return keywords | {'progress_bar': False, 'dist_timeout': dist_timeout(trainer)}
 
 
-def dist_timeout(recipe: Recipe) -> float:
+def dist_timeout(trainer: Mapping[str, Any]) -> float:
     """Return the timeout for collectives in seconds: `trainer.dist_timeout`, or longer than the watchdog's limits."""
-    return recipe.trainer.get('dist_timeout') or collective_timeout()
+    return trainer.get('dist_timeout') or collective_timeout()
 
 
-def _console(recipe: Recipe) -> list[LoggerDestination]:
+def _console(trainer: Mapping[str, Any], loggers: Mapping[str, Component]) -> list[LoggerDestination]:
     """Build the progress logger: a status line in a terminal, or log lines elsewhere or if that is turned off."""
-    if recipe.trainer.get('log_to_console') or 'console_lines' in recipe.loggers:
+    if trainer.get('log_to_console') or 'console_lines' in loggers:
         return []
-    return [ProgressLine() if has_terminal(recipe.trainer.get('progress_bar', True)) else ConsoleLines()]
+    return [ProgressLine() if has_terminal(trainer.get('progress_bar', True)) else ConsoleLines()]
 
 
 def _is_done(state: State) -> bool:

@@ -147,7 +147,7 @@ def test_real_model_fits_the_recipe(path, sources):
     # The units of FSDP, compilation and activation checkpointing.
     assert blocks_of(getattr(model, 'denoiser', model)) or recipe.parallelism.strategy == 'ddp'
     check_optimizer(recipe, model)
-    for algorithm in components.build_all(recipe, 'algorithm', recipe.algorithms):
+    for algorithm in components.build_all('algorithm', recipe.algorithms, recipe.run_dir):
         if isinstance(algorithm, TREAD):
             algorithm.apply(Event.INIT, SimpleNamespace(model=model), Logger)  # type: ignore[arg-type]
             assert model.router is not None

@@ -45,7 +45,7 @@ class InRunEvaluation(Callback):
 
     Args:
         every: Interval as a Composer time string; weights are also evaluated at the end of training.
-        sharded: As in `EvaluatedCheckpoint`, and so is `raise_together`.
+        sharded: See `EvaluatedCheckpoint`, also for `raise_together`.
     """
 
     def __init__(

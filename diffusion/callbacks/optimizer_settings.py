@@ -131,7 +131,7 @@ def factors_of(scheduler: Any, state: State) -> list[float]:
 
 
 def one_batch_earlier(now: Timestamp) -> Timestamp:
-    """Return a timestamp that is one batch, and the samples in it, earlier."""
+    """Return a copy of a timestamp with one batch and its samples subtracted."""
     batch, sample = now.batch.value, now.sample.value
     return now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
 

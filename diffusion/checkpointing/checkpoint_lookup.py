@@ -200,7 +200,7 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
 def still_exists(checkpoint: Path) -> bool:
     """Return True if a checkpoint that was just claimed still exists, or False if its run has removed it."""
     if not checkpoint.exists():
-        # A run that sees a claim only after it has renamed the checkpoint renames it back (`retention`).
+        # If a run sees the claim only after renaming the checkpoint, it renames the checkpoint back (`retention`).
         time.sleep(PAUSE_SECONDS)
     return checkpoint.exists()
 

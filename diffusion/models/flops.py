@@ -136,7 +136,7 @@ def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
 
 
 def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
-    """Return the FLOPs (three passes) of training a FeatureProjector, which may be sharded, on a number of tokens."""
+    """Return the FLOPs (three passes) of training a FeatureProjector on a number of tokens; it may be sharded."""
     weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
     return 3 * 2 * weights * tokens
 

@@ -87,7 +87,7 @@ def _on_copies(
     results = torch.zeros_like(copies)
     if counts[rank]:
         results[mine] = function(copies[mine])
-    # Adding the other ranks' zeros is exact. all_gather would need equal numbers of matrices on all ranks.
+    # The all-reduce adds zeros from other ranks, which is exact; all_gather would need equal numbers of matrices.
     dist.all_reduce(results, group=group)
     return results
 

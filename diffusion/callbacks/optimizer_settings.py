@@ -21,7 +21,7 @@ MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_d
 SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
 """Names of all optimizers' parameter group settings, except the learning rate."""
 MAX_CALM_FACTOR = 2.0
-"""A larger change of the learning rate between two consecutive batches is logged as a warning."""
+"""The log warns if the learning rate changes by more than this factor between two consecutive batches."""
 
 
 class OptimizerSettings(Callback):

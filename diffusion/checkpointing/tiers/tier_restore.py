@@ -73,7 +73,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
     resume = storage.resume_point()
     number = None if resume is None else batch_number(resume)
     if number is not None and number < max(stored, default=0):
-        # The newest checkpoints in the storage are damaged, so an older one in a tier may be better.
+        # The newest checkpoints in the storage are damaged, so one in a tier may be newer than the newest intact one.
         found = newest_in_tiers(tiers, stored, at_least=number + 1)
     return resume if found is None else found
 

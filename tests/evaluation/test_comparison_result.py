@@ -161,7 +161,9 @@ def test_more_people_do_not_help_where_prompts_are_too_few():
     assert needed is not None and needed > RATERS
 
 
-@pytest.mark.parametrize(('raters', 'prompts', 'message'), [(1, 5, '2 people.* of 1'), (5, 1, '2 prompts.* of 1')])
+@pytest.mark.parametrize(
+    ('raters', 'prompts', 'message'), [(1, 5, '2 people.* found 1'), (5, 1, '2 prompts.* found 1')]
+)
 def test_too_few_people_or_prompts_are_refused(raters, prompts, message):
     with pytest.raises(UserError, match=message):
         analyze_preference([1.0] * 5, *cells(raters, prompts))

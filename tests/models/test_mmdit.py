@@ -140,6 +140,7 @@ def test_each_tokenizer_pads_to_its_own_length(model):
     assert tokenizers[2].decode(ids[0, 2], skip_special_tokens=True) == 'a red square'
 
 
+@pytest.mark.slow
 def test_flops_count_the_tokens_of_every_encoder(model):
     batch = batch_of(model)
     counter = ModelCounter(model)

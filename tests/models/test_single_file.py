@@ -258,7 +258,7 @@ FILES = {'sd1': sd_file, 'sd2': sd_file, 'sdxl': sdxl_file, 'sd3': sd3_file}
         pytest.param('sd1', 'stable-diffusion-v1', 'epsilon', marks=pytest.mark.slow),
         ('sd2', 'stable-diffusion-v2-512', 'epsilon'),
         pytest.param('sdxl', 'stable-diffusion-xl-v1-base', 'epsilon', marks=pytest.mark.slow),
-        ('sd3', 'stable-diffusion-v3.5-medium', None),
+        pytest.param('sd3', 'stable-diffusion-v3.5-medium', None, marks=pytest.mark.slow),
     ],
 )
 def test_pipeline_loaded_from_the_single_file_has_the_same_weights(name, architecture, prediction, tmp_path):

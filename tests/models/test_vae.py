@@ -115,7 +115,8 @@ def test_stable_diffusion_pipeline_refuses_dc_ae(small_dc_ae):
         adapter_of(model.denoiser).pipeline(model)
 
 
-@pytest.mark.parametrize('kind', ['dc_ae', pytest.param('pixels', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['dc_ae', 'pixels'])
 def test_planner_counts_the_autoencoder(small_dc_ae, kind):
     vae = {'dc_ae': str(small_dc_ae), 'pixels': 'pixels'}[kind]
     kwargs = PRX | {'vae': vae, 'patch_size': 2}

@@ -70,6 +70,7 @@ def sizes_after_steps(width: int, *, mup: bool, lr: float = 0.02, steps: int = 4
     return torch.stack([(each[-1] - each[0]).square().mean().sqrt() for each in (outputs, tokens)])
 
 
+@pytest.mark.slow
 def test_activations_change_alike_at_all_widths():
     """The coordinate check of Yang et al., appendix D.1: with muP, steps change activations by a size of order 1."""
     narrow, wide = (sizes_after_steps(width, mup=True) for width in (BASE, 16 * BASE))

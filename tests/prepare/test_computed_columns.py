@@ -159,6 +159,7 @@ def test_file_without_the_function_is_refused(tmp_path):
         compute_columns(str(path), [draw(0)], [['a']])
 
 
+@pytest.mark.slow
 def test_example_scores_by_a_model_from_a_local_folder(tmp_path, monkeypatch):
     folder = write_clip(tmp_path / 'clip')
     monkeypatch.setenv('CLIP_FOLDER', str(folder))

@@ -154,6 +154,7 @@ def test_folder_without_images_is_an_error(tmp_path: Path) -> None:
         FolderSource(str(tmp_path / 'none')).parts()
 
 
+@pytest.mark.slow
 def test_folder_in_an_object_store_is_read(store: Store) -> None:
     objects = {f'in/{number:02}.{suffix}': f'{number}'.encode() for number in range(20) for suffix in ('jpg', 'txt')}
     bucket = store.bucket('pictures', **objects, **{'c.csv': b'file,caption\n03.jpg,three\n'})

@@ -192,6 +192,7 @@ def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[
     assert not work.path.exists()
 
 
+@pytest.mark.slow
 def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.requests.clear()

@@ -144,7 +144,8 @@ def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(('workers', 'kills'), [(2, 3), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(('workers', 'kills'), [(2, 3), (4, 20)])
 def test_preparation_killed_at_random_points_resumes(tmp_path: Path, workers: int, kills: int) -> None:
     found = run(tmp_path, 'at_random_points', workers=workers, kills=kills)
     assert len(found) == kills

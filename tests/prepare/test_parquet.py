@@ -222,6 +222,7 @@ def test_parquet_in_an_object_store_is_read(store: Store, tmp_path: Path) -> Non
         entries(ParquetSource(f'{bucket}/set', image_column='nope'))
 
 
+@pytest.mark.slow
 def test_images_that_rows_name_by_path_are_read_in_an_object_store(store: Store, tmp_path: Path) -> None:
     images = [*(f'{n}.jpg' for n in range(40)), 'shared/x.jpg', 'gone.jpg', '../../secret.jpg', '/etc/passwd', None]
     content = write(tmp_path / 'a.parquet', {'image': images, 'caption': ['a cat'] * len(images)}).read_bytes()

@@ -296,6 +296,7 @@ def test_samples_are_removed_from_latents_of_arrays(tmp_path: Path, capsys: Any)
     assert len(list(folder.glob('*.mds'))) == 1
 
 
+@pytest.mark.slow
 def test_removal_in_a_store_gives_the_same_dataset(tmp_path: Path, store: Store, capsys: Any) -> None:
     store.bucket('mds')
     start('s3://mds/out', sliced(0, 10), work=str(tmp_path / 'work'))

@@ -61,6 +61,7 @@ LONGEST = (
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
 SHARED_SERVER = pytest.StashKey[Any]()
 LONG_COLLECTION_SECONDS = 0.1
+SECONDS_OF_A_TRAINER = 0.1
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
@@ -398,26 +399,22 @@ def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[No
     """Free the Trainers and datasets that a test created."""
     # A Trainer's State with model and optimizer has 70 MB, and two places reference it until the process ends, 6 GB per
     # test session: Composer registers the engine's _close at exit and does not unregister it when the Trainer is
-    # closed, and PyTorch caches the names of a model's parameters with the model as key. Besides, Streaming refuses two
-    # live datasets on one folder.
+    # closed, and PyTorch before 2.14 caches the names of a model's parameters with the model as key. Besides, Streaming
+    # refuses two live datasets on one folder.
+    began = time.perf_counter()
     yield
     engine = sys.modules.get('composer.core.engine')
-    state_dict = sys.modules.get('torch.distributed.checkpoint.state_dict')
     if engine is not None:
         atexit.unregister(engine.Engine._close)
-    trained = False
-    if state_dict is not None:
-        # torch 2.14 does not cache them; then collect after every test that used the module.
-        names = state_dict._get_fqns
-        trained = not hasattr(names, 'cache_info') or names.cache_info().currsize > 0
-        if hasattr(names, 'cache_clear'):
-            names.cache_clear()
-    # A collection takes half a second with PyTorch loaded, so run it only where needed. After one that took long, the
-    # next ones go only over the objects that were created since.
-    if trained or 'many_datasets' in request.fixturenames:
-        began = time.perf_counter()
+    names = getattr(sys.modules.get('torch.distributed.checkpoint.state_dict'), '_get_fqns', None)
+    if hasattr(names, 'cache_clear'):
+        names.cache_clear()
+    # A collection takes half a second with PyTorch loaded, so run it only where needed: no Trainer is built in less
+    # time. After one that took long, the next ones go only over the objects that were created since.
+    ended = time.perf_counter()
+    if 'many_datasets' in request.fixturenames or (engine is not None and ended - began > SECONDS_OF_A_TRAINER):
         gc.collect()
-        if time.perf_counter() - began > LONG_COLLECTION_SECONDS:
+        if time.perf_counter() - ended > LONG_COLLECTION_SECONDS:
             gc.freeze()
 
 

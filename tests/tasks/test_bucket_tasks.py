@@ -49,17 +49,16 @@ def small_run(store: Store, tmp_path, monkeypatch) -> str:
 def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
     assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0
     assert [path.suffix for path in (tmp_path / 'images').iterdir()] == ['.png']
-    assert main(['export', f'{run}/ba2', '--out', 'exported']) == 0
-    assert (tmp_path / 'exported' / 'model_index.json').is_file()
-    assert main(['export', run, '--out', 'average', '--ema-width', '0.1']) == 0
-    assert '(batch 4)' in (tmp_path / 'average' / 'README.md').read_text()
+    assert main(['export', f'{run}/ba2', '--out', 'average', '--ema-width', '0.1']) == 0
+    assert (tmp_path / 'average' / 'model_index.json').is_file()
+    assert '(batch 2)' in (tmp_path / 'average' / 'README.md').read_text()
     assert run_recipe.main([str(tmp_path / 'run.yaml'), 'task=evaluate', 'runs_dir=s3://bucket/runs']) == 0
     metrics = json.loads(store.objects('bucket')['runs/run/evaluation.json'])
     assert metrics['weights'] == 'training' and len(metrics) > 1
     downloaded = working_folder(run, 'downloads')
     assert {path.name for path in downloaded.glob('ba*')} == {'ba2', 'ba4'}
     before = len(store.requests)
-    assert main(['generate', f'{run}/latest', 'a dog', '--steps', '1', '--out', 'more']) == 0
+    assert find_checkpoint(f'{run}/latest') == downloaded / 'ba4'
     assert not [request for request in store.requests[before:] if 'state.pt' in request], 'the copy is used again'
 
 

@@ -240,6 +240,7 @@ def test_some_equal_images_are_reported(folders, caplog):
     assert 'the images of A and B are the same for 1 of 8 prompts' in caplog.text
 
 
+@pytest.mark.slow
 def test_server_takes_answers_until_ctrl_c(folders):
     assert build() == 0
     key = read_key(Path('page/key.json'))
@@ -264,6 +265,7 @@ def test_server_takes_answers_until_ctrl_c(folders):
     assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
 
 
+@pytest.mark.slow
 def test_command_runs_without_torch_until_images_are_read(folders):
     assert build() == 0
     key = read_key(Path('page/key.json'))

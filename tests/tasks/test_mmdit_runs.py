@@ -137,6 +137,7 @@ def test_precomputed_encoders_give_the_losses_of_online_ones(runs, stored):
     assert [*offline.values()] == pytest.approx([*online.values()], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_stored_output_of_the_encoders_is_recorded_and_checked(runs, stored):
     model, folder = stored
     manifest = folder / 'manifest.json'

@@ -47,8 +47,8 @@ def test_run_writes_snapshots_at_interval_and_end(run):
 @pytest.mark.parametrize(
     ('place', 'options', 'batch'),
     [
-        ('ba8', ['--at', '6'], 6),
         ('ba4', [], 3),
+        pytest.param('ba8', ['--at', '6'], 6, marks=pytest.mark.slow),
         *(pytest.param(place, [], 8, marks=pytest.mark.slow) for place in ('.', 'latest')),
     ],
 )
@@ -58,8 +58,12 @@ def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, plac
     output = capsys.readouterr().out
     assert f'post-hoc EMA 0.1 (batch {batch}) weights; load with StableDiffusionPipeline' in output
     assert same(denoiser_of(tmp_path / 'sd'), load_file(run / SNAPSHOT_FOLDER / f'width0.1-ba{batch}.safetensors'))
+    (tmp_path / 'plain').touch()
+    files = [path for root in (run, tmp_path) for path in root.rglob('*') if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(tmp_path / 'plain').stat().st_mode}, 'as the umask says'
 
 
+@pytest.mark.slow
 def test_files_of_a_run_and_its_exports_have_the_permissions_of_the_umask(run, tmp_path):
     export(run, tmp_path / 'folder')
     export(run, tmp_path / 'file.safetensors')
@@ -71,9 +75,9 @@ def test_files_of_a_run_and_its_exports_have_the_permissions_of_the_umask(run, t
 
 
 def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
-    assert export(run, tmp_path / 'sd', ema_width=0.15) == 'post-hoc EMA 0.15 (batch 8)'
+    assert export(run, tmp_path / 'sd', ema_width=0.15, at=7) == 'post-hoc EMA 0.15 (batch 7)'
     found = denoiser_of(tmp_path / 'sd')
-    assert same(found, reconstruct_average(run, 0.15).tensors)
+    assert same(found, reconstruct_average(run, 0.15, at=7).tensors)
     assert not same(found, load_file(run / SNAPSHOT_FOLDER / 'width0.1-ba8.safetensors'))
 
 

@@ -125,7 +125,7 @@ def sources(tmp_path_factory, pictures, small_vae) -> Sources:
 
 # -- the real models, on the meta device --
 
-DEFAULT_REAL = ('quickstart', 'prx_256')
+DEFAULT_REAL = ('prx_256',)
 """Recipes of which the test without `slow` builds the model; the others take 5 to 10 seconds."""
 
 

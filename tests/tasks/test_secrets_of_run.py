@@ -65,8 +65,8 @@ def test_secret_of_a_dataset_is_in_no_checkpoint_and_may_be_replaced(write_recip
     monkeypatch.setitem(registry.TARGETS['dataset'], 'private', Private)
     path = write_recipe(dataset={'name': 'private', 'key': '${oc.env:KEY}'})
     monkeypatch.setenv('KEY', SECRET)
-    train(load(path, ['trainer.max_duration=2ba'])).close()
-    assert SECRET.encode() not in (tmp_path / 'runs' / 'run' / 'ba2' / 'state.pt').read_bytes()
+    train(load(path, ['trainer.max_duration=1ba'])).close()
+    assert SECRET.encode() not in (tmp_path / 'runs' / 'run' / 'ba1' / 'state.pt').read_bytes()
     monkeypatch.setenv('KEY', 'another')
     build_trainer(load(path, ['trainer.autoresume=true'])).close()
     assert Private.keys[-1] == 'another'
@@ -96,7 +96,7 @@ def test_secret_is_used_and_in_no_file(write_recipe, tmp_path, monkeypatch):
     overrides += ['trainer.max_duration=${oc.env:LENGTH}ba']
     with pytest.raises(RecipeError, match='trainer.max_duration: would be logged by trainer.auto_log_hparams'):
         load(path, overrides)
-    overrides[2] = 'trainer.max_duration=2ba'
+    overrides[2] = 'trainer.max_duration=1ba'
     train(load(path, overrides)).close()
     assert Recorder.keys == [(SECRET, {'url': f'https://user:{SECRET}@host/x'})]
     assert Recorder.hyperparameters

@@ -58,7 +58,7 @@ def error_message(path, *overrides):
         ('kubernetes', {'secrets': {'A': None}}, 'secrets.A: None is not a Kubernetes secret; use secret/key'),
         ('kubernetes', {'backend': {'raw': {'pods': {}, 'pod': {'a': 1}}}}, 'backend.raw.pods: is unknown; use one of'),
         ('kubernetes', {'schedule': {'priority': 5}}, 'schedule.priority: 5 is a number'),
-        ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; set the ARN of the role'),
+        ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; set the ARN of the IAM role'),
         ('sagemaker', {'schedule': {'time_limit': None}}, 'schedule.time_limit: is missing, and'),
         ('sagemaker', {'gpus_per_node': 4}, 'gpus_per_node: 4 of the 8 GPUs of ml.p4de.24xlarge'),
         ('sagemaker', {'gpu': 'rtx-4090'}, 'backend.instance_type: is missing; set it'),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from checkpointing.saved_runs import use_small_model
 from composer.core import Callback, State
 from composer.loggers import Logger
 from cpu_autocast import allow_half_precision, overflow_at
@@ -141,6 +142,7 @@ def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(
         content = yaml.safe_load(path.read_text())
         del content['trainer']['device']
         content['trainer'] |= {'max_duration': f'{batches}ba', 'save_interval': '2ba', 'precision': 'amp_fp16'}
+        use_small_model(content)
         path.write_text(yaml.safe_dump(content))
         trainer, recorder = build_trainer(load(path)), Recorder()
         trainer.state.callbacks.append(recorder)
@@ -148,15 +150,15 @@ def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(
         trainer.close()
         return recorder
 
-    whole = fit('whole', 4)
+    whole = fit('whole', 3)
     updated = [
         any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
         for before, after in pairwise(whole.weights)
     ]
-    assert updated == [False, True, True], 'the update of batch 1 alone is skipped'
-    assert whole.scales == [1024, 512, 512, 512]
+    assert updated == [False, True], 'the update of batch 1 alone is skipped'
+    assert whole.scales == [1024, 512, 512]
     fit('resumed', 2)
-    assert fit('resumed', 4).scales == [512, 512]
+    assert fit('resumed', 3).scales == [512]
     folders = tmp_path / 'runs' / 'whole', tmp_path / 'runs' / 'resumed'
     losses, resumed = (read_losses(folder) for folder in folders)
     assert losses == resumed

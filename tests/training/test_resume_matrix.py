@@ -90,8 +90,6 @@ ROWS = (
     '330200000',
 )
 """Number of the level of each factor, for every run."""
-DEFAULT_ROW = '231301111'
-"""Row without `slow`: a kill -9 of two ranks, which other tests without `slow` do with one process only."""
 
 
 def levels_of(row: str) -> dict[str, str]:
@@ -182,47 +180,66 @@ def random_states(path: Path, rank: int) -> dict[str, str]:
     return dict(line.split() for line in Path(f'{path.with_suffix(".random")}-{rank}').read_text().splitlines())
 
 
-def interrupt(runs: Runs, count: int, path: Path, levels: dict[str, str], environment: dict[str, str]) -> None:
+def interrupt(
+    runs: Runs, count: int, path: Path, levels: dict[str, str], *overrides: str, environment: dict[str, str]
+) -> None:
     """Start a run and end it as the row says."""
     save = levels['save']
     if levels['interruption'] == 'extension':
-        overrides = [f'trainer.max_duration={ENDS_AT[save]}', 'trainer.save_interval=1ep']
-        job = runs.start(count, path, *overrides, environment=environment)
+        ending = [f'trainer.max_duration={ENDS_AT[save]}', 'trainer.save_interval=1ep']
+        job = runs.start(count, path, *overrides, *ending, environment=environment)
         assert job.wait() == [0] * count, job.output()
         return
     if levels['interruption'] == 'SIGTERM':
         interruption = f'{FACTORS["save"][save]} {int(signal.SIGTERM)}'
-        job = runs.start(count, path, 'trainer.save_interval=100ba', interruption=interruption, environment=environment)
+        never = 'trainer.save_interval=100ba'
+        job = runs.start(count, path, *overrides, never, interruption=interruption, environment=environment)
         assert job.wait() == [75] * count, job.output()
         return
     interval, event = KILLED_AFTER[save]
     interruption = f'{event} {int(signal.SIGKILL)}'
-    job = runs.start(
-        count, path, f'trainer.save_interval={interval}', interruption=interruption, environment=environment
-    )
+    saving = f'trainer.save_interval={interval}'
+    job = runs.start(count, path, *overrides, saving, interruption=interruption, environment=environment)
     job.wait_for_death(count - 1)
     job.kill()
 
 
-@pytest.mark.cpu_seconds(40)
-@pytest.mark.parametrize(
-    'row', [pytest.param(row, marks=() if row == DEFAULT_ROW else pytest.mark.slow) for row in ROWS]
-)
+@pytest.mark.cpu_seconds(15)
+def test_two_killed_ranks_resume_exactly(runs):
+    """A small model and four batches, for a test that is not slow."""
+    levels = levels_of('210001100')
+    check_resumption(runs, 'small', levels, str(runs.root / 'runs'), 'trainer.max_duration=4ba', 'model.depth=1')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('row', ROWS)
 def test_interrupted_and_resumed_run_equals_uninterrupted(runs, store: Store, monkeypatch, row):
     levels = levels_of(row)
-    count = int(levels['ranks'][0])
     environment, runs_dir = {}, str(runs.root / 'runs')
     if levels['storage'] == 'bucket':
         monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(runs.root / 'working'))
         environment = store.environment | {WORKING_FOLDER_VARIABLE: str(runs.root / 'working')}
         runs_dir = store.bucket('matrix') + '/runs'
+    check_resumption(runs, row, levels, runs_dir, environment=environment)
+
+
+def check_resumption(
+    runs: Runs,
+    row: str,
+    levels: dict[str, str],
+    runs_dir: str,
+    *overrides: str,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Assert that a run that is interrupted and resumed equals one that is not."""
+    count, environment = int(levels['ranks'][0]), environment or {}
     whole, parts = (runs.recipe(f'{name}-{row}', levels, runs_dir) for name in ('whole', 'parts'))
-    undisturbed = runs.start(count, whole, 'trainer.save_interval=100ba', environment=environment)
-    interrupt(runs, count, parts, levels, environment)
+    undisturbed = runs.start(count, whole, *overrides, 'trainer.save_interval=100ba', environment=environment)
+    interrupt(runs, count, parts, levels, *overrides, environment=environment)
     assert undisturbed.wait() == [0] * count, undisturbed.output()
     workers = 0 if levels['data'] == 'one stream' else 1
-    overrides = ['trainer.save_interval=100ba', f'loader.num_workers={workers}']
-    job = runs.start(count, parts, *overrides, environment=environment)
+    resuming = ['trainer.save_interval=100ba', f'loader.num_workers={workers}']
+    job = runs.start(count, parts, *overrides, *resuming, environment=environment)
     assert job.wait() == [0] * count, job.output()
     # A kill may come before a save in the background is published.
     assert 'resumed from' in job.output() or (levels['storage'], levels['interruption']) == ('asynchronous', 'kill -9')

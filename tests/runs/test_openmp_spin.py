@@ -70,6 +70,7 @@ def test_run_and_its_loader_worker_spin_shortly_and_say_so(tmp_path):
     assert output.count(f'GOMP_SPINCOUNT={SPIN_COUNT}: idle CPU threads sleep early') == 1
 
 
+@pytest.mark.slow
 def test_worker_of_preparation_spins_shortly(tmp_path):
     code = """
         from dataclasses import dataclass

@@ -54,6 +54,12 @@ def run(request, tmp_path) -> Run:
     return tmp_path / 'run' if request.param == 'folder' else request.getfixturevalue('bucket_run')
 
 
+FOLDER_BY_DEFAULT = pytest.mark.parametrize(
+    'run', ['folder', pytest.param('bucket', marks=pytest.mark.slow)], indirect=True
+)
+"""For what does not depend on where the lock is: a lock object takes several times longer."""
+
+
 def wait_for(condition, seconds=20.0):
     until = time.monotonic() + seconds
     while not condition():
@@ -180,6 +186,7 @@ def test_live_owner_on_same_machine_is_refused_without_waiting(run):
         assert found is not None and found.pid == os.getpid(), 'the lock of a killed owner is taken immediately'
 
 
+@FOLDER_BY_DEFAULT
 def test_reused_process_id_is_not_the_owner(run, monkeypatch):
     monkeypatch.setattr(run_lock, 'STALE_SECONDS', 60.0)
     here = Owner.current({})
@@ -189,7 +196,18 @@ def test_reused_process_id_is_not_the_owner(run, monkeypatch):
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
-@pytest.mark.parametrize('content', [None, '', '{"owner": {"tok'])
+@pytest.mark.parametrize(
+    ('run', 'content'),
+    [
+        ('folder', None),
+        ('folder', ''),
+        ('folder', '{"owner": {"tok'),
+        ('bucket', None),
+        pytest.param('bucket', '', marks=pytest.mark.slow),
+        pytest.param('bucket', '{"owner": {"tok', marks=pytest.mark.slow),
+    ],
+    indirect=['run'],
+)
 def test_unchanged_lock_of_other_machine_is_taken_after_timeout(run, content):
     other_owner(run)
     if content is not None:
@@ -199,6 +217,7 @@ def test_unchanged_lock_of_other_machine_is_taken_after_timeout(run, content):
         assert time.monotonic() - begin >= run_lock.STALE_SECONDS
 
 
+@FOLDER_BY_DEFAULT
 @pytest.mark.parametrize('other', [{environment.JOB: 'another'}, JOB | {'SLURM_JOB_ID': '8'}])
 def test_changing_lock_of_other_machine_is_refused(run, refreshed_lock, other):
     refreshed_lock(run, environ=other)
@@ -207,6 +226,7 @@ def test_changing_lock_of_other_machine_is_refused(run, refreshed_lock, other):
     assert not raised.value.retry
 
 
+@FOLDER_BY_DEFAULT
 def test_later_attempt_takes_lock_without_waiting(run, refreshed_lock):
     refreshed_lock(run, environ=JOB | {environment.ATTEMPT: '0'})
     begin = time.monotonic()
@@ -214,6 +234,7 @@ def test_later_attempt_takes_lock_without_waiting(run, refreshed_lock):
     assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
+@FOLDER_BY_DEFAULT
 @pytest.mark.parametrize('other', [{'SLURM_JOB_ID': ''}, {environment.ATTEMPT: '1'}, {environment.ATTEMPT: ''}])
 def test_job_with_same_name_waits_for_other_to_end(run, refreshed_lock, monkeypatch, capsys, other):
     monkeypatch.setattr(run_lock, 'SAME_JOB_SECONDS', 1.0)
@@ -225,6 +246,7 @@ def test_job_with_same_name_waits_for_other_to_end(run, refreshed_lock, monkeypa
     assert capsys.readouterr().err.count('holds the lock; waiting for it to end') == 1
 
 
+@FOLDER_BY_DEFAULT
 def test_job_with_same_name_waits_less_on_same_machine(run):
     other = Forked(lambda: hold_as(run, JOB))
     wait_for(lambda: lock_owner(run))
@@ -237,6 +259,7 @@ def test_job_with_same_name_waits_less_on_same_machine(run):
         assert other.wait() == -signal.SIGKILL
 
 
+@FOLDER_BY_DEFAULT
 def test_waiting_stops_on_request(run, refreshed_lock):
     refreshed_lock(run)
     with pytest.raises(RunLocked):
@@ -254,6 +277,7 @@ def test_owner_that_lost_lock_exits_without_writing(run):
     assert lock_owner(run) == other
 
 
+@pytest.mark.slow
 def test_owner_whose_lock_was_taken_and_released_meanwhile_exits(bucket_run):
     first = Forked(lambda: hold_forever(bucket_run))
     wait_until_held(bucket_run)
@@ -316,7 +340,9 @@ def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeyp
         hold_run_lock(bucket_run, {}).__enter__()
 
 
-@pytest.mark.parametrize('before', ['absent', pytest.param('released', marks=pytest.mark.slow), 'dead'])
+@pytest.mark.parametrize(
+    'before', ['absent', *(pytest.param(each, marks=pytest.mark.slow) for each in ('released', 'dead'))]
+)
 def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_path, before):
     """Four processes have found the lock free at the same time, and each then writes it."""
     monkeypatch.setattr(run_lock, 'BUCKET_REFRESH_SECONDS', 1000.0)  # so that no refresh ends a second owner
@@ -357,7 +383,15 @@ def test_lock_whose_every_answer_was_lost_is_recognized_by_its_token(bucket_run)
     assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
-@pytest.mark.parametrize(('words', 'what'), [('PUT', 403), ('PUT', 500), ('HEAD', 403), ('GET', 'reset')])
+@pytest.mark.parametrize(
+    ('words', 'what'),
+    [
+        ('PUT', 500),
+        ('HEAD', 403),
+        pytest.param('PUT', 403, marks=pytest.mark.slow),
+        pytest.param('GET', 'reset', marks=pytest.mark.slow),
+    ],
+)
 def test_store_that_fails_for_a_while_is_said_once_and_ends_nothing(bucket_run, store, capsys, words, what):
     with hold_run_lock(bucket_run, {}) as owner:
         fault = store.fail(f'{words} run.lock', what)

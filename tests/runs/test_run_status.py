@@ -267,12 +267,12 @@ def test_lock_of_another_machine_is_watched_in_a_bucket(bucket_run, store, monke
         bucket_run, run_lock.LOCK, json.dumps({'owner': asdict(owner), 'count': count, 'at': 1e9}).encode()
     )
     put(0)
-    monkeypatch.setattr('diffusion.runs.run_status.BUCKET_WATCH_SECONDS', 3.0)
+    monkeypatch.setattr('diffusion.runs.run_status.BUCKET_WATCH_SECONDS', 1.5)
     done = threading.Event()
 
     def refresh() -> None:
         for count in itertools.count(1):
-            if done.wait(0.3):
+            if done.wait(0.2):
                 return
             put(count)
 

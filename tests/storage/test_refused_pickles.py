@@ -72,7 +72,10 @@ READERS = {
 
 
 @pytest.mark.filterwarnings('ignore')  # torch warns about the protocol of the pickle
-@pytest.mark.parametrize(('function', 'name'), [(os.system, r'posix\.system'), (exec, r'(builtins\.)?exec')])
+@pytest.mark.parametrize(
+    ('function', 'name'),
+    [(os.system, r'posix\.system'), pytest.param(exec, r'(builtins\.)?exec', marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize('reader', READERS)
 def test_pickle_that_wants_to_run_code_is_called_that(tmp_path, reader, function, name):
     write, read = READERS[reader]
@@ -83,7 +86,9 @@ def test_pickle_that_wants_to_run_code_is_called_that(tmp_path, reader, function
     assert not ran.exists()
 
 
-@pytest.mark.parametrize('content', [b'', b'\x80\x02}q\x00', b'<html>'])
+@pytest.mark.parametrize(
+    'content', [b'', *(pytest.param(each, marks=pytest.mark.slow) for each in (b'\x80\x02}q\x00', b'<html>'))]
+)
 def test_damaged_file_is_not_called_code(tmp_path, content):
     (tmp_path / 'weights.pth').write_bytes(content)
     with pytest.raises(UserError, match='cannot be read as weights'):

@@ -174,6 +174,7 @@ def test_compiled_blocks_keep_names_and_compile_once_per_shape(make_model):
     assert torch._dynamo.config.recompile_limit >= 2 * blocks
 
 
+@pytest.mark.slow
 def test_transformer_blocks_of_equal_shapes_share_compiled_code(make_model, monkeypatch):
     monkeypatch.setattr(performance, 'BACKEND', 'eager')
     model = make_model()
@@ -287,7 +288,8 @@ def test_parts_that_a_strategy_does_not_support_are_an_error(write_recipe):
 
 
 def test_parts_without_effect_are_named(write_recipe, caplog):
-    path = write_recipe(speed={'cuda_graphs': True, 'copy_ahead': True, 'channels_last': True})
+    small = SMALL | {name: load(write_recipe()).model.kwargs[name] for name in ('resolution', 'vae')}
+    path = write_recipe(speed={'cuda_graphs': True, 'copy_ahead': True, 'channels_last': True}, model=small)
     build_trainer(load(path)).close()
     found = [line for line in caplog.messages if 'has no effect' in line]
     assert found == [f'speed.{part}: has no effect without a GPU' for part in ('cuda_graphs', 'copy_ahead')]

@@ -259,6 +259,7 @@ def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, c
     assert all_values(load(folder / 'recipe.yaml')) == all_values(resumed), 'the history is not part of the recipe'
 
 
+@pytest.mark.slow
 def test_change_is_applied_although_a_killed_attempt_has_recorded_it(run, caplog):
     """An attempt killed before its first save leaves its recipe in the folder, and the optimizer of the checkpoint."""
     path, folder = run

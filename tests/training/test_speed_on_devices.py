@@ -73,6 +73,13 @@ CASES = [
     *(pytest.param('cuda', parts, marks=pytest.mark.gpu) for parts in (*SINGLE, SPEED_PARTS, ['compile'])),
 ]
 """Devices with settings; on a CPU, only one case is not slow: all settings but compilation."""
+SLOW_ON_A_CPU = pytest.mark.parametrize(
+    'device',
+    [
+        pytest.param('cpu', marks=[pytest.mark.cpu_form, pytest.mark.slow]),
+        pytest.param('cuda', marks=pytest.mark.gpu),
+    ],
+)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +95,7 @@ def test_part_is_as_accurate_in_bfloat16_as_the_plain_path(make_model, device, p
     assert overall_error(fast[1], exact[1]) < 2 * overall_error(plain[1], exact[1])
 
 
-@pytest.mark.parametrize(
-    'device',
-    [
-        pytest.param('cpu', marks=[pytest.mark.cpu_form, pytest.mark.slow]),
-        pytest.param('cuda', marks=pytest.mark.gpu),
-    ],
-)
+@SLOW_ON_A_CPU
 def test_losses_on_every_device_equal_those_on_the_cpu(make_model, device):
     """Compare in float32 without TF32: noise and timesteps are the same, so that only rounding errors differ."""
     expected = gradients(make_model, 'cpu', NOTHING, half=False)
@@ -103,6 +104,7 @@ def test_losses_on_every_device_equal_those_on_the_cpu(make_model, device):
     assert overall_error(found[1], expected[1]) < 5e-3
 
 
+@SLOW_ON_A_CPU
 def test_fused_optimizer_makes_the_same_steps_on_every_device(make_model, device):
     """A large epsilon, because Adam amplifies rounding errors of small gradients."""
     found = []

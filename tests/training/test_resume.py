@@ -153,7 +153,12 @@ REFUSED = {
     'global_batch=16': 'global_batch: 8 in the checkpoint, 16 now',
 }
 """Changes that are refused, with their messages; the last one is data, see also tests/data/test_fingerprint.py."""
-BUILT = ('model.objective.prediction_type=epsilon', 'algorithms.ema=false', 'trainer.save_folder=elsewhere')
+BUILT = (
+    'model.objective.prediction_type=epsilon',
+    'algorithms.ema=false',
+    'trainer.save_folder=elsewhere',
+    'global_batch=16',
+)
 """Changes that are tested by building a Trainer."""
 
 

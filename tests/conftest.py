@@ -406,9 +406,9 @@ def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[No
     engine = sys.modules.get('composer.core.engine')
     if engine is not None:
         atexit.unregister(engine.Engine._close)
-    names = getattr(sys.modules.get('torch.distributed.checkpoint.state_dict'), '_get_fqns', None)
-    if hasattr(names, 'cache_clear'):
-        names.cache_clear()
+    state_dict = sys.modules.get('torch.distributed.checkpoint.state_dict')
+    if state_dict is not None and hasattr(state_dict._get_fqns, 'cache_clear'):
+        state_dict._get_fqns.cache_clear()
     # A collection takes half a second with PyTorch loaded, so run it only where needed: no Trainer is built in less
     # time. After one that took long, the next ones go only over the objects that were created since.
     ended = time.perf_counter()

@@ -210,7 +210,7 @@ def serve(path: str) -> None:
     listener.listen(64)
     os.rename(f'{path}.starting', path)  # it exists from now on, and accepts connections
     running: dict[int, tuple[socket.socket, str]] = {}
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     while True:
         ready, _, _ = select.select([listener, woken, 0], [], [])
         if 0 in ready:

@@ -254,11 +254,11 @@ def test_checkpoint_of_another_run_is_refused(write, bucket, store):
 def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, bucket, store):
     path = write('evaluated', runs_dir=bucket, checkpointing={'keep': {'last': 1}})
     recipe = load(path, ['trainer.max_duration=3ba', 'trainer.save_interval=1ba', 'checkpointing.asynchronous=false'])
-    assert recipe.run_url is not None
-    claims, taken, seen = EvaluationClaims(recipe.run_url, lease_seconds=600), [], []
+    assert (url := recipe.run_url) is not None
+    claims, taken, seen = EvaluationClaims(url, lease_seconds=600), [], []
 
     def release() -> None:
-        seen.append(published_batches(recipe.run_url))
+        seen.append(published_batches(url))
         taken[0].release()
 
     trainer = build_trainer(recipe)

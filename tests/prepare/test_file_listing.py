@@ -231,6 +231,7 @@ def test_patterns_are_listed(tmp_path: Path, store: Store, place: str) -> None:
     for path in paths:
         touch(tmp_path / path)
     base = str(tmp_path) if place == 'folder' else store.bucket('pictures', **dict.fromkeys(paths, b'x'))
+    found: list[File] = []
     for pattern, names in PATTERNS.items():
         found = list_files(f'{base}/{pattern}', ['.parquet'])
         assert [file.name for file in found] == names, pattern

@@ -110,7 +110,8 @@ class BucketedLoader(StreamingDataLoader):
         super().__init__(dataset, num_workers=num_workers, timeout=poll_seconds, **settings)
         if stratified and not dataset.elastic:
             raise UserError(
-                'stratified: batches may differ in size between devices; create the dataset with elastic=True'
+                'stratified: devices could get batches of different sizes; create the dataset with elastic=True, which '
+                'makes them equal'
             )
         self.stratified = stratified
         self.timeout_seconds = timeout or math.inf

@@ -257,7 +257,7 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Raise UserError if there is no training split, but both a split such as `test` and files without a split."""
+        """Raise UserError if no split is named as training but others are, which leaves the unnamed files in doubt."""
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
                 f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files without a split, such as '

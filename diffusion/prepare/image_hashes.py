@@ -27,7 +27,7 @@ MAX_COMPARISONS_PER_HASH = 1000
 MAX_PAIRS_PER_HASH = 16
 """Maximum number of near-duplicate pairs per hash to hold in memory."""
 MAX_TABLES = 1000
-"""Maximum number of sorted tables in one search."""
+"""Maximum number of sorted copies of the hashes in one search; larger distances need more copies."""
 CHUNK = 2**18
 """Number of hashes to compare with a sorted table at a time; with intermediate results, they fit in the CPU cache."""
 

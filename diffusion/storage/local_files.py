@@ -132,7 +132,7 @@ def why_not_visible(path: Path, content: str, seconds: float) -> str:
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the parent folder of all working folders, such as /local/nvme."""
 LAUNCH = 'launch'
-"""`purpose` of the node entry point's folder; it is separate because training's folder is emptied for a new run."""
+"""Argument `purpose` of `working_folder` for the node entry point, whose folder a new run must not empty."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:

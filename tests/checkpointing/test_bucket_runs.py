@@ -254,7 +254,8 @@ def test_checkpoint_of_another_run_is_refused(write, bucket, store):
 def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, bucket, store):
     path = write('evaluated', runs_dir=bucket, checkpointing={'keep': {'last': 1}})
     recipe = load(path, ['trainer.max_duration=3ba', 'trainer.save_interval=1ba', 'checkpointing.asynchronous=false'])
-    assert (url := recipe.run_url) is not None
+    url = recipe.run_url
+    assert url is not None
     claims, taken, seen = EvaluationClaims(url, lease_seconds=600), [], []
 
     def release() -> None:

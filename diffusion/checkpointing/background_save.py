@@ -120,7 +120,9 @@ class BackgroundSave:
         """Stop the threads on all ranks and remove their files; a collective."""
         self.save.abandon()
         if not self._written.wait(ABANDON_SECONDS):
-            log.warning('%s: the thread of this save does not end; its file system may not respond', self.save.name)
+            log.warning(
+                '%s: the thread of this save has not finished; its file system may not be responding', self.save.name
+            )
         dist.barrier()  # now no rank writes into the folder that rank 0 removes
         self.save.discard()
 

@@ -284,7 +284,7 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint: The receipt is missing, cannot be parsed, lacks a required file, lists a path outside the
             folder, or has a different batch than the folder's name.
-        UserError: The checkpoint has another format.
+        UserError: The receipt's format number is missing or differs from `FORMAT`.
         OSError: The receipt cannot be read, or the checkpoint's folder has vanished.
     """
     path = checkpoint / RECEIPT
@@ -307,7 +307,7 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
 
     Raises:
         DamagedCheckpoint: As in `read_receipt`.
-        UserError: The checkpoint has another format.
+        UserError: The receipt's format number is missing or differs from `FORMAT`.
     """
     path = f'{checkpoint}/{RECEIPT}'
     try:

@@ -156,7 +156,9 @@ def _check_archive(file: Path) -> None:
         raise UserError(f'{file}: not readable ({error}); it may be truncated, use an earlier checkpoint') from error
     # torch would decompress an entry of any size into memory before looking at it.
     if compressed:
-        raise UserError(f'{file}: {compressed[0]} is compressed, which torch.save never does; use another checkpoint')
+        raise UserError(
+            f'{file}: {compressed[0]} is compressed, but torch.save never compresses; use another checkpoint'
+        )
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

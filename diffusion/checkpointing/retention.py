@@ -1,7 +1,7 @@
-"""Choose the checkpoints that a run keeps by `checkpointing.keep`, and remove the others.
+"""Keep the checkpoints that `checkpointing.keep` selects and remove the others.
 
-Hours and days are counted by the `saved` times in the receipts, in UTC, not by the current time. Therefore a clock jump
-removes nothing, and a paused run keeps the hours and days before the pause.
+Hours and days are counted from the `saved` times (UTC) in the receipts, not from the current time, so a clock jump
+removes no checkpoints, and a paused run keeps its hourly and daily checkpoints from before the pause.
 """
 
 import datetime

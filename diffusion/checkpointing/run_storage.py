@@ -123,7 +123,7 @@ class RunStorage(SaveTarget, Protocol):
 
         Raises:
             UserError: All checkpoints of the run are damaged, or the newest belongs to another run.
-            OSError: A checkpoint cannot be read for minutes. This does not count as damage, so nothing is set aside.
+            OSError: A checkpoint cannot be read for several minutes. This is not damage, so nothing is set aside.
         """
 
     def remove_unfinished(self) -> None:

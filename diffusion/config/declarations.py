@@ -108,7 +108,7 @@ class MultipleOf:
     step: int
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value violates the constraint, with the nearest valid value, or None if it does not."""
+        """If a value violates the constraint, return the reason and the nearest valid values; otherwise None."""
         if isinstance(value, list | tuple) and not value:
             return f'is empty; give at least one multiple of {self.step}'
         wrong = next((number for number in _numbers(value) if number <= 0 or number % self.step), None)
@@ -126,7 +126,7 @@ class AtLeast:
     least: int
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value violates the constraint and the range to choose from, or None."""
+        """If a value violates the constraint, return the reason and the valid range; otherwise None."""
         wrong = next((number for number in _numbers(value) if number < self.least), None)
         return None if wrong is None else f'{wrong} is less than {self.least}; use {self.least} or more'
 
@@ -138,7 +138,7 @@ class GreaterThan:
     bound: float
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value violates the constraint, or None."""
+        """If a value violates the constraint, return the reason; otherwise None."""
         wrong = next((number for number in _numbers(value) if not number > self.bound), None)
         return None if wrong is None else f'{wrong} is not greater than {self.bound:g}; use a larger number'
 
@@ -151,7 +151,7 @@ class Between:
     high: float
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value violates the constraint and the range to choose from, or None."""
+        """If a value violates the constraint, return the reason and the valid range; otherwise None."""
         wrong = next((number for number in _numbers(value) if not self.low <= number < self.high), None)
         if wrong is None:
             return None
@@ -163,7 +163,7 @@ class Fraction:
     """Constraint that a number, or each number of a list, is greater than 0 and at most 1."""
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value violates the constraint, or None."""
+        """If a value violates the constraint, return the reason; otherwise None."""
         wrong = next((number for number in _numbers(value) if not 0 < number <= 1), None)
         return None if wrong is None else f'{wrong:g} is not a fraction in (0, 1], such as 0.4'
 

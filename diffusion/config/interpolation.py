@@ -118,8 +118,9 @@ class _Pass:
 
     def expression(self, text: str) -> Interpolation:
         """Return a text with its placeholders replaced by their interpolations, and every other `${` escaped."""
-        parts = self._placeholder.split(text)  # alternates: text, number, text, ..., text
-        # A backslash directly before an interpolation has to be doubled.
+        parts = self._placeholder.split(text)
+        # `parts` alternates between text and placeholder numbers, starting and ending with text.
+        # A backslash directly before an interpolation must be doubled.
         literal = [re.sub(r'(\\+)$', r'\1\1', escaped(part)) for part in parts[:-1:2]] + [escaped(parts[-1])]
         parts[::2] = literal
         parts[1::2] = [self._expressions[int(number)][0] for number in parts[1::2]]

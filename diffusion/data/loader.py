@@ -299,8 +299,8 @@ class BucketedLoader(StreamingDataLoader):
         """Return a process group for CPU tensors, created on first use, or None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
             # NCCL does not accept CPU tensors, and an all-reduce on the GPU would wait for all queued kernels. Do not
-            # use the default group's timeout: one rank may be saving a checkpoint for minutes, and the watchdog must
-            # detect a hang first.
+            # use the default group's timeout: one rank may be saving a checkpoint for several minutes, and the watchdog
+            # must detect a hang first.
             timeout = datetime.timedelta(seconds=collective_timeout())
             group = torch.distributed.new_group(backend='gloo', timeout=timeout)
             self._gloo = cast(torch.distributed.ProcessGroup, group)

@@ -15,8 +15,8 @@ and downloads it again.
 
 One process downloads a shard while the others wait for its lock, so that each shard is fetched from the object store
 only once. A killed process releases its lock, but a stopped node does not, and a node with a bad network may hold a
-lock for minutes. So a process waits for another not much longer than its own download would take, and then downloads
-the shard too.
+lock for several minutes. So a process waits for another not much longer than its own download would take, and then
+downloads the shard too.
 """
 
 import contextlib

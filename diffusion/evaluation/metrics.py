@@ -216,7 +216,7 @@ class TextImageScore(nn.Module):
 
     Raises:
         UserError: The model cannot be loaded.
-        ExternalError: The Hub did not answer for minutes.
+        ExternalError: The Hub did not respond for several minutes.
     """
 
     def __init__(

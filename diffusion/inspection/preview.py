@@ -123,7 +123,7 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
 
 
 def _vae(model: Component, *, download: bool) -> Vae | None:
-    """Load the model's VAE from a local folder or, with `download`, from the Hub; None if it is not local."""
+    """Return the model's VAE, downloading it if needed; if `download` is False, return None unless the VAE is local."""
     values = registry.keywords('model', model)
     own_tiny = registry.is_own('model', model.name) and model.name.startswith('tiny')
     bundled = str(TINY_VAE) if own_tiny else None

@@ -76,8 +76,9 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     if not numbered or not attempt.isdigit():
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
-    # A node that ended before it started its ranks writes no cause; a node that failed the preflight writes `hardware`.
-    # Any other cause shows that an attempt began, even without `begin`, which needs a writable attempts.jsonl.
+    # A node that ended before starting its ranks writes no cause; one that failed the preflight writes `hardware`.
+    # Any other cause proves that an attempt began, even if its `begin` record is missing because attempts.jsonl was not
+    # writable.
     causes = {line.split()[2] for lines in files for line in lines if len(line.split()) > 2}
     if causes - {'hardware'}:
         return True

@@ -170,7 +170,7 @@ class StackFolder:
         return str((self.path / NCCL_PREFIX).absolute())
 
     def create(self) -> None:
-        """Create the folder, since NCCL's flight recorder does not. A shared run folder must already exist."""
+        """Create the folder, since NCCL does not. Unless `in_bucket`, the run folder that contains it must exist."""
         if self.in_bucket:
             self.path.mkdir(parents=True, exist_ok=True)
             return

@@ -54,7 +54,7 @@ def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str
 
     Raises:
         UserError: The Hub denies access, or the repository has no denoiser of this class.
-        ExternalError: The Hub did not respond for minutes.
+        ExternalError: The Hub did not respond for several minutes.
     """
     fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
     subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
@@ -232,7 +232,7 @@ def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[d
 
 
 def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return a hint if the source is a LoRA or has a different text embedding width than the model, else ''."""
+    """Return a hint if `weights` come from a LoRA or have another text embedding width than `own`, else ''."""
     if any('.lora_A.' in name for name in weights):
         return '; it is the checkpoint of a LoRA: start from the folder that diffusion export --merge writes'
     theirs, ours = _text_width(weights), _text_width(own)

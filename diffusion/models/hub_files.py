@@ -75,7 +75,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
     Raises:
         UserError: There is no such repository, revision or file on the Hub, or no access to it. Or offline mode is on,
             and the files are not in the cache.
-        ExternalError: The Hub did not respond for minutes.
+        ExternalError: The Hub did not respond for several minutes.
     """
     cached = partial(_is_cached, part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights)
     what = _description(part, repository, subfolder, revision)

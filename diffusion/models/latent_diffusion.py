@@ -111,13 +111,13 @@ class LatentDiffusion(ComposerModel):
         text: Text encoders and their tokenizers.
         mask_padding: Mask the padding after the end of the caption in the denoiser.
         train_text_encoder: Train the text encoders together with the denoiser.
-        latent_size: Side in cells of the latents for images generated without a given size; None uses the side that the
-            denoiser was built for.
+        latent_size: Side length, in latent pixels, of images generated without a given size; None uses the side length
+            that the denoiser was built for.
         mup_base: The denoiser at the width for which the learning rate was tuned; can be on the meta device. muP scales
             initial weights and learning rates from this width to that of `denoiser`. None turns muP off.
         feature_encoder: Frozen image encoder for alignment and perceptual losses; None loads the encoder named in their
             settings.
-        training: The keywords that all models share; see `training_keywords.py`.
+        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
 
     alpha_bars: Tensor
@@ -172,7 +172,9 @@ class LatentDiffusion(ComposerModel):
         self.mask_padding = mask_padding
         self.latent_size = latent_size or self.denoiser_sizes.sample_size or 0
         if self.latent_size <= 0:
-            raise UserError(f'latent_size: a {type(denoiser).__name__} has no size of its own; give the side in cells')
+            raise UserError(
+                f'latent_size: a {type(denoiser).__name__} has no size of its own; give the side in latent pixels'
+            )
         self.train_text_encoder = train_text_encoder
         self.posterior = training['posterior']
         self.seed = training['seed']

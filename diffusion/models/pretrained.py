@@ -106,7 +106,7 @@ def load_pretrained(
 
     Raises:
         UserError: The files do not exist, are not accessible, or are damaged.
-        ExternalError: The Hub did not respond for minutes.
+        ExternalError: The Hub did not respond for several minutes.
         OSError: The disk cannot be read.
     """
     if _checked is not None and issubclass(part, nn.Module):
@@ -195,7 +195,7 @@ def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision:
 
     Raises:
         UserError: The file is not accessible, or is not a JSON object.
-        ExternalError: The Hub did not respond for minutes.
+        ExternalError: The Hub did not respond for several minutes.
     """
     path = Path(source, subfolder, 'config.json')
     if not Path(source).is_dir():

@@ -326,7 +326,7 @@ def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
     try:
         with path.open('wb', buffering=0) as file:
             begin = time.monotonic()
-            # Flush each chunk: otherwise the operating system would buffer gigabytes, and write them for minutes.
+            # Flush each chunk: otherwise the OS would buffer gigabytes and write them for several minutes.
             while written == 0 or (time.monotonic() - begin < seconds and written < most_bytes):
                 written += file.write(chunk)
                 os.fdatasync(file.fileno())

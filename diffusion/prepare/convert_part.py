@@ -103,7 +103,7 @@ class PartJob:
     folder: Path
     """Output folder of the part; exists only when complete."""
     url: str | None = None
-    """Object store URL for the part's shards and, after them, its tables; None means that all stay in the folder."""
+    """Object store URL to which the part's shards, then its tables, are uploaded; None leaves them in the folder."""
     stored: Mapping[str, int] | None = None
     """Sizes of the objects at `url` by name, if an earlier start or another machine converted the part."""
 

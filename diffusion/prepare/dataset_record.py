@@ -89,7 +89,7 @@ class DatasetRecord:
         """Parse the content of dataset.json.
 
         Raises:
-            UserError: The content is damaged or has another format.
+            UserError: The content is damaged, or its version is not `VERSION`.
         """
         try:
             values = json.loads(content)

@@ -221,6 +221,7 @@ def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
         word = _WORD.search(last)
         end = 0 if word is None else word.end(1)
         suffix = last[max(end, last.find('.', end)) :]
-        end += last[end : end + 1] in ('-', '_', ' ')  # end at a separator: `train-*` excludes `train2`
+        # Include a separator in the prefix, so that `train-*` excludes `train2`.
+        end += last[end : end + 1] in ('-', '_', ' ')
         found = '/'.join([*folders, f'{last[:end]}{"*" if last[end:] != suffix else ""}{suffix}'])
     return found if [name for name in names if is_inside(name, found)] == list(wanted) else None

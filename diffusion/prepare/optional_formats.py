@@ -206,7 +206,7 @@ class _Renderer:
         return process.returncode
 
     def _end(self) -> Unfit:
-        """Return the reason to reject the drawing, according to how the process ended."""
+        """End the failed rendering process; return why the drawing that it was rendering is rejected."""
         status = self.close()
         if status == -signal.SIGALRM:
             return Unfit('svg_too_complex', f'rendering took more than {svg_process.TIMEOUT_SECONDS} seconds')

@@ -17,7 +17,8 @@ from diffusion.compatibility.private_names import TorchDispatchMode
 from diffusion.models.host_copy import HostCopy
 
 VALUES = {
-    'aten::_local_scalar_dense',  # item(), float(), bool() and the like
+    # Called by item(), float(), bool() and similar conversions of a tensor to a Python number.
+    'aten::_local_scalar_dense',
     'aten::equal',
     'aten::is_nonzero',
     'aten::masked_select',

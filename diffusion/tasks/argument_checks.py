@@ -304,7 +304,7 @@ def check_export(options: ExportOptions) -> Path:
 
 def missing_parts(folder: Path) -> list[str]:
     """Return the names of parts that are missing in an exported pipeline, such as Stable Diffusion 3's T5."""
-    # Parts that are optional in diffusers are null in this file.
+    # diffusers writes an omitted optional component as [null, null] in this file.
     return [name for name, value in _read_json(folder / MODEL_INDEX).items() if value == [None, None]]
 
 

@@ -65,8 +65,8 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
     Raises:
         UserError: The source does not exist, is damaged, lacks these weights or has another architecture. Raised on
             every rank.
-        ExternalError: The Hub did not respond for minutes. Raised on every rank.
-        OSError: The source cannot be read for minutes. Raised on every rank.
+        ExternalError: The Hub did not respond for several minutes. Raised on every rank.
+        OSError: The source cannot be read for several minutes. Raised on every rank.
     """
     source = run_on_rank_zero(lambda: read_weights(model, start), 'init_from')
     with raise_on_all_ranks('init_from'):
@@ -112,7 +112,7 @@ def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
 
     Raises:
         UserError: The model has no denoiser, or the source has no weights that fit its parts.
-        ExternalError: The Hub did not respond for minutes.
+        ExternalError: The Hub did not respond for several minutes.
     """
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'{start.source}: only a model with a denoiser can start from it; use a checkpoint of a run')

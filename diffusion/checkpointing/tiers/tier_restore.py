@@ -62,7 +62,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
 
     Raises:
         UserError: All checkpoints in the storage are damaged, or the newest belongs to another run.
-        OSError: The storage cannot be read for minutes.
+        OSError: The storage cannot be read for several minutes.
     """
     if not tiers:
         return storage.resume_point()
@@ -82,7 +82,7 @@ def stored_batches(storage: RunStorage) -> list[int]:
     """Return the batches of the checkpoints in a run's storage, newest first; a collective.
 
     Raises:
-        OSError: The storage cannot be read for minutes. Raised on every rank.
+        OSError: The storage cannot be read for several minutes. Raised on every rank.
     """
     return from_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)
 

@@ -126,7 +126,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the mistakes in rendered manifests, using published schemas (extra `kubernetes`) or else kubectl."""
+    """Return mistakes in manifests according to published schemas (requires the `kubernetes` extra) or else kubectl."""
     found = []
     for text in rendered.files.values():
         try:

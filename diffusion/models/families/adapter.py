@@ -67,7 +67,7 @@ class DenoiserSizes:
     token_width: int | None = None
     """Width of a transformer's image tokens; None for other denoisers."""
     sample_size: int | None = None
-    """Side in cells of the latents that the denoiser was built for; None if it was built for no particular size."""
+    """Side length, in latent pixels, that the denoiser was built for; None if it was built for no particular size."""
 
 
 def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:

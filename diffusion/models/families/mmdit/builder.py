@@ -206,7 +206,7 @@ def mmdit(
         pos_embed_max_size: Maximum image side in patches of 16 px; the size of the position embedding table.
         objective: Training objective; by default flow matching with logit-normal timesteps and a shift of 3 at 1024 px,
             proportional to the resolution.
-        training: The keywords that all models share; see `training_keywords.py`.
+        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -283,7 +283,7 @@ def tiny_mmdit(
         t5: Use T5; False uses zeros in place of its tokens.
         t5_length: Number of T5 tokens, one per byte of the caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: The keywords that all models share; see `training_keywords.py`.
+        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

@@ -136,7 +136,7 @@ def prx(
         mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
             rates from this width to `hidden_size`. null means that all layers have the same learning rate.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published.
-        training: The keywords that all models share; see `training_keywords.py`.
+        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -206,7 +206,7 @@ def tiny_prx(
         mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
             rates from this width to `hidden_size`. null means that all layers have the same learning rate.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: The keywords that all models share; see `training_keywords.py`.
+        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

@@ -295,7 +295,7 @@ def test_faults_while_a_run_resumes_from_a_tier(
 def test_save_into_a_tier_makes_way_for_one_into_the_storage(cluster, undisturbed, tmp_path):
     """Training does not wait for a slow tier, and no save into the tier starts before the slow thread has ended."""
     slow = Fault('create', r'node1/.*unfinished.*/state\.pt', sleep=2.0, times=1)
-    recipe = cluster.recipe('slow', asynchronous=True)
+    recipe = cluster.recipe('slow-tier', asynchronous=True)
     output = cluster.run(
         recipe, [0, 1], 'checkpointing.tiers.memory.save_interval=2ba', environment=environment([slow], tmp_path)
     )

@@ -241,7 +241,20 @@ def make_model(small_vae: Path) -> Callable[..., object]:
 
 
 @pytest.fixture(scope='session')
-def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dict[str, Any]]:
+def draw_loss_curve() -> Iterator[Callable[[Path, Path], None]]:
+    """The function that draws loss.png; runs in this process do not call it, since it takes a tenth of their time."""
+    from diffusion.loggers import metrics_file
+
+    with pytest.MonkeyPatch.context() as patch:
+        draw = metrics_file.draw_loss_curve
+        patch.setattr(metrics_file, 'draw_loss_curve', lambda *_: None)
+        yield draw
+
+
+@pytest.fixture(scope='session')
+def tiny_recipe(
+    pictures: dict[int, Path], small_vae: Path, draw_loss_curve: Callable[..., None]
+) -> Callable[..., dict[str, Any]]:
     """Function that returns a recipe for 8 batches of the tiny model on 32 px images; keywords replace sections."""
 
     def content(runs_dir: Path, **sections: Any) -> dict[str, Any]:

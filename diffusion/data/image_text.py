@@ -62,12 +62,14 @@ class ImageTextDataset(BucketedDataset):
         tokenizers: One per text encoder (E); empty for a model without text.
         image_sizes: Add the sizes of each image, int64 [6], for a model conditioned on them; see
             `diffusion.data.image_text`.
-        crop: Position of the crop, which has the bucket's aspect ratio: `center` or `random`. min_crop_scale: Minimum
-        side length of a random crop, as a fraction of the largest crop that fits. flip: Mirror half of the images at
-        random. Captions that mention left or right become wrong. caption_choice: Caption to use if there are several:
-        the first, the longest, or a random one in each epoch. caption_weights: For the random choice, weights of the
-        source columns of captions (see `diffusion prepare`), such as {original: 0.3, recaptioned: 0.7}; None means
-        uniform. seed: Seed of crops, flips and caption choice. streaming: Keyword arguments for StreamingDataset.
+        crop: Position of the crop, which has the bucket's aspect ratio: `center` or `random`.
+        min_crop_scale: Minimum side length of a random crop, as a fraction of the largest crop that fits.
+        flip: Mirror half of the images at random. Captions that mention left or right become wrong.
+        caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
+        caption_weights: For the random choice, weights of the source columns of captions (see `diffusion prepare`),
+            such as {original: 0.3, recaptioned: 0.7}; None means uniform.
+        seed: Seed of crops, flips and caption choice.
+        streaming: Keyword arguments for StreamingDataset.
     """
 
     def __init__(

@@ -123,7 +123,8 @@ class CacheBudget:
         folders: The limited folders, each with the relative paths of its shards, or with None for a cache folder, where
             the shards of all datasets count. No other file is ever evicted.
         limit_bytes: Maximum total size of all shards, including those being downloaded; infinite if the only limit is
-        the disk. wait: Called repeatedly while another process evicts; it may raise an exception to end the wait.
+            the disk.
+        wait: Called repeatedly while another process evicts; it may raise an exception to end the wait.
     """
 
     def __init__(

@@ -76,7 +76,8 @@ class Failures:
     def check(self, *, now: bool = False) -> None:
         """Raise DataError if a process has failed; this may be up to POLL_SECONDS late unless `now` is set.
 
-        Raises: DataError: A process has failed; the message is that of the first failure.
+        Raises:
+            DataError: A process has failed; the message is that of the first failure.
         """
         message = self.message(now=now)
         if message is not None:

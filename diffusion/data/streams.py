@@ -74,9 +74,10 @@ class BucketedDataset(VerifiedDataset):
             not fill a batch wait for another epoch. False (evaluation) serves every sample once per epoch, always in
             the same order (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded with others from the same shard
-        (`diffusion.data.bad_samples`). caption_choice: Caption to use if there are several. caption_weights: For the
-        random choice, weights of the captions' source columns; None means uniform. streaming: Keyword arguments for
-        VerifiedDataset and StreamingDataset.
+            (`diffusion.data.bad_samples`).
+        caption_choice: Caption to use if there are several.
+        caption_weights: For the random choice, weights of the captions' source columns; None means uniform.
+        streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
     """
 
     copies = 'each with its own crop, caption, timestep and noise'

@@ -34,8 +34,9 @@ class Preference:
         ties: Fraction of answers without preference.
         agreement: Krippendorff's alpha: 1 if all raters agree, 0 if agreement is at chance level; NaN if no prompt was
             answered by two raters.
-        by_rater: Part of the variance of `share` due to the choice of raters. by_prompt: Part due to the choice of
-        prompts. by_answer: Part due to individual answers.
+        by_rater: Part of the variance of `share` due to the choice of raters.
+        by_prompt: Part due to the choice of prompts.
+        by_answer: Part due to individual answers.
     """
 
     share: float

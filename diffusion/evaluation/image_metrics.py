@@ -47,20 +47,24 @@ class ImageMetrics:
         metrics: Names from `diffusion.config.image_metrics.IMAGE_METRICS`.
         prompts: A `.txt`, `.csv`, `.tsv` or `.jsonl` file with prompts; `own` means this package's 120 prompts; null
             means captions from the evaluation data.
-        prompt_column: Column or key of the prompts; null means automatic detection. num_images: Number of images to
-        generate, for the first prompts of a prompt file; null means one per prompt or, with captions, one per
-        evaluation image. images_per_prompt: Number of images per prompt, with different seeds. guidance_scales:
-        Classifier-free guidance scales; 1 turns guidance off. reference: Folder of reference images; null means the
-        images of the evaluation data. num_references: Number of reference images, evenly spaced in the data; null means
-        all. reference_features: Folder where features of the reference images are kept; runs may share it. Null means
-        `evaluations/reference` in the run's folder. networks: Sources that override those in
-        `diffusion.config.image_metrics.NETWORKS`, by name: a local path or `ORG/NAME@COMMIT`. num_inference_steps:
-        Steps of the noise scheduler per image. noise_scheduler: Name from
-        `diffusion.config.sampling_checks.SCHEDULERS`. negative_prompt: Prompt that guidance moves away from. size:
-        Height and width of the images in pixels; null means the model's own. seed: Seed of the first image; each
-        following image uses the next seed. batch_size: Images per batch. Changing it generates all images again,
-        because it affects their last bits. layout: Also write the images in the folder layout of an external scorer:
-        `geneval` or `t2i_compbench`.
+        prompt_column: Column or key of the prompts; null means automatic detection.
+        num_images: Number of images to generate, for the first prompts of a prompt file; null means one per prompt or,
+            with captions, one per evaluation image.
+        images_per_prompt: Number of images per prompt, with different seeds.
+        guidance_scales: Classifier-free guidance scales; 1 turns guidance off.
+        reference: Folder of reference images; null means the images of the evaluation data.
+        num_references: Number of reference images, evenly spaced in the data; null means all.
+        reference_features: Folder where features of the reference images are kept; runs may share it. Null means
+            `evaluations/reference` in the run's folder.
+        networks: Sources that override those in `diffusion.config.image_metrics.NETWORKS`, by name: a local path or
+            `ORG/NAME@COMMIT`.
+        num_inference_steps: Steps of the noise scheduler per image.
+        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
+        negative_prompt: Prompt that guidance moves away from.
+        size: Height and width of the images in pixels; null means the model's own.
+        seed: Seed of the first image; each following image uses the next seed.
+        batch_size: Images per batch. Changing it generates all images again, because it affects their last bits.
+        layout: Also write the images in the folder layout of an external scorer: `geneval` or `t2i_compbench`.
     """
 
     def __init__(

@@ -131,8 +131,8 @@ class FolderSource:
             others: Further files, counted as skipped.
             metadata: Caption files in imagefolder format, each for the images in its folder and below; None means the
                 one in the folder itself.
-            elsewhere: Names of images that were left out on purpose; caption file rows about them are skipped. copy:
-            Yields a local copy of a caption file, given its URL.
+            elsewhere: Names of images that were left out on purpose; caption file rows about them are skipped.
+            copy: Yields a local copy of a caption file, given its URL.
 
         Raises:
             UserError: There are no images, or a caption file is invalid.

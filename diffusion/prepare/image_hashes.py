@@ -116,8 +116,8 @@ def find_known(
     Args:
         known: Exact hashes, perceptual hashes and `meaningful` of the known images, as for `duplicates`; three arrays
             [N].
-        images: The same for the images to look up; three arrays [M]. max_distance: Maximum Hamming distance in bits, 0
-        to 8.
+        images: The same for the images to look up; three arrays [M].
+        max_distance: Maximum Hamming distance in bits, 0 to 8.
     """
     check_distance(max_distance)
     found = _first_near(known[0], images[0], 0)

@@ -98,9 +98,10 @@ class OpenMojiSource:
         select: `distinct`: named emoji that differ visibly, one per family, without skin tones, regional flags,
             keycaps, lettered buttons and near-duplicates. `named`: all emoji with names, except skin tones. `all`:
             everything, to train an autoencoder, which ignores captions; unnamed emoji get the caption 'emoji'.
-        split: `heldout`: 1 in 16 families of variants; `train`: all others. limit: Maximum number of emoji, taken in
-        shuffled order. offset: Number of emoji to skip at the start of the selection. seed: Seed of the order; with a
-        limit, a different seed selects different emoji.
+        split: `heldout`: 1 in 16 families of variants; `train`: all others.
+        limit: Maximum number of emoji, taken in shuffled order.
+        offset: Number of emoji to skip at the start of the selection.
+        seed: Seed of the order; with a limit, a different seed selects different emoji.
     """
 
     sizes: tuple[int, ...]

@@ -75,8 +75,8 @@ def prepare(
     Raises:
         UserError: A setting is invalid, the output is not empty, an input does not exist, or no images are left for
             training.
-        DataError: A part cannot be read right now, or the processes that read it died. OSError: The disk is full or
-        failing. Finished work is kept for the next start.
+        DataError: A part cannot be read right now, or the processes that read it died.
+        OSError: The disk is full or failing. Finished work is kept for the next start.
     """
     problems = check_settings(settings)
     if problems:

@@ -27,8 +27,8 @@ class Buckets:
         sizes: Resolutions in pixels.
         aspects: `none` for squares only, `sdxl` for the shapes in SDXL's table, or a list of shapes at the largest
             size, which are scaled for the other sizes.
-        step: The sides of all shapes are multiples of this, in pixels. every: True puts an image in every resolution
-        that needs no upscaling, False only in the largest of them.
+        step: The sides of all shapes are multiples of this, in pixels.
+        every: True puts an image in every resolution that needs no upscaling, False only in the largest of them.
     """
 
     def __init__(

@@ -308,8 +308,8 @@ def run_cost(
     Args:
         world_sizes: Numbers of devices from the run's checkpoint receipts, newest first, for attempts that did not
             record one.
-        hours_left: Remaining hours of training; None if unknown. price: US dollars per device-hour; None means the
-        price of the run's GPUs in planning/gpus.yaml.
+        hours_left: Remaining hours of training; None if unknown.
+        price: US dollars per device-hour; None means the price of the run's GPUs in planning/gpus.yaml.
     """
     assumed = next(iter(world_sizes), None)
     devices = [each.devices or assumed for each in attempts]

@@ -23,6 +23,7 @@ from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
 from diffusion.cli import main
 from diffusion.config.load import load, to_yaml
+from diffusion.loggers import metrics_file
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.original_layout import read_original
@@ -46,7 +47,7 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope='module')
-def finished(tmp_path_factory, tiny_recipe, pictures):
+def finished(tmp_path_factory, tiny_recipe, pictures, draw_loss_curve):
     """Recipe and folder of a finished run of 8 batches with EMA, evaluation, image grids and prompts."""
     root = tmp_path_factory.mktemp('finished')
     path = root / 'recipe.yaml'
@@ -59,7 +60,9 @@ def finished(tmp_path_factory, tiny_recipe, pictures):
     content['generate'] = {'num_inference_steps': 2, 'prompts': ['a', 'b']}
     content['trainer']['eval_interval'] = '4ba'
     path.write_text(yaml.safe_dump(content))
-    trainer = train(load(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics_file, 'draw_loss_curve', draw_loss_curve)
+        trainer = train(load(path))
     trainer.close()
     return path, root / 'runs' / 'finished'
 

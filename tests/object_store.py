@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Store:
     """Authorization header of each request, or an empty text."""
     payers: list[str] = field(default_factory=list)
     """x-amz-request-payer header of each request, or an empty text."""
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the one write at a time."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -127,7 +129,9 @@ class FaultyApp:
         self.store.payers.append(environ.get('HTTP_X_AMZ_REQUEST_PAYER', ''))
         fault = self.store.take(f'{environ["REQUEST_METHOD"]} {environ["PATH_INFO"]}?{environ["QUERY_STRING"]}')
         if fault is None:
-            return self.app(environ, start_response)
+            # moto's threads check a condition and write in two steps: two writers of a new object would both succeed.
+            with self.store.writing if environ['REQUEST_METHOD'] == 'PUT' else nullcontext():
+                return self.app(environ, start_response)
         if isinstance(fault.what, int):
             return refused(fault.what, CODES.get(fault.what, 'Other'), start_response)
         if isinstance(fault.what, float):

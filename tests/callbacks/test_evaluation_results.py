@@ -26,7 +26,8 @@ def results(run, batch: int, fid: float, finished: float) -> None:
     (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize('how', ['while it trains', pytest.param('at the end', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('how', ['while it trains', 'at the end'])
 def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
     train(load(write_recipe('plain'), ['trainer.max_duration=4ba'])).close()

@@ -110,6 +110,7 @@ def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
         copy.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(15)
 def test_damaged_checkpoint_is_skipped(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
     path = write('flipped', runs_dir=bucket)

@@ -170,6 +170,7 @@ def trained(tiny_recipe, pictures, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_evaluation_export_and_generation_claim_what_they_read(trained, tmp_path, monkeypatch):
     recipe = load(trained)
     held: list[set[int]] = []

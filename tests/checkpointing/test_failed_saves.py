@@ -95,6 +95,7 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
     assert 'ba8: not saved, Input/output error' in caplog.text and 'trying again' in caplog.text
 
 
+@pytest.mark.slow
 def test_three_failed_saves_in_a_row_end_the_run_which_resumes(write, undisturbed, tmp_path):
     path = write('row', EACH_BATCH)
     run = load(path).run_dir

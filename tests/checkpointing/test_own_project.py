@@ -45,8 +45,8 @@ def run(forkserver, tmp_path):
     return start
 
 
-@pytest.mark.cpu_seconds(30)
-@pytest.mark.parametrize('home', ['folder', pytest.param('store', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('home', ['folder', 'store'])
 def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_path, store, monkeypatch, home):
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'node'))
     root = str(tmp_path / 'runs') if home == 'folder' else store.bucket('bucket')

@@ -48,6 +48,7 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Stor
     assert sum(reads.values()) <= 1.05 * len(shards), f'{sum(reads.values())} reads of {len(shards)} shards'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
 def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_path: Path) -> None:

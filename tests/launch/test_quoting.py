@@ -139,6 +139,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     return out
 
 
+@pytest.mark.slow
 @few
 @given(texts=text_lists)
 @example(texts=HOSTILE)

@@ -83,6 +83,7 @@ def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path, monkeypatch)
     assert (counter.channels, len(counter.text.encoders[0].text_model.encoder.layers)) == (16, 2)
 
 
+@pytest.mark.slow
 def test_all_parameters_of_the_autoencoder_are_trained():
     settings = {'block_out_channels': (8, 16), 'latent_channels': 4}
     counter = ModelCounter(build_empty('autoencoder', settings))

@@ -94,6 +94,7 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return functional.mse_loss(predicted, noise)
 
 
+@pytest.mark.slow
 def test_sdxl_is_the_published_model():
     with torch.device('meta'):
         model = sdxl(pretrained=None)

@@ -166,6 +166,7 @@ def test_cuda_graphs_hold_gradients_activations_and_what_passes_between_blocks()
     assert graphs.resident == plain.resident + graphs.graphs + graphs.activations
 
 
+@pytest.mark.slow
 def test_muon_keeps_one_state_of_the_matrices_in_blocks(tmp_path):
     """Compare with the states after a step on a CPU; norms and biases of blocks are the difference."""
     model = tiny()

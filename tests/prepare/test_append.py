@@ -288,6 +288,7 @@ def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: 
     assert not (tmp_path / 'work').exists()
 
 
+@pytest.mark.slow
 def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_the_next_start(
     tmp_path: Path, store: Store
 ) -> None:

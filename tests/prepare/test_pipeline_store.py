@@ -279,6 +279,7 @@ def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(
     assert not (tmp_path / 'work').exists()
 
 
+@pytest.mark.slow
 def test_shard_damaged_during_other_uploads_is_written_again(
     tmp_path: Path, store: Store, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

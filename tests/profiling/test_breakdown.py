@@ -301,6 +301,7 @@ def test_forward_flops_of_sd2():
         assert FlopCount(unet)(size, size, 77) / 1e9 == pytest.approx(gigaflops, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_flops_of_a_batch_equal_torch_flop_counter(make_model):
     height, width = 8, 4
     model = make_model(train_text_encoder=False, layers_per_block=0)

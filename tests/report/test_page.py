@@ -316,6 +316,7 @@ def test_a_run_without_a_batch_has_a_page(visit, tmp_path):
     assert 'No checkpoint yet.' in page.locator('#checkpoints').inner_text()
 
 
+@pytest.mark.slow
 def test_table_of_runs(visit, tmp_path):
     first = write_run(tmp_path / 'first')
     write_run(tmp_path / 'second', batches=200, evaluations=False)

@@ -89,6 +89,7 @@ def test_worker_of_preparation_spins_shortly(tmp_path):
     assert spins(tmp_path, write(tmp_path, 'program.py', code))[0] == [str(SPIN_COUNT)]
 
 
+@pytest.mark.slow
 def test_rank_of_a_node_spins_shortly(tmp_path):
     program = write(tmp_path, 'program.py', 'load_libgomp()')
     node = ['-m', 'diffusion.launch.node', '--', program, RECIPE]

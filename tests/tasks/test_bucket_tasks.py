@@ -45,6 +45,7 @@ def small_run(store: Store, tmp_path, monkeypatch) -> str:
     return url
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(10)
 def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
     assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0

@@ -303,6 +303,7 @@ def trained(tmp_path_factory, tiny_recipe) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_checkpoints_are_compared_with_equal_seeds_and_images_are_kept(trained, tmp_path, monkeypatch):
     out = tmp_path / 'page'
     words = [

@@ -158,6 +158,7 @@ def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
     assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_path):
     session = start(recipe(slow_batch=slow(tmp_path, seconds=60)))
     session.wait_for(tmp_path / 'reached')

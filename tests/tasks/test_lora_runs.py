@@ -117,6 +117,7 @@ def test_stock_pipeline_draws_the_same_images_with_the_exported_lora(base, write
         torch.testing.assert_close(each, merged)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(20)
 def test_resumed_lora_equals_uninterrupted_and_its_base_does_not_change(base, write, tmp_path):
     runs = tmp_path / 'runs'

@@ -75,6 +75,7 @@ def test_two_ranks_train_as_one(runs, strategy):
     assert distance(one, two) < 1e-6
 
 
+@pytest.mark.slow
 def test_settings_that_change_on_resume_are_applied_except_the_choice_of_matrices(runs):
     recipe = runs.recipe('changed', 'ddp')
     train(load(recipe, ['trainer.max_duration=1ba'])).close()

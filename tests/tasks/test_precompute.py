@@ -98,6 +98,7 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
         assert LatentManifest.read(folder, '').shape == str(shape)
 
 
+@pytest.mark.slow
 def test_finished_job_can_be_started_again_but_not_with_other_settings(write, tmp_path, caplog):
     caplog.set_level('INFO')
     precompute(load(write()))

@@ -134,6 +134,7 @@ def test_losses_on_precomputed_data_equal_losses_online(write, stored, tmp_path,
         torch.testing.assert_close(stored_batch[batch_keys.TEXT_EMBEDS], text.embeds)
 
 
+@pytest.mark.slow
 def test_data_without_sizes_or_pooled_text_is_refused_with_the_way_out(write, stored, tmp_path):
     frozen = {'train_text_encoder': False}
     streams = stored('image+text')

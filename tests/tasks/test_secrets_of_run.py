@@ -61,6 +61,7 @@ def test_secret_in_an_error_is_not_recorded(write_recipe, tmp_path, monkeypatch)
     assert 'ConnectionError: cannot connect to https://user:${oc.env:KEY}@host' in record and SECRET not in record
 
 
+@pytest.mark.slow
 def test_secret_of_a_dataset_is_in_no_checkpoint_and_may_be_replaced(write_recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(registry.TARGETS['dataset'], 'private', Private)
     path = write_recipe(dataset={'name': 'private', 'key': '${oc.env:KEY}'})

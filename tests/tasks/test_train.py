@@ -141,6 +141,7 @@ def test_flow_resumes_equal_and_its_export_generates_the_same_images(write_recip
         assert f"--scheduler: '{wrong}' {message}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, not_averaged):
     streams = {'large': {'local': str(pictures[64]), 'resolution': 64}}
     second = write_recipe('two', streams=streams, init_from=str(not_averaged))

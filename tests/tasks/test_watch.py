@@ -129,6 +129,7 @@ def test_results_without_a_wanted_metric_do_not_count(site):
     assert site.started() == ['ba10', 'ba30']
 
 
+@pytest.mark.slow
 def test_watchers_that_race_never_evaluate_a_checkpoint_twice(site):
     for batch in range(40, 80, 10):
         write(Path(site.run), batch)
@@ -212,6 +213,7 @@ def test_checkpoint_pruned_before_or_after_the_claim_is_skipped(site, caplog):
     assert results(site) == ['ba30']
 
 
+@pytest.mark.slow
 def test_best_checkpoints_are_pinned(site):
     Path(site.run, 'ba10.pinned').write_text('my favorite')
     Watcher(site.settings(keep_best=('fid', 1))).run()

@@ -132,6 +132,7 @@ def test_training_is_the_same_with_graphs(make, graphs, device, half):
     assert max((one - other).abs().max() for one, other in zip(weights, start, strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 def test_ddp_sends_the_gradients_of_each_block_during_the_backward_pass(make_model, graphs, device, monkeypatch):
     environment = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': free_port()}
     for name, value in environment.items():

@@ -268,5 +268,5 @@ def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, buck
     trainer.state.callbacks.append(At(Event.BATCH_START, 2, release))
     trainer.fit()
     trainer.close()
-    assert [*seen, published_batches(recipe.run_url)] == [[2, 1], [3]]
+    assert [*seen, published_batches(url)] == [[2, 1], [3]]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba3'}

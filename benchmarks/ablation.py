@@ -130,7 +130,7 @@ class Result:
     retrieval: dict[str, float]
     """Fraction of generated images whose nearest real one is that of the caption, by split."""
     color_error: float
-    """Of captions of the training images."""
+    """Color error for captions of the training images."""
     wall_seconds: float = field(default=math.nan)
 
 

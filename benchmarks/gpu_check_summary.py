@@ -1,4 +1,4 @@
-"""What the results of a GPU check say: counts of tests, rows of the step benchmark, and the largest losses of time."""
+"""Summary of the results of a GPU check: counts of tests, rows of the step benchmark, largest losses of time."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from torch.profiler import profile
 
 
 class GpuTime(NamedTuple):
-    """What a GPU did during a step."""
+    """Work of a GPU during a step."""
 
     seconds: float
     """Time for which at least one kernel or copy ran."""

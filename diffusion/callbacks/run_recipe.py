@@ -41,7 +41,7 @@ class SameRun(Callback):
         return self.identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On resume, compare the identity (seed and data settings) in a checkpoint with this run's.
+        """Compare the identity (seed and data settings) in a checkpoint with this run's when the run resumes.
 
         Raises:
             UserError: The identities differ; a difference in data is allowed if `allow_data_change` is set.

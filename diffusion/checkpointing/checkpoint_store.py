@@ -71,7 +71,7 @@ class WriteProgress:
         self._resumed_at: float | None = None
 
     def pace(self, pause: float) -> None:
-        """From now until `hurry`, pause between writes so that the thread takes less CPU time from training.
+        """Pause between writes until `hurry`, so that the thread takes less CPU time from training.
 
         Args:
             pause: Seconds to pause per second of the writing thread's CPU time.

@@ -219,7 +219,7 @@ class SaveInProgress:
             self._copies.start()
 
     def end_copy(self) -> None:
-        """Before the optimizer's step, wait for copies that have been started."""
+        """Wait for copies that have been started; called before the optimizer's step."""
         if self._copies is not None and not self._copies.wait_before_change():
             self._error = SaveFailed(
                 errno.EAGAIN,
@@ -228,7 +228,7 @@ class SaveInProgress:
             )
 
     def abandon(self) -> None:
-        """From another thread, stop `write` at its next write to a file; `discard` must follow."""
+        """Stop `write` at its next write to a file; called from another thread, which must call `discard` next."""
         self.progress.abandon()
         if self._copies is not None:
             self._copies.give_up()

@@ -105,7 +105,7 @@ class LoaderConfig:
     parts. It must not change during a run. Null means the greatest common divisor of `global_batch` and 960, such as 64
     for 2048 and 192 for 1536."""
     batching_method: Literal['per_stream', 'random'] = 'per_stream'
-    """How batches are composed: per_stream never mixes streams in a batch; random mixes streams, which must have the
+    """Composition of batches: per_stream never mixes streams in a batch; random mixes streams, which must have the
     same shape."""
 
 
@@ -221,8 +221,8 @@ class PrecomputeConfig:
     makes 158 kB per caption for SD2. If the model has representation_alignment, the features of its image encoder are
     stored too."""
     captions: Literal['all', 'first', 'longest'] = 'all'
-    """Which of an image's captions `latents: image+text` encodes: all, first or longest. With `latents: image`, all
-    captions are stored as text."""
+    """Captions of an image that `latents: image+text` encodes: all, first or longest. `latents: image` stores all
+    captions as text."""
     posterior: Literal['sample', 'mean'] = 'sample'
     """The part of the VAE's posterior that is stored: sample stores mean and log-variance, so that training samples new
     latents in every epoch; mean stores only the mean, which halves the size."""
@@ -382,7 +382,7 @@ class Recipe:
     """The interval, such as 10000ba, at which training runs the `evaluators` on its own GPUs. Null means that only
     `task: evaluate` and `diffusion watch` run them."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    """How the model is distributed over devices."""
+    """Distribution of the model over devices."""
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     """Optimizations of a training step on a GPU."""
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -55,7 +55,7 @@ class LatentManifest:
     text_encoder: str | None = None
     """Fingerprint of the text encoders that made the stored embeddings; None if they run during training."""
     text_output: str = 'last'
-    """Which output of the text encoders is stored; see `TextConditioner.output`."""
+    """The output of the text encoders that is stored; see `TextConditioner.output`."""
     text_padding: str = 'kept'
     """`kept`: all L embeddings per caption are stored; `removed`: only those of real tokens, if models mask padding."""
     image_sizes: bool = False
@@ -67,7 +67,7 @@ class LatentManifest:
     features_shape: list[int] | None = None
     """Height and width of the feature grid, and number of channels."""
     captions: str = 'all'
-    """Which captions of a sample are stored: `all`, `first` or `longest`."""
+    """The captions of a sample that are stored: `all`, `first` or `longest`."""
     source: str = ''
     """SHA-256 of the index.json of the encoded image dataset."""
     version: int = VERSION

@@ -81,7 +81,7 @@ class BucketedDataset(VerifiedDataset):
     """
 
     copies = 'each with its own crop, caption, timestep and noise'
-    """How the copies of a sample within an epoch differ, for log messages."""
+    """Difference between the copies of a sample within an epoch, for log messages."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ DEFAULTS = {
 }
 """StreamingDataset's defaults for settings that are not set on a stream."""
 EVICTIONS = 3
-"""How many times to evict shards from a full disk to make room for one new shard, before giving up with an error."""
+"""Number of times to evict shards from a full disk for one new shard before giving up with an error."""
 EVICTED_SHARDS = 4
 """Space to free per eviction, as a multiple of the new shard's size."""
 RESTORE = 'restore it, or prepare the data again'

@@ -262,7 +262,7 @@ class _DiscardingStream:
 
 @contextlib.contextmanager
 def discarding_lost_output() -> Iterator[None]:
-    """In the `with` block, discard output that can no longer be written instead of raising OSError."""
+    """Context manager that discards output that can no longer be written instead of raising OSError."""
     # When its terminal is closed, a run receives SIGHUP and must still save, but every message would raise an error.
     before = sys.stdout, sys.stderr
     guarded = tuple(cast(TextIO, _DiscardingStream(stream)) for stream in before)

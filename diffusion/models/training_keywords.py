@@ -39,7 +39,7 @@ class TrainingKeywords(TypedDict, total=False):
     ]
     """Fraction of captions that are dropped, for classifier-free guidance."""
     caption_dropout_mode: Annotated[Literal['empty', 'zeros'], Default('empty'), CONDITIONING, NotArchitecture()]
-    """What replaces a dropped caption: the empty caption, or zeros as its embedding."""
+    """Replacement for a dropped caption: the empty caption, or zeros as its embedding."""
     encoder_dtype: Annotated[
         Literal['auto', 'float32', 'float16', 'bfloat16'],
         Default('auto'),

@@ -56,7 +56,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class SaveStrategy:
-    """How often and where checkpoints are saved. Times are in seconds."""
+    """Interval and place of saving checkpoints. Times are in seconds."""
 
     name: str
     interval: float

@@ -46,7 +46,7 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Of the strategies that fit, return the one with the least host time, then the least communication, or None.
+    """Return the strategy that fits with the least host time, then the least communication, or None if none fits.
 
     ddp needs less host time: it starts collectives without Python code, while FSDP2 runs Python hooks before and after
     each of its modules in every forward and backward pass.

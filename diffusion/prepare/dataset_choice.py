@@ -160,7 +160,7 @@ MAX_TABLE_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of a dataset's files to read, and their layout."""
+    """The files of a dataset to read, and their layout."""
 
     layout: str
     """A key of LAYOUTS."""
@@ -177,7 +177,7 @@ class Chooser:
 
     dataset: DatasetListing
     location: str
-    """How messages refer to the dataset."""
+    """The dataset's name in messages."""
     split: str | None
     config: str | None
     image_suffixes: tuple[str, ...]

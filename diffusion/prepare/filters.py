@@ -108,7 +108,7 @@ class Filters:
     columns: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'
-    """Whether to keep or reject images without a numeric value for a column in `columns`."""
+    """Keep or reject images without a numeric value for a column in `columns`."""
 
     def check(self) -> None:
         """Check that the limits are valid, before images are read.

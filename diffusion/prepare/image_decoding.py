@@ -22,7 +22,7 @@ from diffusion.prepare.source import Unfit
 __all__ = ['FORMATS', 'MAX_PIXELS', 'DecodedImage', 'Unfit', 'covering_size', 'decode_image', 'encode', 'shrink']
 
 FULL_CHROMA_QUALITY = 95
-"""At this JPEG quality and above, chroma is stored at full resolution."""
+"""Lowest JPEG quality at which chroma is stored at full resolution."""
 
 
 def decode_image(

@@ -23,7 +23,7 @@ MAX_DISTANCE = 8
 ALL_PAIRS_LIMIT = 2048
 """Maximum number of hashes for which all pairs are compared."""
 MAX_COMPARISONS_PER_HASH = 1000
-"""With more comparisons per hash, a search with smaller and more groups is tried."""
+"""Maximum number of comparisons per hash before a search with smaller and more groups is tried."""
 MAX_PAIRS_PER_HASH = 16
 """Maximum number of near-duplicate pairs per hash to hold in memory."""
 MAX_TABLES = 1000
@@ -71,7 +71,7 @@ def perceptual_hash(image: Image.Image) -> PerceptualHash:
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:
-    """For each image, return the index of the first kept image that it duplicates, or -1 if it is kept itself.
+    """Return for each image the index of the first kept image that it duplicates, or -1 if it is kept itself.
 
     An image is a duplicate of an earlier kept one if their exact hashes are equal, or if their perceptual hashes differ
     in at most `max_distance` bits. Images with equal exact hashes must have equal perceptual hashes.
@@ -108,7 +108,7 @@ def find_known(
     *,
     max_distance: int,
 ) -> np.ndarray:
-    """For each image, return the index of the first known image that it duplicates, or -1.
+    """Return for each image the index of the first known image that it duplicates, or -1.
 
     This is fast for few images and many known ones, because it does not sort the known hashes. Unlike in `duplicates`,
     a known image counts even if it duplicates another one.
@@ -157,13 +157,13 @@ def _thumbnail(image: Image.Image) -> np.ndarray:
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
-    """For each value, return the index of the first equal value."""
+    """Return for each value the index of the first equal value."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """For each of distinct perceptual hashes, return the index of a near hash that is kept, or -1 if kept itself."""
+    """Return for each of the distinct hashes the index of a near hash that is kept, or -1 if it is kept itself."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
@@ -183,7 +183,7 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """For each of `count` images, return the index of the kept image that it duplicates, or -1 if kept itself.
+    """Return for each of `count` images the index of the kept image that it duplicates, or -1 if it is kept itself.
 
     Pairs of near images, (later[i], earlier[i]), are visited in image order.
     """
@@ -241,7 +241,7 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """For each hash, return the index of the first hash in `kept` that differs in at most `distance` bits, or -1."""
+    """Return for each hash the index of the first in `kept` that differs in at most `distance` bits, or -1."""
     # Sort the smaller array, and iterate over the larger one. Most hashes in the larger array are not near any in the
     # smaller one: a table with one byte per entry excludes them ten times as fast as a binary search.
     swapped = len(hashes) < len(kept)

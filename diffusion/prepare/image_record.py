@@ -159,7 +159,7 @@ class EarlierImages:
         return 'a removed image'
 
     def find_keys(self, hashes: np.ndarray) -> np.ndarray:
-        """For each key hash, return the index of the last image that has it, int64, or -1 if there is none."""
+        """Return for each key hash the index of the last image that has it, int64, or -1 if there is none."""
         known = self.hashes['key_hash']
         order = np.argsort(known, kind='stable')
         at = np.searchsorted(known[order], hashes, side='right') - 1

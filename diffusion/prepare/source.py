@@ -18,7 +18,7 @@ NAMES_SHOWN = 20
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
 """File suffixes of images, in lower case and without a dot."""
 CaptionText = Literal['whole', 'lines', 'first']
-"""How to interpret an image's text file; see `SourceSettings.caption_text`."""
+"""Interpretation of an image's text file; see `SourceSettings.caption_text`."""
 MEMORY_BYTES = 2**26
 """Maximum size of a list of parts to keep in memory; larger lists are kept in TMPDIR."""
 _COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')

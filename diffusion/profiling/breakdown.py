@@ -49,7 +49,7 @@ class Timeline:
         self._since = time.perf_counter()
 
     def switch(self, stage: str) -> str:
-        """From now on, count time towards a stage; return the previous stage."""
+        """Count time towards a stage from now on; return the previous stage."""
         now, previous = time.perf_counter(), self._stage
         self.seconds[previous] += now - self._since
         self._stage, self._since = stage, now
@@ -370,7 +370,7 @@ class Breakdown(Callback):
     # -- helpers of the event methods --
 
     def _enter(self, stage: str) -> None:
-        """From now on, count time towards a stage."""
+        """Count time towards a stage from now on."""
         self.timeline.switch(stage)
 
     def _begin(self, state: State) -> None:

@@ -22,7 +22,7 @@ from diffusion.storage.places import Listing, Place
 MAX_CHECKPOINTS = 100
 """Receipts are read for this many of the newest checkpoints."""
 TIERS = {'': 'storage of the run', 'memory_': 'memory of the nodes', 'disk_': 'disks of the nodes'}
-"""Where checkpoints are saved, by the prefix of the metrics of these saves."""
+"""Places of checkpoints, by the prefix of the metrics of their saves."""
 _NAME = re.compile(r'ba(\d{1,15})')
 _PIN = re.compile(r'ba(\d{1,15})\.pinned')
 _DAMAGED = re.compile(r'ba(\d{1,15})\.damaged')

@@ -21,7 +21,7 @@ MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Possible sizes in pixels of an image on a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""For up to this many sheets, images are made smaller to fit; further sheets are left out."""
+"""Maximum number of sheets whose images are made smaller to fit; further sheets are left out."""
 MAX_FIGURES = 64
 """Maximum number of images per sheet on a page."""
 _SHEET = re.compile(r'ba(\d{1,15})\.png')

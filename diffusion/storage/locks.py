@@ -20,7 +20,7 @@ LONGEST_POLL_SECONDS = 0.25
 POLL_FACTOR = 0.02
 """Time between attempts to take a lock, as a fraction of the time since the first attempt."""
 STALE_SECONDS = 24 * 3600.0
-"""On a file system without locks, unfinished files are removed only at this age, since they may still be in use."""
+"""Age at which unfinished files are removed on a file system without locks; younger ones may still be in use."""
 
 
 class WaitedTooLong(Exception):

@@ -53,7 +53,7 @@ CREDENTIALS = {
     'az': _AZURE,
     'hf': 'set HF_TOKEN, or log in with `hf auth login`',
 }
-"""How to provide credentials, by URL scheme; part of error messages."""
+"""Advice on providing credentials, by URL scheme; part of error messages."""
 Result = TypeVar('Result')
 
 

@@ -151,7 +151,7 @@ def test_only_velocities_of_a_flow_have_the_term(make_model, write_recipe):
     ]
     for settings, objective in objectives:
         state: Any = SimpleNamespace(model=make_model(objective=settings))
-        with pytest.raises(UserError, match='needs a flow that predicts its velocity'):
+        with pytest.raises(UserError, match=f'path: {settings.path} and prediction_type: {settings.prediction_type}'):
             ContrastiveFlowMatching().apply(Event.INIT, state, None)  # type: ignore[arg-type]
         with pytest.raises(UserError, match=r'algorithms\.contrastive_flow_matching: needs a flow'):
             load(write_recipe(model={'name': 'tiny', 'objective': objective}, algorithms=algorithms))

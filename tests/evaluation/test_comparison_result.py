@@ -287,8 +287,8 @@ def test_json_has_the_numbers_of_the_text():
     factor = found.factor_needed(0.05)
     assert quality['needed'] == {
         'difference': 0.05,
-        'persons_with_these_prompts': found.people_needed(0.05),
-        'persons_and_prompts': {'persons': math.ceil(4 * factor), 'prompts': math.ceil(30 * factor)},
+        'people_with_these_prompts': found.people_needed(0.05),
+        'people_and_prompts': {'people': math.ceil(4 * factor), 'prompts': math.ceil(30 * factor)},
     }
     assert content['excluded'] == {rater_name(9): 1.0}
     alone = [each for each in answers if each.rater == rater_name(each.pair % 2)]  # no pair has answers of two people

@@ -44,7 +44,7 @@ def test_own_prompts_are_120_different_ones_in_12_categories():
 
 def test_column_can_be_named(tmp_path):
     file = tmp_path / 'pairs.csv'
-    file.write_text('short,prompt\na cat,a cat on a chair\n')
+    file.write_text('short,prompt,category\na cat,a cat on a chair\n')  # the category is missing
     assert read_prompts(file) == [Prompt('a cat on a chair')]
     assert read_prompts(file, 'short') == [Prompt('a cat')]
 

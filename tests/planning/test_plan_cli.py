@@ -259,6 +259,11 @@ def test_error_names_the_argument_and_the_way_out(capsys, words, message):
     assert message in refused(capsys, BOTH[0], *words)
 
 
+def test_pixels_are_not_stored_as_latents(capsys):
+    message = '--stored latents: the model is on pixels; use --stored pictures'
+    assert message in refused(capsys, str(YAMLS / 'speedrun.yaml'), '--stored', 'latents')
+
+
 def test_plan_without_a_recipe_is_an_error(capsys):
     assert 'no recipe given' in refused(capsys, 'global_batch=8')
 

@@ -23,7 +23,6 @@ from diffusion.planning.model_costs import ModelCosts
 from diffusion.training.components import build_dataset, build_loader
 
 MAX_SAMPLES = 512
-"""Maximum number of samples for timing the stages."""
 MAX_BATCH = 64
 """Maximum batch size for timing; a recipe's global batch may be larger, since it is for many devices."""
 
@@ -62,14 +61,7 @@ class Clock:
 def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20, mfu: float = 0.4) -> None:
     """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
 
-    Args:
-        gpu: GPU whose demand is estimated.
-        workers: Worker counts to time.
-        batches: Batches to time for each worker count.
-        mfu: Fraction of the GPU's peak FLOP/s reached in training.
-
-    Raises:
-        UserError: A stream cannot be read.
+    `gpu` is the GPU whose demand is estimated, at the fraction `mfu` of its peak FLOP/s.
     """
     recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
     rate_per_core, needed = _print_stages(recipe, gpu, mfu)
@@ -90,15 +82,10 @@ def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20
 def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
     """Time each stage of data loading in one process, and print a table.
 
-    Returns:
-        Samples per second on one core, and the GPU's demand in samples per second (or why it is unknown).
+    Return samples per second on one core, and the GPU's demand in samples per second (or why it is unknown).
     """
     dataset = build_dataset(
-        recipe,
-        streams=recipe.streams,
-        component=recipe.dataset,
-        batch_size=recipe.global_batch,
-        shuffle=False,
+        recipe, streams=recipe.streams, component=recipe.dataset, batch_size=recipe.global_batch, shuffle=False
     )
     indices = range(0, dataset.num_samples, -(-dataset.num_samples // MAX_SAMPLES))
     threads = torch.get_num_threads()

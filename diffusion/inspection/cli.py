@@ -19,7 +19,6 @@ from diffusion.planning.gpus import find_gpu, load_gpus
 from diffusion.prepare.remove_cli import DatasetPlace, check_dataset, run_remove
 
 Sections = dict[str, dict[str, StreamConfig]]
-"""Streams, keyed by section (such as `precompute.streams`) and by name."""
 SECTIONS = ('streams', 'eval_streams', 'precompute.streams')
 LOOK_NEEDS = {
     'streams': ('dataset',),
@@ -164,7 +163,6 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     'measure-latents': (run_measure, "measure mean and deviation of an autoencoder's latents"),
     'remove': (run_remove, 'remove images from a dataset, by key or by their pixels'),
 }
-"""Functions and help texts of the subcommands."""
 
 
 def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
@@ -181,9 +179,6 @@ def _select(
     Args:
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
         unused: Keys of a stream that the caller does not use, so that their values may be ???.
-
-    Raises:
-        UserError: There are no streams, a name does not exist, or a stream has values that are still ???.
     """
     every = {
         'streams': recipe.streams,

@@ -36,7 +36,6 @@ class LatentMeasurement:
     total_std: float
     """Standard deviation of all values around the mean over all channels."""
     images: int
-    """Number of images."""
 
 
 def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
@@ -66,11 +65,7 @@ def measure_latents(
 ) -> None:
     """Measure an autoencoder's latents on a dataset's images, and print the values for its config.json.
 
-    Args:
-        source: The autoencoder, as for `model.vae`.
-        location: Folder or URL of a dataset written by `diffusion prepare`.
-        resolution: Side in pixels to which center-cropped images are resized.
-        samples: Number of images, chosen at random; a smaller dataset is used whole.
+    The images are `samples` random ones (a smaller dataset is used whole), resized to `resolution` and center-cropped.
     """
     if source == PIXELS:
         raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')

@@ -26,7 +26,6 @@ from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
 Sections = Mapping[str, Mapping[str, StreamConfig]]
-"""Streams, keyed by section (such as `precompute.streams`) and by name."""
 SIDE = 176
 """Side in pixels at which a square image is drawn; other shapes are drawn with the same area."""
 
@@ -47,9 +46,6 @@ def look(
         seed: Seed for choosing samples; crops, flips and captions are those of a run's first epoch.
         decode: Decode latents even if the model's VAE must be downloaded. If not set, latents are decoded only with a
             local VAE; without one, the first three latent channels are drawn.
-
-    Raises:
-        UserError: A stream cannot be read.
     """
     sections = [each for name in chosen for each in _sections(recipe, name, chosen[name], samples, seed, decode)]
     content = preview_page(sections).encode() if out.suffix == '.html' else png_bytes(draw_sheet(sections, side=SIDE))

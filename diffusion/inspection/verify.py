@@ -35,7 +35,6 @@ from diffusion.training.expand_streams import by_shape
 
 Manifest = Mapping[str, Any]
 Sections = Mapping[str, Mapping[str, StreamConfig]]
-"""Streams, keyed by section (such as `precompute.streams`) and by name."""
 
 
 def source_of(stream: StreamConfig) -> RemoteFolder:
@@ -50,7 +49,6 @@ class Defect:
     """Problem found in a shard or in a range of its rows."""
 
     shard: str
-    """File name of the shard."""
     first: int
     """First affected row; -1 means the whole shard."""
     last: int
@@ -110,12 +108,7 @@ def stream_manifest(source: RemoteFolder) -> Manifest:
 
 
 def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> ShardResult:
-    """Read a whole shard, and check its size, hash and samples.
-
-    Args:
-        entry: The shard's entry in the index.
-        manifest: The manifest, if it is a stream of latents; otherwise None.
-    """
+    """Read a whole shard, and check its size, hash and samples (against the manifest, for a stream of latents)."""
     raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
     result = ShardResult()
     stored = FileInfo(**entry['zip_data']) if entry.get('zip_data') else raw
@@ -241,21 +234,11 @@ def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[
 
 
 DEFECTS_FOUND = 3
-"""Exit status if the data has defects."""
 
 
 @dataclass
 class VerifyReport:
-    """Result of verifying one stream.
-
-    Attributes:
-        shards: Number of shards read.
-        total_shards: Number of shards in the stream.
-        samples: Number of samples read.
-        bytes: Number of uncompressed bytes read.
-        seconds: Wall-clock time for all shards, with all processes.
-        defects: Problems of individual shards.
-    """
+    """Result of verifying one stream; `bytes` are uncompressed, and `seconds` are for all processes together."""
 
     shards: int = 0
     total_shards: int = 0
@@ -285,15 +268,7 @@ class VerifyReport:
 
 
 def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int = 1) -> int:
-    """Check the shards of streams and print a report.
-
-    Args:
-        sample: Fraction of each stream's shards to check; at least one shard is checked.
-        jobs: Number of processes.
-
-    Returns:
-        Exit status: 0, or 3 if the data has defects.
-    """
+    """Check the shards of streams, or a `sample` of each, at least one; print a report and return the exit status."""
     sound = True
     with _pool(jobs) as pool:
         for section, streams in sections.items():

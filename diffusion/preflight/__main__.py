@@ -28,9 +28,7 @@ from diffusion.runs import environment, heartbeats
 from diffusion.storage.places import files_of_run
 
 REPORT = 'preflight.json'
-"""Name of the report in the run's folder."""
 TIMEOUT = datetime.timedelta(minutes=5)
-"""Time within which all nodes must have started."""
 
 
 class RanksMissing(Exception):
@@ -73,8 +71,7 @@ def wait_for_all(store: TCPStore) -> None:
 def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
     """Create the gloo process group of all processes of the job, and return its key-value store.
 
-    Raises:
-        RanksMissing: Some processes did not join in time; the message lists their ranks.
+    Raise RanksMissing, which lists the ranks, if some processes did not join in time.
     """
     rank, ranks = int(environ['RANK']), int(environ['WORLD_SIZE'])
     address, port = environ['MASTER_ADDR'], int(environ['MASTER_PORT'])
@@ -111,11 +108,7 @@ def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
 
 
 def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
-    """Run all preflight checks; return the findings of all processes. The list is the same in every process.
-
-    Args:
-        deep: True to measure longer, and to measure the links between neighboring nodes.
-    """
+    """Run all preflight checks, longer if `deep`; return all processes' findings, the same in every process."""
     node_findings: list[Finding] = []
     size: int | None = None
     kind = os.environ.get(environment.GPU, 'none')

@@ -82,11 +82,7 @@ class RankMeasurements:
 
 
 def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
-    """Compare speed, bandwidth, versions and clocks of all ranks; all ranks return the same findings.
-
-    Args:
-        group: Process group of all ranks, with a backend for the device.
-    """
+    """Compare speed, bandwidth, versions and clocks of all ranks; all ranks return the same findings."""
     rank, node_size = dist.get_rank(), int(os.environ['LOCAL_WORLD_SIZE'])
     world_size = dist.get_world_size()
     teraflops, product = measure_matmul(device, limits)
@@ -260,11 +256,7 @@ def _check_clocks(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 
 
 def _check_speed(
-    check: str,
-    ranks: Sequence[RankMeasurements],
-    figures: Sequence[float | None],
-    unit: str,
-    limits: CollectiveLimits,
+    check: str, ranks: Sequence[RankMeasurements], figures: Sequence[float | None], unit: str, limits: CollectiveLimits
 ) -> list[Finding]:
     """Return a finding per rank below the required fraction of the median, else a passing one; empty without data."""
     known = [figure for figure in figures if figure is not None]

@@ -35,9 +35,7 @@ SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
 """Free memory required in /dev/shm per process. Docker's default for a whole container is only a quarter of this."""
 SCRATCH_BYTES = 2**30
-"""Free space required for temporary files."""
 TIMEOUT_SECONDS = 60.0
-"""Timeout of each read from an object store."""
 
 
 def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -> list[Finding]:
@@ -135,11 +133,7 @@ def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
 
 
 def first_shard(folder: str, *, aspects: bool) -> str:
-    """Read the first shard of a dataset and return its URL or path.
-
-    Args:
-        aspects: True if the dataset has one folder of shards per image shape.
-    """
+    """Read a dataset's first shard, in a folder per image shape with `aspects`, and return its URL or path."""
     retry = RetryPolicy(tries=2, timeout_seconds=TIMEOUT_SECONDS)
     folder = folder.rstrip('/')
     if aspects:
@@ -154,7 +148,6 @@ def first_shard(folder: str, *, aspects: bool) -> str:
 
 
 CHECK = 'weights'
-"""Name of the check in findings."""
 POLICY = RetryPolicy(tries=3, timeout_seconds=10.0)
 """Retries of requests to the Hub, which is reported as unreachable after 40 seconds (in a run, three minutes)."""
 EXTRAS = ('representation_alignment', 'perceptual_losses')
@@ -166,18 +159,15 @@ class Source:
     """A key of a recipe that names pretrained weights."""
 
     where: str
-    """Path of the key in the recipe."""
     value: str
     check: Callable[[], str]
     """Function that returns where the weights are, or raises UserError or ExternalError if they are not available."""
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
-    """Check every source of pretrained weights that a recipe names.
+    """Check every source of pretrained weights that a recipe names, up to the first for which the Hub does not respond.
 
-    Returns:
-        One finding per source, up to the first for which the Hub does not respond. Empty if the recipe names no source,
-        or its model is not one of this package's.
+    Empty if the recipe names no source, or its model is not one of this package's.
     """
     if not registry.is_own('model', recipe.model.name):
         return []

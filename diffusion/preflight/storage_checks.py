@@ -30,7 +30,6 @@ class FolderView:
     """The run's folder as one node sees it.
 
     Attributes:
-        machine: Name of the node.
         file_system: Type and source of the folder's file system, such as `nfs4 server:/export`.
         begun: True if the node sees a run.json, which means that the run has begun.
         file: Name of the file that the node wrote.
@@ -131,7 +130,6 @@ def file_system_of(path: Path) -> str:
 RETRY = RetryPolicy(tries=3, timeout_seconds=60.0)
 CHUNK_BYTES = 2**24
 GROWTH = 4
-"""Factor by which the size grows from one measured upload to the next."""
 
 
 def check_bucket(url: str) -> Iterator[Finding]:
@@ -200,13 +198,8 @@ def _refuses(marker: str, *, if_absent: bool = False, if_tag: str | None = None)
 def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int) -> float:
     """Measure the bytes/s at which this process uploads a file below a URL; the file is deleted afterwards.
 
-    The size grows until an upload takes half of the time. Large files are uploaded in parallel parts, like a
-    checkpoint.
-
-    Args:
-        folder: Local folder for the file.
-        seconds: Approximate time to measure.
-        most_bytes: Upper bound of the file's size.
+    The size grows, up to `most_bytes`, until an upload takes half of the time. Large files are uploaded in parallel
+    parts, like a checkpoint.
     """
     marker, path = f'{url}/{marker_name()}', folder / marker_name()
     size, written, speed = CHUNK_BYTES, 0, 0.0
@@ -250,7 +243,6 @@ class SaveTime:
     limit_seconds: float
     """Seconds after which a save counts as a hang and the run is ended."""
     limit_setting: str
-    """Name of the setting for this limit, for messages."""
     sharded: bool
 
     def risk(self) -> str:
@@ -271,13 +263,10 @@ class SaveTime:
 
 
 def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: bool) -> list[Finding]:
-    """Measure the write speed of the run's storage; a collective that returns the same findings on all ranks.
+    """Measure, longer if `deep`, the write speed of the run's storage; all ranks return the same findings.
 
     Rank 0 writes; with sharded checkpoints, one rank per node writes at the same time. If saves seem too slow, the
     finding is only a warning, because the duration of real saves is known only in training.
-
-    Args:
-        deep: True to measure longer.
     """
     sharded = recipe.parallelism.checkpoints == 'sharded'
     writes = os.environ['LOCAL_RANK'] == '0' if sharded else os.environ['RANK'] == '0'
@@ -316,11 +305,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
 
 
 def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
-    """Measure the bytes/s at which this process writes a file to a folder; the file is read back and removed.
-
-    Raises:
-        OSError: The file cannot be written or removed, or its content differs when it is read back.
-    """
+    """Measure the bytes/s at which this process writes a file to a folder; the file is read back and removed."""
     path = folder / marker_name()
     chunk, written = os.urandom(CHUNK_BYTES), 0  # use random bytes, since some file systems compress
     try:

@@ -43,9 +43,7 @@ from diffusion.storage.shard_writer import differences
 log = logging.getLogger(__name__)
 
 DUPLICATE_KEY = 'duplicate_key'
-"""Rejection reason for an image that has the same key as another image in the dataset."""
 REMOVED = 'removed'
-"""Rejection reason for an image that was removed from the dataset earlier."""
 PRESENT = 'already in the dataset'
 """Label in the report for images that the dataset already has under the same key; they do not count as rejected."""
 COMPUTED = 'columns_from'
@@ -83,11 +81,7 @@ def append(
 
 
 def inherited_settings(out: str) -> dict[str, Any]:
-    """Return the settings shared by all deliveries of the dataset at `out`, as the content of a YAML file.
-
-    Raises:
-        UserError: There is no dataset, or its record has a different format.
-    """
+    """Return the settings shared by all deliveries of the dataset at `out`, as the content of a YAML file."""
     settings = dict(RecordedDataset(out, Path()).record.settings)
     del settings[COMPUTED]  # the dataset records the file's hash, not its path
     return settings
@@ -323,7 +317,7 @@ class _Addition(Preparation):
 
 
 def reject_known(catalog: Catalog, earlier: EarlierImages) -> tuple[NamedCount, int]:
-    """Reject a delivery's images whose keys belong to images that are or were in the dataset.
+    """Reject a delivery's images whose keys are or were in the dataset.
 
     Returns:
         The images that the dataset already has with the same pixels, which do not count as rejected, and the number of

@@ -41,7 +41,6 @@ class CaptionRow:
     caption_columns: list[str]
     """The source column of each caption if there are several columns; otherwise empty."""
     problem: str | None = None
-    """Reason why the row cannot be used, such as `no_caption`."""
 
     @property
     def paths(self) -> list[str]:
@@ -53,13 +52,7 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
     """Yield rows of a caption file with columns `file` and `caption` (or, except in CSV, `captions`).
 
     The imagefolder names `file_name` and `text` are accepted too. A row without a usable caption or path has `problem`
-    set.
-
-    Args:
-        caption_columns: Columns with captions; rows of a JSONL file may lack some. Empty means the common names.
-
-    Raises:
-        UserError: The file does not exist or cannot be parsed, or no row has both a path column and a caption column.
+    set. Rows of a JSONL file may lack some of `caption_columns`; none means the common names.
     """
     wanted = (FILE_COLUMNS, caption_columns or CAPTION_COLUMNS)
     columns: dict[str, None] = {}
@@ -193,15 +186,11 @@ def _parquet_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[
 def read_sidecars(
     entry: Entry, text: bytes | None, columns: bytes | None, *, rule: CaptionText, caption_columns: Sequence[str]
 ) -> None:
-    """Set the captions and the metadata of an entry.
+    """Set the captions and the metadata of an entry, or its problem if they cannot be read.
 
-    The captions are `captions` in the .json file if that is a list; otherwise the .txt file's; otherwise `caption` in
-    the .json file, which may be a string or a list of strings.
-
-    Args:
-        entry: The entry; its problem is set if the text is not UTF-8, or if the only captions are in an unreadable
-            .json file.
-        caption_columns: Keys of the .json file with captions, and `txt` for the .txt file; empty means the rule above.
+    The captions are those of `caption_columns` (keys of the .json file, and `txt` for the .txt file). If none is given:
+    `captions` in the .json file if that is a list; otherwise the .txt file's; otherwise `caption` in the .json file,
+    which may be a string or a list of strings.
     """
     entry.metadata = {} if columns is None else read_columns(columns)
     captions, caption = (entry.metadata.get(name) for name in ('captions', 'caption'))

@@ -21,9 +21,7 @@ from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 
 DUPLICATE = 'duplicate'
-"""Rejection reason for duplicates."""
 REJECTED, TRAIN, HELD_OUT = -1, 0, 1
-"""Values of `Catalog.split`."""
 NUMBERS = {
     'width': np.uint32,
     'height': np.uint32,
@@ -32,7 +30,6 @@ NUMBERS = {
     'perceptual_hash': np.uint64,
     'is_flat': np.bool_,
 }
-"""Numeric columns of the table of inputs and their types."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,11 @@ class Catalog:
     """Table with one row per input, stored as one array per column, and the table of samples made from them."""
 
     parts: Sequence[Path]
-    """Folders of the parts, in order."""
     part: np.ndarray
     """Part number of each input, int32."""
     split: np.ndarray
     """REJECTED, TRAIN or HELD_OUT for each input, int8."""
     columns: dict[str, np.ndarray]
-    """The columns in `NUMBERS`."""
     samples: Samples
     rejected: dict[str, NamedCount]
     """Rejected inputs by reason; after `drop_duplicates`, this includes duplicates."""
@@ -144,15 +139,9 @@ class Catalog:
             yield found.take(rows - self.first_row[number]).combine_chunks()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
-        """Mark images that duplicate an earlier image as rejected.
+        """Reject images that duplicate an earlier one; return (row number, key of the original) of the first few.
 
-        Args:
-            mode: `none`, `exact` or `near`.
-            max_distance: Maximum number of bits in which the perceptual hashes of near-duplicates differ.
-            saved: File that caches the search result for a resumed preparation, since the search may be slow.
-
-        Returns:
-            (row number, key of the original) for the first `NAMES_SHOWN` duplicates, for the report.
+        The search may be slow, so its result is kept in the file `saved` for a resumed preparation.
         """
         if mode == 'none':
             return []
@@ -165,14 +154,9 @@ class Catalog:
         return self.reject_duplicates(kept[dropped], lambda index: self.key(int(kept[repeats[dropped[index]]])))
 
     def reject_duplicates(self, rows: np.ndarray, original: Callable[[int], str]) -> list[tuple[int, str]]:
-        """Mark images as rejected duplicates.
+        """Reject duplicates, given their row numbers and a function that returns the key of the i-th one's original.
 
-        Args:
-            rows: Row numbers of the duplicates.
-            original: Function that returns the key of the i-th duplicate's original.
-
-        Returns:
-            (row number, key of the original) for the first `NAMES_SHOWN` duplicates, for the report.
+        Return (row number, key of the original) for the first `NAMES_SHOWN` duplicates, for the report.
         """
         shown = [(int(row), original(index)) for index, row in enumerate(rows[:NAMES_SHOWN])]
         self.reject(rows, DUPLICATE, [f'{self.key(row)} (duplicate of {name})' for row, name in shown])
@@ -226,11 +210,7 @@ def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Sa
 
 
 def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarray:
-    """Add a part's rejected inputs to `rejected`: their number and first keys, per reason.
-
-    Returns:
-        REJECTED or TRAIN for each input of the part, int8.
-    """
+    """Count a part's rejected inputs in `rejected`; return REJECTED or TRAIN for each input of the part, int8."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     split = np.full(len(rows), TRAIN, np.int8)

@@ -55,12 +55,9 @@ from diffusion.storage.atomic import atomic_folder
 SHARD_BYTES = 64 * 10**6
 """Maximum size of a part's shards; each shard is held in memory until it is full."""
 THUMBNAILS_FILE = 'thumbnails.json'
-"""File in a part's folder with thumbnails of rejected images."""
 COUNTS_FILE = 'part.json'
-"""File in a part's folder with its counts."""
 THUMBNAILS_PER_REASON = 6
 DECODER_REASONS = ('undecodable', 'truncated')
-"""Rejection reasons for which the report lists the decoder's messages."""
 MAX_DETAIL = 200
 """Maximum length of a decoder's message in characters."""
 ATTEMPTS = 4
@@ -77,24 +74,17 @@ class PartCounts:
     """Size of the part for the progress bar, in the unit of `Part.size`."""
     inputs: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Number of rejected inputs by reason."""
     columns: set[str] = field(default_factory=set)
-    """Names of the metadata columns."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Files that are neither images nor belong to one, by suffix; they do not count as inputs."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
     """Decoder messages with the number of images for each, by rejection reason."""
     repaired: NamedCount = field(default_factory=NamedCount)
-    """Images converted although their files contain stray bytes."""
 
 
 @dataclass(frozen=True)
 class PartJob:
-    """Job that converts one part of the input into a folder.
-
-    The folder contains shards in which samples of all buckets are mixed, tables of all inputs and samples, and
-    thumbnails of rejected inputs.
-    """
+    """Job that converts one part of the input into a folder of shards, tables, and thumbnails of rejected inputs."""
 
     number: int
     part: Part
@@ -112,12 +102,7 @@ class PartJob:
         return f'part {self.number} ({self.part.name})'
 
     def __call__(self, note: Note) -> PartCounts:
-        """Convert the part, unless an earlier start has done so; return its counts.
-
-        Raises:
-            UserError: The part does not exist or permission is denied.
-            DataError: The part cannot be read in `ATTEMPTS` attempts.
-        """
+        """Convert the part, unless an earlier start has done so; return its counts."""
         for attempt in range(ATTEMPTS):
             if self.folder.is_dir():
                 return read_counts(self.folder, self.part)
@@ -291,11 +276,7 @@ class _ShardBuffer:
         self._bytes = 0
 
     def add(self, sample: bytes) -> tuple[int, int, int]:
-        """Add an encoded sample.
-
-        Returns:
-            The sample's shard number, its offset in bytes after the shard's header, and its size in bytes.
-        """
+        """Add a sample; return its shard number, its offset after the shard's header, and its size, both in bytes."""
         if self._samples and self._bytes + len(sample) > SHARD_BYTES:
             self.flush()
         self._samples.append(sample)

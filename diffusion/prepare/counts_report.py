@@ -21,11 +21,8 @@ class HeldOut:
     """Counts of the images held out from the training set and written to a separate dataset."""
 
     out: str
-    """Folder of the held-out dataset."""
     pictures: int
-    """Number of images."""
     buckets: dict[str, int]
-    """Number of samples by bucket folder."""
     bytes: dict[str, int]
     """Size of the shards in bytes, by bucket folder."""
 
@@ -48,13 +45,10 @@ class PrepareReport:
     buckets: dict[str, int] = field(default_factory=dict)
     """Number of samples by bucket folder, such as `256px`."""
     empty_buckets: list[str] = field(default_factory=list)
-    """Buckets without images, which have no folder."""
     bytes: dict[str, int] = field(default_factory=dict)
     """Size of the shards in bytes, by bucket folder."""
     held_out: HeldOut | None = None
-    """Counts of the held-out images; None if there are none."""
     rejected: dict[str, NamedCount] = field(default_factory=dict)
-    """Rejected inputs by reason."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
     """Decoder messages with the number of images for each, by rejection reason."""
     repaired: NamedCount = field(default_factory=NamedCount)

@@ -50,15 +50,9 @@ class DatasetListing:
 
     @classmethod
     def open(cls, location: str, hub: Hub, commit: str | None = None) -> 'DatasetListing':
-        """List the files of a dataset, and read its card.
+        """List the files of a dataset, a folder or a name on the Hub, and read its card; folders take precedence.
 
-        Args:
-            location: A folder, or the name of a dataset on the Hub; folders take precedence.
-            commit: Commit on the Hub, used instead of the revision in the location.
-
-        Raises:
-            UserError: There is no such dataset, access is denied, or the card is invalid.
-            OSError: The Hub does not respond.
+        A given `commit` replaces the revision in the location.
         """
         title = location = location.removeprefix('file://')
         name = None if os.path.exists(location) else parse_name(location)
@@ -77,10 +71,7 @@ class DatasetListing:
 
     @property
     def license(self) -> str | None:
-        """License stated in the card, such as `cc-by-4.0`; if it is `other`, with name and link.
-
-        Empty if no license is stated; None for a folder without a card.
-        """
+        """License stated in the card, such as `cc-by-4.0`; empty if none is stated, None for a folder without card."""
         value = self.card.get('license')
         names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
         names += [str(self.card[name]) for name in ('license_name', 'license_link') if self.card.get(name)]
@@ -100,11 +91,7 @@ class DatasetListing:
 
 
 def read_card(text: bytes, where: str) -> dict[str, Any]:
-    """Return a dataset card's YAML header; empty if it has none.
-
-    Raises:
-        UserError: The header is not valid YAML.
-    """
+    """Return a dataset card's YAML header; empty if it has none."""
     first, *lines = text.decode('utf-8-sig', 'replace').splitlines() or ['']
     end = next((number for number, line in enumerate(lines) if line.rstrip() == '---'), None)
     if first.rstrip() != '---' or end is None:
@@ -163,10 +150,8 @@ class Choice:
     """The files of a dataset to read, and their layout."""
 
     layout: str
-    """A key of LAYOUTS."""
     split: str
     files: list[File]
-    """Data files of the split."""
     others: list[PassedOver]
     """Files that are skipped, with the reason for each."""
 
@@ -184,11 +169,7 @@ class Chooser:
     caption_suffix: str = 'txt'
 
     def choose(self) -> Choice:
-        """Return the files to read.
-
-        Raises:
-            UserError: The split or configuration does not exist or is ambiguous, or there are no images.
-        """
+        """Return the files to read."""
         dataset = self.dataset
         files = [file for file in dataset.files if is_inside(file.name, dataset.path)]
         if not files:
@@ -343,11 +324,7 @@ def is_metadata(file: File) -> bool:
 
 
 def _others(
-    files: Sequence[File],
-    chosen: Sequence[File],
-    splits: Mapping[str, list[File]],
-    *,
-    of_config: Sequence[File] = (),
+    files: Sequence[File], chosen: Sequence[File], splits: Mapping[str, list[File]], *, of_config: Sequence[File] = ()
 ) -> list[PassedOver]:
     """Return the skipped files, each with its split or another reason."""
     used = {file.name for file in chosen}
@@ -357,11 +334,7 @@ def _others(
 
 
 def saved_files(state: bytes, where: str) -> tuple[list[str], str | None]:
-    """Return a saved dataset's Arrow files in order, and its split, from its state.json.
-
-    Raises:
-        UserError: The file is damaged, or the dataset's rows are not in the order of its files.
-    """
+    """Return a saved dataset's Arrow files in order, and its split, from its state.json."""
     try:
         content: dict[str, Any] = json.loads(state)
         names = [str(each['filename']) for each in content['_data_files']]

@@ -37,9 +37,7 @@ IMAGES = 'images.parquet'
 SHARDS = 'shards.json'
 PARTS = 'parts.json'
 FETCHES = 16
-"""Number of files to download in parallel."""
 Entries = Mapping[str, list[dict[str, Any]]]
-"""Index entries of shards by bucket."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ class Delivery:
     """One input added to a dataset; paths are relative to the dataset's folder."""
 
     source: dict[str, Any]
-    """Settings of the source."""
     fingerprint: str
-    """Fingerprint of the delivery's plan."""
     images: str
     """Path of the table of its images."""
     shards: str
@@ -57,7 +53,6 @@ class Delivery:
     parts: str
     """Path of a JSON file with the stamps of its input's parts, by name."""
     report: str
-    """Path of its report."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +81,7 @@ class DatasetRecord:
 
     @classmethod
     def parse(cls, content: bytes, where: object) -> 'DatasetRecord':
-        """Parse the content of dataset.json.
-
-        Raises:
-            UserError: The content is damaged, or its version is not `VERSION`.
-        """
+        """Parse the content of dataset.json."""
         try:
             values = json.loads(content)
             if (version := values.pop('version')) != VERSION:
@@ -123,11 +114,7 @@ class RecordedDataset:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the record again.
-
-        Raises:
-            UserError: The folder has no record, or the record is damaged.
-        """
+        """Read the record again."""
         found = self.folder.read_version(RECORD)
         if found is None:
             raise UserError(
@@ -145,11 +132,7 @@ class RecordedDataset:
         return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
 
     def commit(self, record: DatasetRecord) -> None:
-        """Replace the record; this makes a change take effect.
-
-        Raises:
-            PreconditionFailed: Another process has changed the dataset since `refresh` was called.
-        """
+        """Replace the record: a change takes effect. Raise PreconditionFailed if the record changed since `refresh`."""
         self.folder.replace(RECORD, record.content(), self.version)
         self.refresh()
 
@@ -161,11 +144,7 @@ class RecordedDataset:
         return self._read[name]
 
     def path(self, name: str) -> Path:
-        """Return a local path of one of the record's files, after downloading it if necessary.
-
-        Raises:
-            UserError: The file does not exist.
-        """
+        """Return a local path of one of the record's files, after downloading it if necessary."""
         path = self.folder.fetch(name)
         if not path.exists():
             raise UserError(f'{self.folder}/{name}: is missing; restore it, or prepare the data again')

@@ -78,11 +78,7 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
 def merged_report(
     reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
 ) -> PrepareReport:
-    """Return a dataset's report: summed counts and histograms, and one line per delivery.
-
-    Args:
-        entries: Index entries of the dataset's shards by bucket, with current numbers of samples.
-    """
+    """Return a dataset's report: summed counts and histograms, and one line per delivery."""
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
     empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]

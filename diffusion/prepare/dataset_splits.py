@@ -38,7 +38,6 @@ class DataFiles:
     config: str | None = None
     """Name of the configuration; None if the card lists none."""
     folder: str = ''
-    """Folder of the files, relative to the dataset."""
     patterns: Mapping[str, list[str]] = field(default_factory=dict)
     """File patterns by split; empty if splits are determined by file names."""
 
@@ -61,9 +60,6 @@ def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where
     Args:
         listed: `configs` from the dataset's card, or None.
         folders: Folders to treat as configurations if the card lists none.
-
-    Raises:
-        UserError: The configuration does not exist, there are several without a default, or the card is invalid.
     """
     if not listed and wanted is None and len(set(folders)) < 2:
         return DataFiles()
@@ -110,15 +106,12 @@ def split_in(name: str) -> str | None:
 def group_by_split(
     files: Iterable[Named], name: Callable[[Named], str], *, by_file: bool = True
 ) -> tuple[dict[str, list[Named]], list[Named]]:
-    """Group files by the splits named in their paths.
+    """Group files by the splits named in their paths; return these, and the files without a split if others have one.
 
     Args:
         name: Returns a file's path relative to the dataset.
         by_file: If no folder is named after a split, use file names too. If False, file names count only if all of them
             name a split, since image names may contain such words, as in `test-pattern.png`.
-
-    Returns:
-        Files by split, and files without a split, if other files' paths do name one.
     """
     files = list(files)
     for split_of, may_lack in ((_sharded_split, True), (_folder_split, True), (_file_split, by_file)):
@@ -148,11 +141,7 @@ def _file_split(path: str) -> str | None:
 
 
 def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
-    """Return the split to read: the one requested, otherwise the only one, otherwise `train`.
-
-    Raises:
-        UserError: The split does not exist, or there are several but none is `train`.
-    """
+    """Return the split to read: the one requested, otherwise the only one, otherwise `train`."""
     names = list(splits)
     if wanted is None and (len(names) == 1 or TRAIN in names):
         return names[0] if len(names) == 1 else TRAIN

@@ -17,7 +17,6 @@ from PIL import Image
 from diffusion.errors import UserError
 
 FUNCTION = 'columns'
-"""Name of the function in the user's file."""
 BATCH_IMAGES = 64
 BATCH_PIXELS = 2**26
 """Maximum number of pixels of the decoded images in a batch; takes 200 MB."""
@@ -49,10 +48,7 @@ def json_value(value: Any) -> Any:
 
 
 def read_columns(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object into metadata columns.
-
-    If the text is invalid, return a single column `bad_metadata` with the error, so that the image can still be used.
-    """
+    """Parse a JSON object into metadata columns; if invalid, return a single column `bad_metadata` with the error."""
     try:
         columns = json_value(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -81,13 +77,7 @@ def compute_columns(
 ) -> list[dict[str, Any]]:
     """Compute the columns of each image in a batch with the function in the user's file; return JSON values.
 
-    Args:
-        path: The user's file; it is executed once per process.
-        images: B decoded images in RGB, at their original size.
-
-    Raises:
-        UserError: The file lacks the function, or the function does not return a dictionary of columns with B values
-            each. Exceptions raised by the file or the function are passed on unchanged.
+    The file is executed once per process. Exceptions raised by the file or the function are passed on unchanged.
     """
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):

@@ -28,7 +28,6 @@ from diffusion.storage.places import is_url
 IN_MEMORY = 300_000
 """Maximum number of files to sort in memory; so many files take 120 MB."""
 BLOCK = 2000
-"""Number of files written and read at a time."""
 
 
 class File(NamedTuple):
@@ -37,7 +36,6 @@ class File(NamedTuple):
     url: str
     """Path, or URL such as s3://bucket/key; can be passed to `local_copy`."""
     size: int
-    """Size in bytes."""
     stamp: str
     """Changes when the content changes: a local file's size and modification time, or an object's ETag."""
     name: str
@@ -85,7 +83,6 @@ class _Run:
 
 
 MAX_EXPANDED = 1_000_000
-"""Maximum number of locations to which braces may expand."""
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
@@ -98,12 +95,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
             such as s3://bucket/laion/{00000..00099}.tar; or a pattern with `*`, `?` or `**`, such as
             s3://bucket/data/train-*.parquet.
         suffixes: Lowercase suffixes to keep, such as `.tar`; matched case-insensitively. None keeps all files and
-        allows an empty result.
-
-    Raises:
-        UserError: No file was found, a file listed by the braces is missing, a folder contains a link to a parent
-            folder, or the store denies access.
-        OSError: The store does not respond.
+            allows an empty result.
     """
     location = location.removeprefix('file://')
     # If a folder with this exact name exists, braces are part of its name.
@@ -128,16 +120,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
 def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
     """List all files in a folder, or those that match a pattern with wildcards, using little memory.
 
-    Args:
-        location: As for `list_files`, but without braces.
-
-    Returns:
-        The files sorted by name, including hidden ones, and the broken links.
-
-    Raises:
-        UserError: No file matches; the folder does not exist, cannot be read, or contains a link to a parent folder; or
-            the store denies access.
-        OSError: The store does not respond.
+    Return the files sorted by name, including hidden ones, and the broken links.
     """
     location = location.removeprefix('file://')
     base, pattern = location, ''
@@ -162,12 +145,7 @@ def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
 def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
     """Yield a local path of a file; objects are copied to TMPDIR, and the copy is removed after the `with` block.
 
-    Args:
-        size: Expected size of an object in bytes; a download with another size is retried.
-
-    Raises:
-        UserError: The object does not exist, or permission or credentials are missing.
-        OSError: The store does not respond.
+    A download whose size in bytes differs from `size` is retried.
     """
     if not is_url(url):
         yield Path(url)
@@ -213,10 +191,7 @@ def with_passed_over(parts: Sequence[Part], files: Sequence[PassedOver]) -> list
 
 
 def part_name(text: str) -> str:
-    """Return a unique name for a part of the input, made from a text such as a file's name.
-
-    Characters other than letters, digits, dots and dashes are replaced, and a hash of the text is appended.
-    """
+    """Return a unique name for a part, from a text such as a file name: letters, digits, dots, dashes and a hash."""
     plain = re.sub(r'[^A-Za-z0-9.-]+', '_', text).strip('._')[-80:]
     if plain == text:
         return text
@@ -335,14 +310,7 @@ def _list(location: str) -> tuple[list[File], list[PassedOver]]:
 
 
 def _walk(location: str, broken: list[PassedOver]) -> Iterator[File]:
-    """Yield all files below a local folder (following links to folders), or the file itself.
-
-    Args:
-        broken: List to which broken links are added.
-
-    Raises:
-        UserError: The folder does not exist, cannot be read, or contains a link to a parent folder.
-    """
+    """Yield the files below a local folder, following links, or the file itself; add broken links to `broken`."""
     root = os.path.normpath(location)
     if os.path.isfile(root):
         yield _file(root, os.path.basename(root))

@@ -111,11 +111,7 @@ class Filters:
     """Keep or reject images without a numeric value for a column in `columns`."""
 
     def check(self) -> None:
-        """Check that the limits are valid, before images are read.
-
-        Raises:
-            UserError: A limit is invalid or impossible to satisfy.
-        """
+        """Raise UserError if a limit is invalid or impossible to satisfy."""
         if self.min_side < 1:
             raise UserError(f'filters.min_side: {self.min_side} is not positive; give pixels')
         if self.max_aspect is not None and self.max_aspect < 1:
@@ -160,12 +156,7 @@ class Filters:
         return [name for name in self.columns if name.casefold() in names]
 
     def unknown_column_notes(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
-        """Return a note for the report for each filtered column that no image has, which may be misspelled.
-
-        Args:
-            seen: Names from `columns` that at least one image has.
-            available: All metadata columns of the images, to list in the note.
-        """
+        """Return a note for the report for each filtered column that no image has, which may be misspelled."""
         return [
             f'filters.columns.{name}: no image has this column; available columns: {sorted(available) or "none"}'
             for name in self.columns

@@ -19,15 +19,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.caption_files import NO_PATH, read_caption_rows, read_sidecars
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.file_listing import (
-    File,
-    as_utf8,
-    expand_braces,
-    is_pattern,
-    list_files,
-    list_sorted,
-    local_copy,
-)
+from diffusion.prepare.file_listing import File, as_utf8, expand_braces, is_pattern, list_files, list_sorted, local_copy
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.source import (
     IMAGE_SUFFIXES,
@@ -52,11 +44,9 @@ OTHER_TEXT = 'caption'
 TABLE_KINDS = ('.csv', '.jsonl', '.json', '.parquet', '.tsv', '.xlsx')
 """Suffixes of files that may be caption tables with an unexpected name."""
 PART_IMAGES = 1000
-"""Number of images per part."""
 MIN_IMAGES = 32
 """Minimum number of images per job; smaller jobs are not worth the overhead."""
 DOWNLOADS = 16
-"""Number of objects to download at the same time."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +62,17 @@ class FolderSource:
 
     location: str
     captions: str | None = None
-    """Caption file, local or in an object store."""
     caption_text: CaptionText = 'whole'
     """Content of a .txt file; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
     """Columns of the caption file, or keys of .json files and `txt` for .txt files; None means the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
-    """Image suffixes, in lower case and without a dot."""
     caption_suffix: str = 'txt'
-    """Suffix of text files with captions, in lower case and without a dot."""
 
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
 
         A long list of files is kept in TMPDIR, or in memory with a caption file, whose rows may refer to any image.
-
-        Raises:
-            UserError: There are no images, the folder cannot be listed, or the caption file is invalid.
         """
         if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
             listed, others = list_files(self.location, None)
@@ -133,9 +117,6 @@ class FolderSource:
                 one in the folder itself.
             elsewhere: Names of images that were left out on purpose; caption file rows about them are skipped.
             copy: Yields a local copy of a caption file, given its URL.
-
-        Raises:
-            UserError: There are no images, or a caption file is invalid.
         """
         files = {file.name: file for file in listed}
         images = self._images(files.values())
@@ -244,12 +225,9 @@ class FolderSource:
         return entry
 
     def _paired_in_order(self, files: Iterable[File], passed_over: dict[str, NamedCount]) -> Iterator['_ImageFile']:
-        """Yield each image with the caption files beside it, which are not read yet.
+        """Yield each image with the unread caption files beside it; count other files in `passed_over`.
 
         Files need not be held in memory, because in sorted order, files with the same stem are close together.
-
-        Args:
-            passed_over: Counts by kind; files that are neither images nor belong to one are added.
         """
         # All names that begin with an image's stem and a dot, including its captions, are consecutive. Two such spans
         # of names are either nested or disjoint.
@@ -358,7 +336,6 @@ class _ImageFile:
     metadata: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
     caption_columns: list[str] = field(default_factory=list)
-    """The source column of each caption, if there are several columns."""
 
     def content(self) -> dict[str, Any]:
         """Return the values to store in the plan."""

@@ -45,9 +45,6 @@ def parse_name(location: str) -> HubName | None:
     """Parse `org/dataset[@revision]` or `hf://datasets/org/dataset[@revision][/path]`; return None for others.
 
     The URL of the dataset's web page, or of a folder or file in it, is accepted too.
-
-    Raises:
-        UserError: The URL refers to something else on the Hub, such as a model.
     """
     for host in (ENDPOINT, endpoint()):
         if location.startswith(f'{host}/datasets/'):
@@ -83,11 +80,6 @@ class Hub:
         """Return the current commit of a dataset's revision, and its files; None means the main branch.
 
         A file's stamp is `sha256:HASH` if it is stored as a large file, otherwise `git:BLOB`.
-
-        Raises:
-            UserError: The repository or revision does not exist or is not accessible, or offline mode is on.
-            GaveUp: The Hub did not answer.
-            DataError: The response did not come from a Hub.
         """
         from huggingface_hub import constants
 
@@ -111,13 +103,7 @@ class Hub:
 
     @contextmanager
     def copies(self, files: Sequence[File]) -> Iterator[dict[str, Path]]:
-        """Yield local paths of files by URL; Hub files are downloaded to TMPDIR, verified, and removed afterward.
-
-        Raises:
-            UserError: A file does not exist or may not be read.
-            GaveUp: The Hub did not answer, or a file's size or hash was wrong in every attempt.
-            OSError: The local disk is full.
-        """
+        """Yield local paths of files by URL; Hub files are downloaded to TMPDIR, verified, and removed afterward."""
         remote = [file for file in files if is_on_hub(file.url)]
         with ExitStack() as stack:
             paths = {
@@ -134,14 +120,7 @@ class Hub:
             yield paths
 
     def read_beside(self, table: str, path: str) -> bytes:
-        """Return the image at the path given in a table's row; its hash is not checked.
-
-        Args:
-            path: Path relative to the table or to the repository.
-
-        Raises:
-            Unfit: The path leads outside the repository, or the file does not exist. Other errors are as in `copies`.
-        """
+        """Return the image at a path relative to a table or to the repository; its hash is not checked."""
         from huggingface_hub.errors import EntryNotFoundError
 
         name = _name_of(table)
@@ -232,11 +211,7 @@ def endpoint() -> str:
 
 
 def token_of(variable: str | None) -> str | None:
-    """Return the token in an environment variable; for None, return that of HF_TOKEN or `hf auth login`, if any.
-
-    Raises:
-        UserError: The variable is not set.
-    """
+    """Return the token in an environment variable; for None, return that of HF_TOKEN or `hf auth login`, if any."""
     if variable is None:
         from huggingface_hub import get_token
 

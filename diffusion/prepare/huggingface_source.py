@@ -30,7 +30,6 @@ from diffusion.storage.retry import GaveUp, error_text
 FOOTER_BYTES = 2**18
 """Number of bytes to read from the end of a Parquet file on the Hub for its columns; few files have larger footers."""
 IMAGES_AT_ONCE = 64
-"""Number of image files to download at a time before reading them."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,8 @@ class HuggingFaceSource:
 
     location: str
     split: str | None = None
-    """Split to read; None means `train` or the only split."""
     config: str | None = None
-    """Configuration to read; None means the default or the only one."""
     token_variable: str | None = None
-    """Environment variable with the Hub token."""
     image_column: str | None = None
     caption_column: str | Sequence[str] | None = None
     caption_text: CaptionText = 'whole'
@@ -83,13 +79,7 @@ class HuggingFaceSource:
         return replace(self, commit=planned.revision)
 
     def parts(self) -> list[Part]:
-        """List the dataset, choose the configuration and the split, and split its files into parts.
-
-        Raises:
-            UserError: The dataset, split or configuration does not exist, access is denied, or the dataset has no
-                images.
-            DataError: The Hub does not answer.
-        """
+        """List the dataset, choose the configuration and the split, and split its files into parts."""
         dataset = self._listing()
         chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes, self.caption_suffix)
         choice = chooser.choose()

@@ -37,7 +37,6 @@ def decode_image(
     """Read an image with `data.image_reading.read_image`, including optional formats.
 
     Args:
-        encoded: The file; may be damaged or not an image at all.
         background: Color of transparent areas, in any notation that Pillow accepts.
         max_pixels: Maximum width times height, checked against the file's header before decoding.
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).

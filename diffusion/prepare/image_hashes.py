@@ -13,7 +13,6 @@ from PIL import Image
 from diffusion.errors import UserError
 
 THUMBNAIL_SIDE = 32
-"""Side in pixels of the thumbnail that is hashed."""
 LOW_FREQUENCIES = 8
 """Number of DCT frequencies per direction in the perceptual hash: 8 x 8 = 64 bits."""
 FLAT_LEVELS = 4.0
@@ -21,11 +20,9 @@ FLAT_LEVELS = 4.0
 MAX_DISTANCE = 8
 """Maximum supported Hamming distance between near-duplicates in bits."""
 ALL_PAIRS_LIMIT = 2048
-"""Maximum number of hashes for which all pairs are compared."""
 MAX_COMPARISONS_PER_HASH = 1000
 """Maximum number of comparisons per hash before a search with smaller and more groups is tried."""
 MAX_PAIRS_PER_HASH = 16
-"""Maximum number of near-duplicate pairs per hash to hold in memory."""
 MAX_TABLES = 1000
 """Maximum number of sorted copies of the hashes in one search; larger distances need more copies."""
 CHUNK = 2**18
@@ -52,7 +49,6 @@ class PerceptualHash(NamedTuple):
     """Hash of an image's appearance."""
 
     bits: int
-    """The 64-bit hash."""
     is_flat: bool
     """True if the image has too little contrast for the hash to be meaningful."""
 
@@ -74,16 +70,12 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
     """Return for each image the index of the first kept image that it duplicates, or -1 if it is kept itself.
 
     An image is a duplicate of an earlier kept one if their exact hashes are equal, or if their perceptual hashes differ
-    in at most `max_distance` bits. Images with equal exact hashes must have equal perceptual hashes.
+    in at most `max_distance` bits (0 to 8). Images with equal exact hashes must have equal perceptual hashes.
 
     Args:
         exact: Exact hashes, uint64 [N], in order of precedence.
         perceptual: Perceptual hashes, uint64 [N].
         meaningful: Bool [N]; False means that the image's perceptual hash is ignored.
-        max_distance: Maximum Hamming distance in bits, 0 to 8.
-
-    Raises:
-        UserError: `max_distance` is out of range.
     """
     # Compare only distinct perceptual hashes: first replace each image with the first image that has the same exact
     # hash, then with the first one that has the same perceptual hash.
@@ -108,16 +100,11 @@ def find_known(
     *,
     max_distance: int,
 ) -> np.ndarray:
-    """Return for each image the index of the first known image that it duplicates, or -1.
+    """Return for each of M images the index of the first of N known images that it duplicates, or -1.
 
-    This is fast for few images and many known ones, because it does not sort the known hashes. Unlike in `duplicates`,
-    a known image counts even if it duplicates another one.
-
-    Args:
-        known: Exact hashes, perceptual hashes and `meaningful` of the known images, as for `duplicates`; three arrays
-            [N].
-        images: The same for the images to look up; three arrays [M].
-        max_distance: Maximum Hamming distance in bits, 0 to 8.
+    Both are given by their exact hashes, perceptual hashes and `meaningful`, as for `duplicates`. This is fast for few
+    images and many known ones, because it does not sort the known hashes. Unlike in `duplicates`, a known image counts
+    even if it duplicates another one.
     """
     check_distance(max_distance)
     found = _first_near(known[0], images[0], 0)
@@ -132,11 +119,7 @@ def find_known(
 
 
 def check_distance(max_distance: int) -> None:
-    """Check that a maximum Hamming distance for near-duplicates is supported.
-
-    Raises:
-        UserError: The distance is out of range.
-    """
+    """Raise UserError if a maximum Hamming distance for near-duplicates is not supported."""
     if not 0 <= max_distance <= MAX_DISTANCE:
         raise UserError(f'max_distance={max_distance} is out of range; give 0 to {MAX_DISTANCE} bits')
 
@@ -183,10 +166,7 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Return for each of `count` images the index of the kept image that it duplicates, or -1 if it is kept itself.
-
-    Pairs of near images, (later[i], earlier[i]), are visited in image order.
-    """
+    """Return for each image the index of the kept image that it duplicates, or -1, given all near pairs."""
     # Reject an image only if it is near a kept image: being near is not transitive.
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
@@ -197,10 +177,7 @@ def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
 
 
 def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return all pairs of hashes that differ in at most `distance` bits, as arrays of (later, earlier) indices.
-
-    Return None if there are too many pairs to hold in memory.
-    """
+    """Return (later, earlier) indices of pairs that differ in at most `distance` bits; None if there are too many."""
     if len(hashes) <= ALL_PAIRS_LIMIT:
         later, earlier = np.tril_indices(len(hashes), -1)
         near = _within(hashes[later] ^ hashes[earlier], distance)
@@ -213,10 +190,7 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the same as `_near_pairs`, but compare only hashes that are equal in some of `blocks` blocks of bits.
-
-    Return None if there are too many pairs or comparisons.
-    """
+    """Return the same as `_near_pairs`, but compare only hashes that are equal in some of `blocks` blocks of bits."""
     # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
     # adjacent, and compare each hash with earlier hashes in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]

@@ -16,12 +16,7 @@ from diffusion.prepare.catalog import HELD_OUT, REJECTED, Catalog, key_hashes
 from diffusion.prepare.part_shards import read_inputs
 from diffusion.storage.atomic import atomic_file
 
-HASHES = {
-    'key_hash': pa.uint64(),
-    'exact_hash': pa.uint64(),
-    'perceptual_hash': pa.uint64(),
-    'is_flat': pa.bool_(),
-}
+HASHES = {'key_hash': pa.uint64(), 'exact_hash': pa.uint64(), 'perceptual_hash': pa.uint64(), 'is_flat': pa.bool_()}
 """Columns for comparing images. `key_hash` is the key's XXH3 hash; for the others, see `image_hashes`."""
 REMOVED_SCHEMA = pa.schema(HASHES)
 IMAGE_SCHEMA = pa.schema(
@@ -40,11 +35,9 @@ lists: bucket and shard number of each of the image's samples."""
 def write_images(
     path: Path, catalog: Catalog, shard_of_sample: np.ndarray, buckets: Sequence[str], *, split: int
 ) -> None:
-    """Write the table of a dataset's images.
+    """Write the table of a training set's images, or of a held-out dataset's, given the final shard of each sample.
 
-    Args:
-        shard_of_sample: Number of the final shard for each sample.
-        split: TRAIN for a training set (its table also lists the held-out images); HELD_OUT for the held-out dataset.
+    The table of a training set also lists the held-out images.
     """
     names = pa.array(list(buckets), pa.string())
     with atomic_file(path) as unfinished, pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer:
@@ -121,13 +114,9 @@ def write_removed(path: Path, table: pa.Table) -> None:
 
 @dataclass(frozen=True)
 class EarlierImages:
-    """Hashes of the images that a dataset has or had before a delivery, in order; removed images come last.
-
-    Each image takes 25 bytes of memory.
-    """
+    """Hashes (25 bytes per image) of all images that a dataset has or had before a delivery; removed ones come last."""
 
     hashes: Mapping[str, np.ndarray]
-    """The columns in `HASHES`."""
     tables: Sequence[tuple[int, Path]]
     """Number of images and path of the table, for each delivery."""
     removed_count: int

@@ -22,7 +22,6 @@ IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
 CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
 KEY_COLUMN = 'key'
 URL_COLUMNS = ('url', 'image_url', 'img_url', 'imageurl', 'image_link', 'urls', 'image_urls')
-"""Lowercase names of columns with image URLs."""
 URL = re.compile(r'(https?|ftp)://', re.IGNORECASE)
 
 ReadImage = Callable[[str], bytes]
@@ -46,9 +45,7 @@ class Columns:
     captions: tuple[str, ...]
     key: str | None
     others: list[str]
-    """Names of the metadata columns."""
     where: str
-    """The table's file, for messages."""
 
     @property
     def has_several_captions(self) -> bool:
@@ -63,11 +60,7 @@ class Columns:
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
     """Return a table's columns; common names are matched case-insensitively.
 
-    Args:
-        suffix: The file's suffix, which determines how img2dataset can read it.
-
-    Raises:
-        UserError: A column is missing or has a wrong type, or the table contains URLs instead of images.
+    The file's suffix determines how img2dataset can read it, if the table has URLs instead of images.
     """
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)
@@ -116,10 +109,6 @@ def entry_of(
     Args:
         seen: Keys of earlier rows; this row's key is added.
         read_image: Reads images to which the table refers by path; None means that such rows are rejected.
-
-    Raises:
-        UserError: The image column contains URLs.
-        OSError: The image at a path cannot be read right now.
     """
     key = values[columns.key] if columns.key else None
     entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{json_value(key)}')
@@ -162,12 +151,7 @@ def raise_if_io_error(error: BaseException) -> None:
 def paths_inside(path: str, folder: str) -> list[str]:
     """Return the candidates for a row's path, which may be relative to the table's folder or to the dataset's root.
 
-    Args:
-        path: Path in a row; backslashes may be separators.
-        folder: Folder of the table, relative to the root; empty if it is the root.
-
-    Raises:
-        Unfit: The path is absolute or leads outside the dataset.
+    Raise Unfit if the path is absolute or leads outside the dataset; backslashes may be separators.
     """
     forms = dict.fromkeys((path, path.replace('\\', '/')))
     bases = dict.fromkeys((folder, ''))
@@ -183,17 +167,11 @@ class LocalImages:
     """Reads image files by the paths in a table's rows, relative to the table or to the dataset."""
 
     root: str
-    """The dataset's folder; files outside it are never read."""
     folder: str
     """Folder of the table, relative to the root; empty if it is the root."""
 
     def __call__(self, path: str) -> bytes:
-        """Return the image file at a path.
-
-        Raises:
-            Unfit: The file is outside the dataset or missing, or permission is denied.
-            OSError: The file cannot be read right now.
-        """
+        """Return the image file at a path."""
         # Compare paths as text, without resolving links: files of a snapshot in the Hub's cache link to files outside
         # it.
         root = os.path.abspath(self.root)
@@ -220,18 +198,10 @@ class StoreImages:
     """Reads objects by the paths in the rows of a table in an object store; the counterpart of `LocalImages`."""
 
     root: str
-    """URL of the dataset's folder; objects outside it are never read."""
     folder: str
-    """Folder of the table, relative to the root; empty if it is the root."""
 
     def __call__(self, path: str) -> bytes:
-        """Return the object at a path.
-
-        Raises:
-            Unfit: The object is outside the dataset or missing.
-            UserError: The store denies access.
-            OSError: The object cannot be read right now.
-        """
+        """Return the object at a path."""
         for name in paths_inside(path, self.folder):
             try:
                 return object_store.read(f'{self.root}/{name}')

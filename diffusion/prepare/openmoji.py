@@ -31,7 +31,6 @@ SETTINGS = {'store': 'original', 'license': LICENSE}
 """Default settings of `diffusion prepare openmoji`; `store: original` is safe, since the images need no correction."""
 UNNAMED_CAPTION = 'emoji'
 PART_EMOJI = 50
-"""Number of emoji per part."""
 
 SKIN_TONES = frozenset({'1F3FB', '1F3FC', '1F3FD', '1F3FE', '1F3FF'})
 # Code points that distinguish variants of a drawing: joiners, gender signs, and man, woman, person, boy and girl.
@@ -93,15 +92,8 @@ class Emoji:
 class OpenMojiSource:
     """Emoji rendered as PNG on white at several sizes, in parts of 50; an image's key is its code points.
 
-    Attributes:
-        sizes: Side lengths of the images in pixels.
-        select: `distinct`: named emoji that differ visibly, one per family, without skin tones, regional flags,
-            keycaps, lettered buttons and near-duplicates. `named`: all emoji with names, except skin tones. `all`:
-            everything, to train an autoencoder, which ignores captions; unnamed emoji get the caption 'emoji'.
-        split: `heldout`: 1 in 16 families of variants; `train`: all others.
-        limit: Maximum number of emoji, taken in shuffled order.
-        offset: Number of emoji to skip at the start of the selection.
-        seed: Seed of the order; with a limit, a different seed selects different emoji.
+    For the attributes, see `SourceSettings`. `distinct` leaves out skin tones, regional flags, keycaps, lettered
+    buttons and near-duplicates. With a limit, a different seed selects different emoji.
     """
 
     sizes: tuple[int, ...]
@@ -158,11 +150,7 @@ def choose_emoji(
     offset: int = 0,
     seed: int = 17,
 ) -> list[Emoji]:
-    """Select emoji in an order shuffled by `seed`; for the arguments, see `OpenMojiSource`.
-
-    Raises:
-        UserError: `limit` or `offset` is out of range, or the selection is empty.
-    """
+    """Select emoji in an order shuffled by `seed`; for the arguments, see `OpenMojiSource`."""
     if offset < 0 or (limit is not None and limit <= 0):
         raise UserError(
             f'--limit {limit} --offset {offset}: the limit must be positive and the offset must not be negative'
@@ -181,10 +169,7 @@ def choose_emoji(
 
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
-    """Yield the emoji for `select: distinct`: one per family, without lettered emoji and near-duplicates.
-
-    A family consists of an emoji's skin tone and gender variants; the variant with the fewest code points is chosen.
-    """
+    """Yield the emoji with the fewest code points of each family, without lettered emoji and near-duplicates."""
     simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
         simplest.setdefault(emoji.family, emoji)

@@ -18,7 +18,6 @@ from diffusion.prepare import svg_process
 from diffusion.prepare.source import IMAGE_SUFFIXES, Unfit
 
 OptionalFormat = Literal['heic', 'jxl', 'svg']
-"""Possible values in the setting `formats`."""
 _START = re.compile(rb'(\xef\xbb\xbf)?\s*<(\?xml|!--|!DOCTYPE svg|svg)')
 
 
@@ -89,8 +88,7 @@ class JxlHeader(NamedTuple):
 def read_jxl_header(encoded: bytes) -> JxlHeader | None:
     """Parse a JPEG XL file's header (ISO/IEC 18181-1, annexes A and D); return None for other files.
 
-    Raises:
-        ValueError: The header is incomplete.
+    Raise ValueError if the header is incomplete.
     """
     # Parse the header ourselves: pillow-jxl-plugin decodes an image on opening, before its size can be checked, and
     # returns the first frame of an animation without a warning.
@@ -163,8 +161,7 @@ def looks_like_svg(encoded: bytes) -> bool:
 def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
     """Render a drawing as a PNG with transparency, in another process, since rendering may crash or hang.
 
-    Raises:
-        Unfit: The drawing is rejected: undecodable, svg_text, svg_other_file, svg_too_complex or too_many_pixels.
+    Raise Unfit if it is rejected: undecodable, svg_text, svg_other_file, svg_too_complex or too_many_pixels.
     """
     return _renderer().render(svg, side, max_pixels)
 

@@ -36,10 +36,7 @@ def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) 
 
 
 class FolderOutput:
-    """Dataset in a local folder.
-
-    The dataset is written to the work folder and then renamed, so both must be on the same file system.
-    """
+    """Dataset in a local folder, renamed from the work folder, so both must be on the same file system."""
 
     def __init__(self, out: Path, staging: Staging, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out
@@ -157,7 +154,6 @@ class ShardJob:
     """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts."""
 
     folders: Mapping[int, Path]
-    """Folders of the parts, by part number."""
     bucket: str
     shards: ShardWriter
     number: int

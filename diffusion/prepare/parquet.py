@@ -11,14 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
-from diffusion.prepare.file_listing import (
-    File,
-    is_pattern,
-    list_files,
-    local_copy,
-    single_file_part,
-    with_passed_over,
-)
+from diffusion.prepare.file_listing import File, is_pattern, list_files, local_copy, single_file_part, with_passed_over
 from diffusion.prepare.image_table import (
     URL,
     ColumnNames,
@@ -61,11 +54,7 @@ class ParquetSource:
     """Caption column(s), with strings or lists of strings."""
 
     def parts(self) -> list[Part]:
-        """Split the input into parts, to be converted by parallel jobs: files, or ranges of row groups of large files.
-
-        Raises:
-            UserError: There are no files, the location cannot be listed, or the first file lacks a column.
-        """
+        """Split the input into parts for parallel jobs: files, or ranges of row groups of large files."""
         files, others = list_files(self.location, (SUFFIX,))
         if not is_pattern(self.location):
             refuse_mixed_splits(self.location, [file.name for file in files], 'parquet')
@@ -74,10 +63,7 @@ class ParquetSource:
         return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield one image with captions and metadata per row of a part.
-
-        For a damaged file, yield the rows before the damage, then an entry that reports the damage.
-        """
+        """Yield an image with captions and metadata per row; if damaged, those before it and an entry for it."""
         names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
         with local_copy(url, size=part.where['size']) as path:
             yield from parquet_entries(path, part, names, images=images_of(self.location, url))
@@ -106,11 +92,7 @@ def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> 
 
 
 def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
-    """Yield the rows of a part of a Parquet file; if damaged, the rows before the damage and an entry about it.
-
-    Args:
-        part: Part whose `where` has the file's URL, its stem and, unless it is the whole file, the row groups.
-    """
+    """Yield the rows of a part of a Parquet file; if damaged, the rows before the damage and an entry about it."""
     where = part.where
     with path.open('rb') as opened:
         try:

@@ -33,17 +33,12 @@ GAP_BYTES = 2**20
 SPAN_BYTES = 2**22
 """Start a new request after this many bytes."""
 REQUESTS = 8
-"""Number of parallel requests for the samples of one shard."""
 TABLES = 'tables.zip'
 """Object with all files in a part's folder (which contains no shards)."""
 
 
 class ShardPlace:
-    """Place where a part's shards are written.
-
-    Args:
-        url: URL of the shards in an object store; None means the folder.
-    """
+    """Place where a part's shards are written: an object store's folder `url` or, if it is None, the part's folder."""
 
     def __init__(self, folder: Path, url: str | None) -> None:
         self._folder = folder
@@ -62,10 +57,6 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
     Args:
         offsets: Offset in bytes of each sample after the shard's header, ascending.
         sizes: Size of each sample in bytes.
-
-    Raises:
-        DataError: The shard is too short.
-        UserError: The shard was deleted from the store, or the store denies access.
     """
     name = mds.shard_name(shard)
     # The time distinguishes this part from one that another preparation in this process wrote to the same folder.
@@ -122,8 +113,7 @@ def format_of(folder: Path) -> mds.ShardFormat:
 def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
     """Return the URL of a part's shards (None if they are in its folder), and the header size of each.
 
-    Args:
-        written: Modification time of the part's index; distinguishes the part from an earlier one in the same folder.
+    `written`, when the part's index was written, distinguishes it from an earlier part in the same folder.
     """
     location = folder / LOCATION
     if not location.exists():
@@ -154,10 +144,7 @@ def store_tables(folder: Path, url: str) -> None:
 
 
 def list_stored(url: str) -> dict[str, dict[str, int]]:
-    """Return the size in bytes of all stored objects of all parts, by folder name and object name.
-
-    `url` is the preparation's folder in the object store.
-    """
+    """Return the sizes in bytes of all objects of stored parts below a URL, by folder name and object name."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in StorePlace(url).sizes().items():
         folder, _, name = path.rpartition('/')
@@ -166,11 +153,7 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Download a part's tables into an empty folder; if the part is damaged, leave it empty and return False.
-
-    Args:
-        sizes: Size in bytes of each of the part's objects, by name.
-    """
+    """Download a part's tables into an empty folder; if its objects have other sizes or are damaged, return False."""
     archive = _beside(folder)
     try:
         object_store.download(f'{url}/{TABLES}', archive)
@@ -218,18 +201,13 @@ SAMPLE_SCHEMA = pa.schema(
 
 @dataclass
 class InputRow:
-    """Row of one input in its part's table: key, rejection reason, captions and measurements.
-
-    If the input was rejected, unknown values stay zero or empty.
-    """
+    """Row of one input in its part's table; if the input was rejected, unknown values stay zero or empty."""
 
     key: str
     reason: str = ''
     """Rejection reason; empty if the input is kept."""
     captions: list[str] = field(default_factory=list)
-    """Cleaned captions."""
     caption_columns: list[str] = field(default_factory=list)
-    """Source column of each caption; empty if there is only one column."""
     width: int = 0
     """Width in pixels of the decoded image before resizing."""
     height: int = 0
@@ -238,7 +216,6 @@ class InputRow:
     exact_hash: int = 0
     perceptual_hash: int = 0
     is_flat: bool = False
-    """True if the image has too little contrast for a meaningful perceptual hash."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +223,6 @@ class SampleRow:
     """Row of one stored sample in its part's table: input, bucket and position; an image has one sample per bucket."""
 
     row: int
-    """Row of the sample's input in the table of inputs."""
     bucket: str
     """Folder of the sample's bucket, such as `512px/640x384`."""
     shard: int
@@ -254,7 +230,6 @@ class SampleRow:
     offset: int
     """Offset in bytes of the sample in that shard, counted from the end of the header."""
     size: int
-    """Size of the sample in bytes."""
 
 
 def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[SampleRow]) -> None:

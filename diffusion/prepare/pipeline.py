@@ -150,11 +150,7 @@ class Preparation:
         return reports[0] if same else None
 
     def check_outputs(self) -> None:
-        """Check that the datasets can be written, before any work is done.
-
-        Raises:
-            UserError: An output is not empty or cannot be replaced, or held-out images would become training images.
-        """
+        """Check first that the datasets can be written, and that no held-out image becomes a training image."""
         for split in self.splits:
             self.outputs[split].check()
         if HELD_OUT not in self.splits and not self.settings.is_remote:
@@ -258,11 +254,7 @@ class Preparation:
         write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
     def check_accepted(self, catalog: Catalog, notes: Iterable[str]) -> None:
-        """Raise an error and remove the work folder if no image is left for training.
-
-        Args:
-            notes: Messages from the source, which may explain why no image has a caption.
-        """
+        """Raise an error that includes the notes, and remove the work folder, if no image is left for training."""
         accepted, hold_out = len(catalog.kept), self.settings.hold_out
         if accepted > hold_out:
             return
@@ -281,8 +273,7 @@ class Preparation:
     ) -> tuple[PrepareReport, dict[str, list[dict[str, Any]]]]:
         """Return a split's report (without `held_out`, `date` and `seconds`) and its index entries by bucket.
 
-        Args:
-            counts: One plus the number of the last shard, per split and bucket.
+        `counts` is one plus the number of the last shard, per split and bucket.
         """
         report = self.make_report(catalog, plan, split)
         entries = {
@@ -381,10 +372,6 @@ class Preparation:
     def notes(self, plan: InputPlan, passed_over: Iterable[str], columns: Collection[str]) -> list[str]:
         """Return notes for the report: notes from the source, and about skipped image formats, possible copies of
         held-out images, and filtered columns that no input has.
-
-        Args:
-            passed_over: Suffixes of skipped files.
-            columns: Names of the metadata columns of all inputs.
         """
         found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
         notes = [note for head in plan.parts.heads for note in head.notes]

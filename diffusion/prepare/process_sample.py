@@ -52,13 +52,10 @@ class Buckets:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
     def choose(self, width: int, height: int) -> list[tuple[int, Shape]]:
-        """Choose the buckets for an image of this width and height in pixels.
+        """Choose the buckets for an image of this size in pixels, as (resolution, shape) from small to large.
 
         These are all resolutions that need no upscaling (only the largest of them unless `every`), each with the shape
-        that is closest in aspect ratio.
-
-        Returns:
-            Pairs (resolution, shape) from small to large; empty if the image is smaller than every bucket.
+        that is closest in aspect ratio; none if the image is smaller than every bucket.
         """
         filled = []
         for size, shapes in self.shapes.items():
@@ -155,11 +152,7 @@ def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
 def make_samples(
     candidate: Candidate, computed: Mapping[str, Any], *, settings: PrepareSettings, buckets: Buckets
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the samples to store for an image, one per bucket; the image is encoded separately for each.
-
-    Returns:
-        (bucket name, sample) pairs, from the smallest resolution to the largest.
-    """
+    """Return (bucket name, sample) from the smallest resolution to the largest; each encodes the image separately."""
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
     assert entry.image is not None
     metadata = entry.metadata | dict(computed)

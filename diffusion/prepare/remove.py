@@ -24,12 +24,7 @@ import yaml
 from diffusion.errors import UserError
 from diffusion.prepare.catalog import key_hashes
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.dataset_record import (
-    Delivery,
-    RecordedDataset,
-    index_hashes,
-    with_indexes,
-)
+from diffusion.prepare.dataset_record import Delivery, RecordedDataset, index_hashes, with_indexes
 from diffusion.prepare.dataset_reports import caption_lines, finish_change, without_names, write_captions
 from diffusion.prepare.image_record import (
     HASHES,
@@ -58,7 +53,6 @@ class Selection:
     rows: list[np.ndarray]
     """Row numbers of the images in each delivery's table."""
     keys: frozenset[str]
-    """Keys of the images."""
     shards: dict[str, set[int]]
     """Numbers of the shards that contain their samples, by bucket."""
     samples: Counter[str]
@@ -146,15 +140,9 @@ def missing_problem(dataset: RecordedDataset, missing: Sequence[str]) -> str:
 def remove(
     dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str] = (), *, keep_old_shards: bool = False
 ) -> Removal:
-    """Remove images by key or pixel hash; keys and hashes that do not exist are skipped.
+    """Remove images by key or pixel hash (16 hexadecimal digits); keys and hashes that do not exist are skipped.
 
-    Args:
-        hashes: Pixel hashes of images, 16 hexadecimal digits each.
-        keep_old_shards: Keep the old shards for running jobs until `purge` is called.
-
-    Raises:
-        UserError: No image would be left, or a shard cannot be rewritten.
-        DataError: A shard is damaged.
+    `keep_old_shards` keeps the old shards for running jobs until `purge` is called.
     """
     finish_change(dataset)
     while True:
@@ -252,8 +240,7 @@ def _without_samples(
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
     """Rewrite a delivery's shards that contain removed images.
 
-    Returns:
-        The new index entries by bucket, the paths of the old shards, and the captions of the removed samples.
+    Return the new index entries by bucket, the paths of the old shards, and the captions of the removed samples.
     """
     new: dict[str, list[dict[str, Any]]] = {}
     old: list[str] = []
@@ -313,15 +300,10 @@ def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndar
 MANIFEST = 'manifest.json'
 """File beside latents that identifies the index of the images from which they were made (`data.latents`)."""
 STREAMS = ('streams', 'eval_streams', 'precompute.streams')
-"""Sections of a recipe that refer to datasets."""
 
 
 def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (folder, bucket) for each folder of latents that were made from a bucket of the dataset.
-
-    Raises:
-        UserError: A folder does not contain latents.
-    """
+    """Yield (folder, bucket) for each folder of latents that were made from a bucket of the dataset."""
     for place in places:
         names = index_folders(place)
         sources = {name: source for name in names if (source := _source(place, name)) is not None}
@@ -334,14 +316,7 @@ def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> I
 
 
 def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each run whose recipe reads one of the datasets, and the streams that read it.
-
-    Args:
-        places: Folders or URLs of datasets; streams that read a subfolder are found too.
-
-    Raises:
-        UserError: The folder does not exist.
-    """
+    """Yield the name of each run whose recipe reads a dataset or a subfolder of one, and the streams that do so."""
     if not runs_dir.is_dir():
         raise UserError(f'--runs-dir: {runs_dir} is not a folder; give the runs_dir of the recipes')
     for path in sorted(runs_dir.glob('*/recipe.yaml')):

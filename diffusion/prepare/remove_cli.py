@@ -55,12 +55,7 @@ def check_dataset(place: str) -> None:
 
 
 def run_remove(options: RemoveOptions) -> int:
-    """Run `diffusion data remove`, and return the exit status.
-
-    Raises:
-        UserError: A key does not exist, no image would be left, or an argument is invalid.
-        DataError: A shard is damaged.
-    """
+    """Run `diffusion data remove`, and return the exit status."""
     from diffusion.prepare.dataset_record import RECORD, RecordedDataset
     from diffusion.storage.places import is_url, place_at
 

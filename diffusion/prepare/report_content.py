@@ -25,7 +25,6 @@ THUMBNAILS_PER_REASON = 6
 MAX_BUCKET_THUMBNAILS = 300
 """Maximum number of thumbnails for all buckets together; each takes 4 to 7 kB in the page."""
 MAX_REASONS = 30
-"""Maximum number of rejection reasons with thumbnails."""
 CLIP_TOKENS = 77
 """Maximum number of tokens for CLIP's text encoders, including start and end token."""
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -57,10 +56,7 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
     """Return thumbnails for the report by rejection reason: the first rejected images, each with its key.
 
-    Images that cannot be decoded are skipped. For duplicates, the original's key is shown too.
-
-    Args:
-        repeats: (row number, key of the original) for duplicates.
+    Images that cannot be decoded are skipped. For duplicates, the original's key, from `repeats`, is shown too.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}

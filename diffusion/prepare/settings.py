@@ -38,7 +38,6 @@ SETTINGS_OF_SOURCE = {
     ),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
-"""Names of the settings accepted by each kind of source."""
 
 OPENMOJI_SPLITS = ('all', 'train', 'heldout')
 NAMED_ASPECTS = ('none', 'sdxl')
@@ -104,12 +103,7 @@ class SourceSettings:
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
     def open(self, *, sizes: Sequence[int], formats: Sequence[str] = ()) -> Source:
-        """Return a source object for these settings.
-
-        Args:
-            sizes: Side lengths in pixels at which openmoji renders; ignored by other sources.
-            formats: Optional formats whose files also count as images (`optional_formats`).
-        """
+        """Return the source; only openmoji uses `sizes`, and files of the optional `formats` also count as images."""
         given: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS_OF_SOURCE[self.kind]}
         if 'caption_suffix' in given:
             given |= {'caption_suffix': self.caption_suffix.lower(), 'image_suffixes': image_suffixes(formats)}
@@ -273,9 +267,6 @@ def load_settings(
 
     Args:
         inherit: Called with the settings; returns defaults for settings given neither in the file nor in overrides.
-
-    Raises:
-        RecipeError: The settings are invalid; the message lists all mistakes.
     """
     try:
         contents = read_chain(Path(path))

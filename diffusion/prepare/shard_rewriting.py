@@ -24,7 +24,6 @@ from diffusion.storage.places import Place, Versioned, place_at
 from diffusion.storage.retry import PreconditionFailed
 
 KEY = 'key'
-"""Column with the key of each sample."""
 
 
 @dataclass
@@ -36,12 +35,7 @@ class _Expected:
 
 
 def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
-    """Check that a shard is intact and can be rewritten.
-
-    Raises:
-        DataError: The file's size or hash differs from the index.
-        UserError: The shard is compressed, has no column of keys, or has a column of unknown type.
-    """
+    """Check that a shard matches the size and hash in the index and can be rewritten."""
     problem = None
     if entry['zip_data'] is not None:
         problem = 'is compressed and cannot be rewritten; prepare the data again without the images'
@@ -71,13 +65,9 @@ def rewrite_shards(
     scratch: Path,
     token: str,
 ) -> tuple[list[dict[str, Any]], list[str], set[str]]:
-    """Write copies of shards, under new names, without the samples that have one of the keys.
+    """Write copies of the shards `holding` samples that have one of the keys, under new names, without these samples.
 
-    Args:
-        holding: File names of the shards that contain such samples.
-
-    Returns:
-        The new index entries, the paths of the old shards, and the captions of the removed samples.
+    Return the new index entries, the paths of the old shards, and the captions of the removed samples.
     """
     new: list[dict[str, Any]] = []
     old: list[str] = []
@@ -108,8 +98,7 @@ def rewrite_shard(
 ) -> tuple[dict[str, Any] | None, set[str]]:
     """Write a copy of a shard to a new file without the samples that have one of the keys, unless none is left.
 
-    Returns:
-        The new shard's index entry (None if no sample is left), and the captions of the removed samples.
+    Return the new shard's index entry (None if no sample is left), and the captions of the removed samples.
     """
     kept: list[bytes] = []
     captions: set[str] = set()
@@ -175,12 +164,7 @@ class ScannedFolder:
 
 
 def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
-    """Find samples that have one of the keys in all folders of shards at a path or URL.
-
-    Raises:
-        UserError: There are no shards, or shards cannot be rewritten.
-        DataError: A shard is damaged.
-    """
+    """Find samples that have one of the keys in all folders of shards at a path or URL."""
     found = _indexed_folders(folder, place)
     if not found:
         raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
@@ -211,11 +195,7 @@ def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collecti
 def remove_scanned(
     folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str], scratch: Path
 ) -> list[str]:
-    """Rewrite shards that contain samples to remove, and replace indexes; return the paths of the old shards.
-
-    Raises:
-        UserError: Another process has changed an index since the scan.
-    """
+    """Rewrite shards that contain samples to remove, and replace indexes; return the paths of the old shards."""
     old: list[str] = []
     for each in scanned:
         if not each.holding:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 NAMES_SHOWN = 20
-"""Maximum number of names that a `NamedCount` keeps."""
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
 """File suffixes of images, in lower case and without a dot."""
 CaptionText = Literal['whole', 'lines', 'first']
@@ -119,7 +118,6 @@ class PassedOver:
     """Input file that neither is an image nor belongs to one, such as `cat.svg`."""
 
     key: str
-    """Name of the file, for the report."""
     reason: str | None = None
     """Reason for skipping the file other than its suffix, such as `split test`."""
 
@@ -176,7 +174,6 @@ class Entry:
     problem: str | None = None
     """Reason why the source could not read the input, such as `no_image`; shown in the report."""
     caption_columns: list[str] = field(default_factory=list)
-    """The source column of each caption; empty if there is only one column."""
 
 
 class Source(Protocol):

@@ -47,9 +47,7 @@ class Rejected(Exception):
 def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     """Render a drawing as a PNG with transparency whose shorter side has at least `side` pixels.
 
-    Raises:
-        Rejected: The drawing contains text or refers to another file, or it is too large.
-        Exception: The drawing is not valid SVG.
+    Raise Rejected if it contains text, refers to another file or is too large, and others if it is not valid SVG.
     """
     check(svg)
     text = svg.decode('utf-8-sig')

@@ -24,12 +24,8 @@ DESCRIBES_NEXT_MEMBER = frozenset(
         *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
     }
 )
-"""Header types that describe the next member."""
 WITHOUT_CONTENT = frozenset(
-    {
-        *(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE),
-        *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE),
-    }
+    {*(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE), *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE)}
 )
 """Member types without content, although their header may state a size, such as that of a link's target."""
 
@@ -57,9 +53,7 @@ class Member(NamedTuple):
 def members(path: Path) -> Iterator[Member]:
     """Yield the members (files, links and folders) of a tar file in order; the file may be gzip-compressed.
 
-    Raises:
-        DamagedTar: The tar file is damaged; raised after yielding the members before the damage.
-        OSError: The disk failed.
+    Raise DamagedTar after the members before the damage.
     """
     with path.open('rb') as file:
         is_gzip = file.read(2) == GZIP

@@ -41,9 +41,7 @@ class WebDatasetSource:
     caption_column: str | Sequence[str] | None = None
     """Keys of .json members with captions, and `txt` for .txt members; None means the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
-    """Image suffixes, in lower case and without a dot."""
     caption_suffix: str = 'txt'
-    """Suffix of caption members, in lower case and without a dot."""
 
     def parts(self) -> list[Part]:
         """Return one part (unit of input that one job converts) per tar file."""
@@ -99,7 +97,6 @@ class _Sample:
     key: str
     image_suffixes: Sequence[str]
     members: dict[str, Member] = field(default_factory=dict)
-    """Members by suffix."""
 
     @property
     def image(self) -> Member | None:
@@ -134,12 +131,7 @@ def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -
 
 
 class _Group:
-    """Adjacent tar members whose names are equal up to the first dot.
-
-    Args:
-        key: The name up to the first dot, including folders.
-        image_suffixes: Suffixes of images, in order of precedence.
-    """
+    """Adjacent tar members whose names, including folders, are equal up to the first dot."""
 
     def __init__(self, key: str, image_suffixes: Sequence[str]) -> None:
         self.key = key

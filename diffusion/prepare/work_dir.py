@@ -50,7 +50,6 @@ class Staging:
         self.packed = path / 'packed'
         """Folder with one file per finished final shard, containing the shard's entry for index.json."""
         self.uploading = path / 'uploading'
-        """Folder for files being uploaded to an object store."""
         self.replaced = path / 'replaced'
         """Path to which the output's existing dataset is moved while it is being replaced."""
 
@@ -69,9 +68,7 @@ class WorkFolder:
         self.duplicates = path / 'duplicates.npy'
         """Array with the result of the duplicate search, written once all parts are converted."""
         self.train = Staging(path)
-        """Folder that holds the training set until it is complete."""
         self.held_out = Staging(path / 'held-out')
-        """Folder that holds the dataset of held-out images until it is complete."""
         self.complete = path / 'complete'
         """Copy of the report; exists once the datasets are complete and only need to be moved to the outputs."""
         self.append = path / 'append'
@@ -103,12 +100,7 @@ class WorkFolder:
     def locked(self, share: Share | None = None) -> Iterator[None]:
         """Lock the folder during the `with` block, so that no other process prepares the same dataset.
 
-        Args:
-            share: This machine's share; if set, processes with other shares can hold the lock at the same time.
-
-        Raises:
-            UserError: Another process holds the lock, or the file system does not support locks.
-            OSError: Raised inside the block; the folder is added to the message.
+        Processes with other shares can hold the lock at the same time. An OSError in the block gets the folder's name.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -140,11 +132,7 @@ class WorkFolder:
             )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove unfinished files of killed processes; the caller must hold the lock.
-
-        Args:
-            share: This machine's share; if set, only files of its own parts are removed.
-        """
+        """Remove unfinished files of killed processes (with a share, of its parts); the caller must hold the lock."""
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)

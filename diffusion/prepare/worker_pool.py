@@ -41,7 +41,6 @@ PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.output_folders',
 DEATHS = 3
 """The preparation fails when a job's process has died this many times."""
 NOTE_BYTES = 1024
-"""Size of the shared buffer for a job's current item."""
 
 
 class WorkerJob(Protocol):
@@ -64,9 +63,7 @@ Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
 def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
     """Run jobs in at most `workers` processes and yield their results as they finish.
 
-    Raises:
-        DataError: A job's process has died `DEATHS` times.
-        Exception: Raised by a job; the other jobs are stopped.
+    If a job raises an exception, or its process has died `DEATHS` times (DataError), the other jobs are stopped.
     """
     # If a job's process dies, the job runs again in parallel with others. After the second death, it runs alone, since
     # the other jobs may have used up the memory.
@@ -136,11 +133,7 @@ class _Worker:
             self.pipe.send(job)
 
     def receive(self) -> Any:
-        """Return the result of the job, or raise its exception.
-
-        Raises:
-            EOFError: The process died.
-        """
+        """Return the result of the job, or raise its exception; raise EOFError if the process died."""
         try:
             result, job_error, worker_traceback = self.pipe.recv()
         except OSError as error:
@@ -240,14 +233,7 @@ def run_on(engine: str, settings: PrepareSettings) -> Run:
 
 
 def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iterator[Any]:
-    """Run jobs with Ray Data and yield their results as they finish.
-
-    Args:
-        workers: Maximum number of concurrent tasks; None means one per core of the cluster.
-
-    Raises:
-        UserError: Ray is not installed.
-    """
+    """Run jobs in at most `workers` tasks of a Ray cluster (default: one per core); yield results as they finish."""
     # Without a cluster, Ray starts a local one, which would send usage statistics to Anyscale.
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:

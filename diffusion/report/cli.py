@@ -46,12 +46,7 @@ class ReportOptions:
 
 
 def run_report(options: ReportOptions) -> int:
-    """Run `diffusion report`: write a page and print its path, or serve it until Ctrl-C.
-
-    Raises:
-        UserError: A place is not a run, the page cannot be written, or the port is in use.
-        ExternalError: The storage fails.
-    """
+    """Run `diffusion report`: write a page and print its path, or serve it until Ctrl-C."""
     places = [place.rstrip('/') or place for place in options.runs]
     if len({*places}) < len(places):
         twice = next(place for place in places if places.count(place) > 1)
@@ -80,12 +75,7 @@ def run_report(options: ReportOptions) -> int:
 
 
 def _is_run(place: str) -> bool:
-    """Return True if a place is a run rather than a folder of runs.
-
-    Raises:
-        UserError: The folder does not exist.
-        ExternalError: The storage fails.
-    """
+    """Return True if a place is a run rather than a folder of runs."""
     if not is_url(place) and not Path(place).is_dir():
         parent = Path(place).parent
         near = [str(each) for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []

@@ -20,7 +20,6 @@ from diffusion.report.page import json_text, report_page
 from diffusion.report.report_source import Page, ReportSource
 
 POLL_SECONDS = 5.0
-"""Interval at which a page asks for newer data."""
 BUCKET_SECONDS = 60.0
 """Interval for runs in an object store: files are copied there about once per minute, and each read costs money."""
 LOCAL_HOSTS = ('127.0.0.1', 'localhost', '::1')
@@ -36,12 +35,7 @@ class ServedPage:
         self._read_at = 0.0
 
     def content(self) -> Page:
-        """Return the content, at most `seconds` old; while the storage fails, return the last content.
-
-        Raises:
-            UserError: The run does not exist, and did not exist before. ExternalError: The storage fails, and nothing
-                has been read before.
-        """
+        """Return the content, at most `seconds` old; while the storage fails, return the last content, if any."""
         with self._lock:
             if self._page is None or time.monotonic() - self._read_at >= self.seconds * 0.8:
                 try:
@@ -61,11 +55,7 @@ class ReportServer(PageServer):
     Args:
         host: Address to listen on; for addresses other than localhost, the page's URL contains a token.
         port: Port; 0 means any free port.
-        main: The page at `/`.
         run_page: Function that returns a run's page by name, or None if the run does not exist.
-
-    Raises:
-        UserError: The port is in use, or the address does not belong to this machine.
     """
 
     daemon_threads = True

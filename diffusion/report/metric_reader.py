@@ -24,14 +24,9 @@ class Curve(NamedTuple):
 
 
 def downsample(x: Sequence[int], y: Sequence[float], limit: int) -> Curve:
-    """Return at most `limit` points of a curve: the minimum and maximum of each of limit / 2 equal parts.
+    """Return at most `limit` (four or more) points of a curve: minimum and maximum of each of limit / 2 equal parts.
 
     The first and the last point are included. A curve with at most `limit` points is returned unchanged.
-
-    Args:
-        x: Batches, increasing.
-        y: Finite values.
-        limit: Maximum number of points, at least 4.
     """
     if len(x) <= limit:
         return Curve([*x], [*y])
@@ -82,7 +77,7 @@ class Series:
         steps: Batches, increasing.
         values: Finite values at these batches.
         nonfinite: Batches with NaN or infinite values, with the value as text, such as (812, 'NaN').
-        nonfinite_count: Number of NaN or infinite values.
+        nonfinite_count: Number of NaN or infinite values, of which `nonfinite` holds the first.
     """
 
     steps: 'array[int]' = field(default_factory=lambda: array('q'))
@@ -127,7 +122,6 @@ class MetricReader:
         self.dropped: set[str] = set()
         """Names of metrics beyond MAX_SERIES."""
         self.position = 0
-        """Number of bytes read so far."""
         self._rest = b''
         self._last_loss = -1
 

@@ -21,7 +21,6 @@ SCRIPTS = (
 CHART_LIBRARY = 'uPlot.iife.min.js'
 STYLES = ('uPlot.min.css', 'report.css')
 MAX_BYTES = 5_000_000
-"""Maximum size of a page in bytes."""
 
 
 def report_page(
@@ -36,7 +35,6 @@ def report_page(
 
     Args:
         data: Result of `page_data` or `run_table`.
-        places: Folders or URLs of the runs on the page.
         images: WebP images to embed, by key; None if a server sends them.
         live_seconds: Interval at which the page asks its server for newer data; None if the page is a file.
     """

@@ -17,7 +17,6 @@ from diffusion.runs.run_status import TRAIN_LOSS
 from diffusion.storage.places import PATIENT, files_of_run, is_url
 
 MAX_POINTS = 2000
-"""Maximum number of points per curve."""
 MIN_POINTS = 100
 TOTAL_POINTS = 80_000
 """Maximum number of points in all curves of a page; takes 2 MB."""
@@ -98,7 +97,6 @@ def _rounded(value: float) -> float:
 
 
 REPORT = 'report.html'
-"""Name of a run's page in its folder."""
 _THREADS = 8
 """Number of runs to read at the same time; reading is mostly waiting for the storage."""
 _SHOWN_METRICS = ('fid', 'cmmd', 'clip_score', 'retrieval_top1')
@@ -106,12 +104,7 @@ _SHOWN_METRICS = ('fid', 'cmmd', 'clip_score', 'retrieval_top1')
 
 
 def runs_in(place: str) -> list[str]:
-    """Return the names of the runs in a folder or below a URL, in alphabetical order.
-
-    Raises:
-        UserError: There are no runs.
-        ExternalError: The storage fails.
-    """
+    """Return the names of the runs in a folder or below a URL, sorted; raise UserError if there are none."""
     files = files_of_run(place, PATIENT)
     try:
         names = sorted(files.list().folders)
@@ -131,9 +124,7 @@ def runs_in(place: str) -> list[str]:
 class TableReader:
     """Reads all runs in a folder or bucket; further calls of `read` read only what was added since.
 
-    Args:
-        price: US dollars per device-hour; None means the price of each run's GPUs.
-        link: Function that returns the URL of a run's page by name, or None if there is no page.
+    `link` returns the URL of a run's page by name, or None. For `price`, see `RunReader`.
     """
 
     def __init__(self, place: str, *, price: float | None, link: Callable[[str], str | None]) -> None:
@@ -141,12 +132,7 @@ class TableReader:
         self._readers: dict[str, RunReader] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the page's data.
-
-        Raises:
-            UserError: There are no runs.
-            ExternalError: The storage fails.
-        """
+        """Return the page's data."""
         names = runs_in(self.place)
         for name in names:
             self._readers.setdefault(name, RunReader(f'{self.place}/{name}', price=self.price, curves=False))
@@ -229,11 +215,7 @@ class ReportSource(Protocol):
     places: list[str]
 
     def read(self) -> Page:
-        """Return the current content.
-
-        Raises:
-            UserError: A place does not contain a run. ExternalError: The storage fails.
-        """
+        """Return the current content."""
         ...
 
     def write(self) -> str:
@@ -242,12 +224,7 @@ class ReportSource(Protocol):
 
 
 class RunsSource:
-    """Content of the page for one or several runs.
-
-    Args:
-        places: Folders or URLs of the runs.
-        price: US dollars per device-hour; None means the price of each run's GPUs.
-    """
+    """Content of the page for one or several runs; for `price`, see `RunReader`."""
 
     def __init__(self, places: Sequence[str], *, price: float | None = None) -> None:
         self.places = [*places]

@@ -38,11 +38,7 @@ class CheckpointReader:
     def read(self, listing: Listing, notes: list[str]) -> list[dict[str, Any]]:
         """Return batch, time, bytes, devices, kind and state of the newest checkpoints, newest first.
 
-        Args:
-            notes: List to which a message is added for each receipt that cannot be read.
-
-        Raises:
-            OSError: The storage fails.
+        For each receipt that cannot be read, a message is added to `notes`.
         """
         batches = sorted((int(each[1]) for name in listing.folders if (each := _NAME.fullmatch(name))), reverse=True)
         pinned = {int(each[1]) for name in listing.files if (each := _PIN.fullmatch(name))}
@@ -110,11 +106,7 @@ HIGHER_IS_BETTER = {'retrieval_top1'}
 def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
     """Return the results of a run's evaluated checkpoints, in batch order.
 
-    Args:
-        notes: List to which a message is added for each file that cannot be parsed.
-
-    Raises:
-        OSError: The storage fails.
+    For each file that cannot be parsed, a message is added to `notes`.
     """
     found = []
     for name in files.list(EVALUATIONS).files:
@@ -220,11 +212,7 @@ def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
 
 
 def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the keys whose values differ between recipes: `key`, and `values` with each recipe's text or None.
-
-    Args:
-        texts: YAML of the recipes, without secrets.
-    """
+    """Return the keys whose values differ between recipes without secrets: `key`, and each recipe's `values`."""
     recipes = [flattened(recipe_values(text)) for text in texts]
     keys = [key for key in dict.fromkeys(key for each in recipes for key in each) if key not in NOT_COMPARED]
     rows = [(key, [_text(each[key]) if key in each else None for each in recipes]) for key in keys]
@@ -245,9 +233,6 @@ def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
     """Return batches and, for each, the run's total hours so far, increasing; None if no batch was recorded.
 
     Time between attempts does not count. If a batch was repeated, the last time counts.
-
-    Args:
-        records: Records of attempts.jsonl, in order.
     """
     before, begin, latest = 0.0, None, 0.0
     points: list[tuple[int, float]] = []
@@ -283,13 +268,10 @@ class RunCost:
     """Device-hours and price of a run, so far and remaining; None means unknown."""
 
     devices: int | None = None
-    """Number of devices in the last attempt."""
     gpu: str = ''
     """GPU model, `cpu` without GPUs, or empty if unknown."""
     device_hours: float | None = None
-    """Device-hours of all attempts."""
     hours_left: float | None = None
-    """Remaining hours of training."""
     device_hours_left: float | None = None
     price: float | None = None
     """US dollars per device-hour."""
@@ -297,18 +279,13 @@ class RunCost:
 
 
 def run_cost(
-    attempts: Sequence[Attempt],
-    *,
-    world_sizes: Iterable[int],
-    hours_left: float | None,
-    price: float | None,
+    attempts: Sequence[Attempt], *, world_sizes: Iterable[int], hours_left: float | None, price: float | None
 ) -> RunCost:
     """Return the cost of a run.
 
     Args:
         world_sizes: Numbers of devices from the run's checkpoint receipts, newest first, for attempts that did not
             record one.
-        hours_left: Remaining hours of training; None if unknown.
         price: US dollars per device-hour; None means the price of the run's GPUs in planning/gpus.yaml.
     """
     assumed = next(iter(world_sizes), None)

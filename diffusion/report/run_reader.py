@@ -31,7 +31,6 @@ from diffusion.storage.text_tables import parse_json_lines
 
 T = TypeVar('T')
 _CHUNK = 2**25
-"""Number of bytes of metrics.jsonl to read at a time."""
 _ATTEMPT_BYTES = 2**24
 """Number of bytes of attempts.jsonl to read for the axis of hours."""
 MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
@@ -43,29 +42,22 @@ class RunContent:
     """Content of a run's files."""
 
     place: str
-    """The run's folder or URL."""
     name: str
     status: RunReport
     series: dict[str, Series] = field(default_factory=dict)
-    """Metrics over batches, by name."""
     hours: tuple[list[int], list[float]] | None = None
     """Batches, and the hours of training up to each batch."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds lost, by the cause that ended an attempt."""
     breakdown: dict[str, float] = field(default_factory=dict)
-    """Seconds of the run, by category."""
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     images: SampledImages = field(default_factory=SampledImages)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints, newest first."""
     saves: list[dict[str, Any]] = field(default_factory=list)
-    """Saves, by place."""
     recipe: str = ''
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Changes to the recipe on resume."""
     notes: list[str] = field(default_factory=list)
-    """Problems encountered while reading."""
 
 
 def looks_like_a_run(listing: Listing) -> bool:
@@ -78,7 +70,6 @@ class RunReader:
     """Reads a run; further calls of `read` read only what was added since.
 
     Args:
-        place: The run's folder or URL.
         image_bytes: Maximum total size of the images in bytes; 0 means no images.
         price: US dollars per device-hour; None means the price of the run's GPUs in planning/gpus.yaml.
         curves: False saves time by reading no metrics except the last loss.
@@ -98,12 +89,7 @@ class RunReader:
         return self.place.rpartition('/')[2] if is_url(self.place) else Path(self.place).resolve().name
 
     def read(self) -> RunContent:
-        """Return the current content of the run's files.
-
-        Raises:
-            UserError: The place contains no files of a run.
-            ExternalError: The storage fails.
-        """
+        """Return the current content of the run's files; raise UserError if there are none."""
         notes: list[str] = []
         try:
             listing = self._files.list()

@@ -23,7 +23,6 @@ SIDES = (256, 192, 128, 96, 64)
 FEW_SHEETS = 12
 """Maximum number of sheets whose images are made smaller to fit; further sheets are left out."""
 MAX_FIGURES = 64
-"""Maximum number of images per sheet on a page."""
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
 """Fraction of the size limit for a run's images that the sheet of the last evaluation may use."""
@@ -46,19 +45,13 @@ class SampledImages:
 
     sheets: list[Sheet] = field(default_factory=list)
     generated: Sheet | None = None
-    """Sheet of the last evaluation."""
     total: int = 0
-    """Number of sheets in the run."""
     encoded: dict[str, bytes] = field(default_factory=dict)
     """WebP images, by the keys used in the sheets."""
 
 
 class SheetReader:
-    """Reads a run's sheets; keeps encoded images for the next call.
-
-    Args:
-        max_bytes: Maximum total size of all images in bytes.
-    """
+    """Reads a run's sheets, at most `max_bytes` in total; keeps encoded images for the next call."""
 
     def __init__(self, files: Place, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
@@ -68,12 +61,7 @@ class SheetReader:
     def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:
         """Return as many sheets as fit, evenly spaced, including the first and the last.
 
-        Args:
-            root_files: The files directly in the run's folder.
-            notes: List to which a message is added for each image that cannot be read.
-
-        Raises:
-            OSError: The storage fails.
+        `root_files` are those in the run's folder. For each image that cannot be read, a message is added to `notes`.
         """
         found = SampledImages()
         used = 0
@@ -136,12 +124,7 @@ class SheetReader:
 
 
 def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a sheet's figures with the keys of their images, and the images as WebP, by key.
-
-    Args:
-        content: The sheet as PNG.
-        side: Maximum side length of an image in pixels.
-    """
+    """Return a PNG sheet's figures with the keys of their images, and these as WebP of up to `side` pixels, by key."""
     encoded: dict[str, bytes] = {}
     with Image.open(io.BytesIO(content)) as opened:
         text = getattr(opened, 'text', {})[FIGURES]

@@ -15,7 +15,6 @@ from uuid import uuid4
 UNFINISHED = '.unfinished-'
 """Substring in the name of every incomplete file and folder, including those left by a killed process."""
 PRIVATE = 0o600
-"""Permissions of files created with `tempfile`."""
 
 
 def new_unfinished(path: Path) -> Path:
@@ -28,9 +27,7 @@ def new_unfinished(path: Path) -> Path:
 def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
     """Yield a temporary path for writing a file; if the block succeeds, flush the file and rename it to `path`.
 
-    Args:
-        create_folder: Create the folder if it does not exist. Use False for a run's folder, which must not be recreated
-            if its file system is no longer mounted.
+    Give `create_folder=False` for a run's folder, which must not be recreated if its mount is missing.
     """
     if create_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +69,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, path: Path, *, aside: Path | None = None, create_folder: bool = True) -> None:
-    """Rename a folder to `path`, replacing an existing folder; if this fails, the existing folder is restored.
+    """Rename a flushed folder to `path`, replacing an existing folder; if this fails, that one is restored.
 
     Args:
-        written: The new folder, on the same file system; its files must already be flushed.
         aside: Temporary path for the replaced folder, which stays there if the process is killed between the two
             renames; by default, a path from `new_unfinished`.
-        create_folder: Create the parent folder of `path` if it does not exist.
     """
     if create_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,11 +116,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, *, below: bool = False) -> None:
-    """Remove incomplete files and folders left by killed processes; no other process may be writing there.
-
-    Args:
-        below: Clean all subfolders too.
-    """
+    """Remove incomplete files and folders of killed processes, `below` in subfolders too; none may be writing."""
     pattern = f'*{UNFINISHED}*'
     for path in [*(folder.rglob(pattern) if below else folder.glob(pattern))]:
         remove(path)

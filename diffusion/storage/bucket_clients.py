@@ -21,11 +21,7 @@ from diffusion.storage.s3_client import S3Client
 
 
 def locate(url: str) -> Location:
-    """Split the URL of an object or folder in an object store into scheme, account, bucket and key.
-
-    Raises:
-        UserError: The scheme is not supported, or the URL has no bucket.
-    """
+    """Split the URL of an object or folder in an object store into scheme, account, bucket and key."""
     scheme, separator, rest = url.partition('://')
     if not separator or scheme not in CLIENTS:
         schemes = ', '.join(f'{scheme}://' for scheme in CLIENTS)

@@ -40,8 +40,7 @@ FolderListing = tuple[list[str], list[ObjectInfo]]
 class Client(Protocol):
     """Base class of object store clients; a client may be used by one thread at a time, in the process that created it.
 
-    Attributes:
-        policy: Retry policy of the client's current user. File uploads to S3 call its `wait`, and stop if it raises.
+    File uploads to S3 call the `wait` of `policy`, the current user's, and stop if it raises.
     """
 
     policy: RetryPolicy = RetryPolicy()
@@ -51,10 +50,7 @@ class Client(Protocol):
         ...
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of folders and the metadata of objects directly in a folder.
-
-        The key of `location` is empty or ends with a slash; the returned keys of folders do not.
-        """
+        """Return the keys of folders, without slash, and the objects in a folder, whose key is empty or `KEY/`."""
         ...
 
     def head(self, location: Location) -> ObjectInfo:
@@ -69,20 +65,11 @@ class Client(Protocol):
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
     ) -> None:
-        """Download an object, or only the bytes in the half-open range `span`, to an open file.
-
-        With `version`, fail with status 412 if the object has a different version.
-        """
+        """Download an object, or its half-open byte range `span`; fail with status 412 if it has another `version`."""
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object to the store.
-
-        Args:
-            content: The bytes, or the path of a file.
-            if_absent: Fail with status 412 if the object exists.
-            if_tag: Fail with status 412 if the object has a different etag.
-        """
+        """Upload bytes or a file; fail with status 412 if the object exists (`if_absent`) or has another etag."""
         ...
 
     def delete(self, location: Location) -> None:
@@ -90,11 +77,8 @@ class Client(Protocol):
         ...
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Abort unfinished uploads to the object at `location` and objects below it; yield their keys.
+        """Abort unfinished uploads of this age, by the store's clock, to `location` and below it; yield their keys.
 
         Only S3 needs this: Google and Azure delete unfinished uploads after a week.
-
-        Args:
-            older_than_seconds: Minimum age, by the store's clock.
         """
         return iter(())

@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Path('/sys/fs/cgroup')) -> int | None:
-    """Return the bytes of memory still available within the kernel's and the container's limits; None if unknown.
-
-    `cgroup` is the path of the container's resource limits (cgroup v2).
-    """
+    """Return the bytes of memory available within the limits of kernel and container (cgroup v2); None if unknown."""
     found = []
     if meminfo.exists():
         line = re.search(r'MemAvailable:\s+(\d+) kB', meminfo.read_text())

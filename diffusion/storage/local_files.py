@@ -16,16 +16,7 @@ from diffusion.errors import UserError, is_wrong_path
 
 
 def open_own_file(path: Path | str, flags: int, mode: int = 0o644) -> int:
-    """Open or create a regular file, and return its file descriptor.
-
-    Args:
-        flags: Flags of os.open, such as `os.O_CREAT | os.O_APPEND | os.O_WRONLY`.
-        mode: Permissions of a new file.
-
-    Raises:
-        UserError: The path is a symbolic link, a pipe, a device or a folder.
-        OSError: The file cannot be opened.
-    """
+    """Open or create a regular file with the flags and mode of os.open; reject a link, a pipe, a device or a folder."""
     try:
         # With O_NONBLOCK, opening a pipe does not wait for its other end. It has no effect on regular files.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -51,11 +42,7 @@ def append_text(path: Path) -> IO[Any]:
 
 
 def user_folder() -> Path:
-    """Create and return this user's private folder in the machine's temporary folder; other users cannot write to it.
-
-    Raises:
-        UserError: The folder belongs to another user or is a link.
-    """
+    """Create and return this user's folder in the machine's temporary folder; other users cannot write to it."""
     folder = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}')
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
@@ -81,11 +68,7 @@ def check_writable(folder: str | Path, where: str) -> None:
 
 
 def why_not_writable(folder: str | Path) -> str | None:
-    """Return why a folder cannot be created or written to and how to fix it, or None if it can. Creates nothing.
-
-    Raises:
-        OSError: An I/O error, such as a stale file handle.
-    """
+    """Return why a folder cannot be created or written to and how to fix it, or None if it can. Creates nothing."""
     # Check the nearest existing ancestor, because mkdir creates everything below it.
     folder = Path(folder).absolute()
     for path in (folder, *folder.parents):
@@ -138,10 +121,8 @@ LAUNCH = 'launch'
 def working_folder(url: str, purpose: str = 'runs') -> Path:
     """Return the working folder on this node's local disk for the run at a URL; it may not exist yet.
 
-    It is inside $DIFFUSION_WORKING_FOLDER if set, otherwise inside ~/.cache/diffusion.
-
-    Args:
-        purpose: Name of the parent folder, which separates training from read-only downloads.
+    It is in a folder `purpose`, which separates training from read-only downloads, inside $DIFFUSION_WORKING_FOLDER if
+    set, otherwise inside ~/.cache/diffusion.
     """
     scheme, _, rest = url.partition('://')
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]

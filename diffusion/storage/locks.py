@@ -46,10 +46,9 @@ def hold_path_lock(path: Path, wait: Callable[[], None]) -> contextlib.AbstractC
 
 @contextlib.contextmanager
 def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
-    """Hold a lock on a lock file during the `with` block; if the file system has no locks, yield False.
+    """Hold a lock on a file, which is created, during the `with` block; if the file system has no locks, yield False.
 
     Args:
-        file: The lock file; created with its folder if it does not exist.
         wait: Called every 20 to 250 ms while another process holds the lock; it may raise an exception to end the wait.
         shared: Take a shared lock, which several processes can hold at the same time.
         remove: Remove the lock file afterward; allowed only if no process takes a shared lock on it.

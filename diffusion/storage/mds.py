@@ -78,10 +78,9 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Divide samples into shards: yield each shard's range of sample numbers, as many as fit the size limit.
+        """Divide samples of these sizes in bytes into shards: yield each shard's range of sample numbers.
 
-        Args:
-            sizes: Sizes of the encoded samples in bytes; a sample above the limit gets its own shard.
+        A sample above the size limit gets its own shard.
         """
         assert self.size_limit is not None
         # Each sample takes 4 more bytes for its offset.
@@ -96,10 +95,8 @@ class ShardFormat:
     def write_shard(self, path: Path, samples: Iterable[bytes], sizes: Sequence[int], *, name: str) -> dict[str, Any]:
         """Write encoded samples to a new shard file, flush it to disk, and return its entry for index.json.
 
-        Args:
-            path: Path of the file, which must not exist; `name` is its name in the index.
-            samples: The samples in order; may be a generator, so that a shard need not fit in memory.
-            sizes: Sizes of the samples in bytes; needed in advance, since the header contains offsets.
+        The samples may come from a generator, so that a shard need not fit in memory. Their sizes in bytes are needed
+        in advance, since the header contains offsets.
         """
         header = self._header(sizes)
         hashes = {algorithm: _NEW_HASH[algorithm]() for algorithm in HASHES}
@@ -176,9 +173,7 @@ def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
     """Return up to `count` samples from the beginning of a dataset's first shard.
 
     The list is empty if the shard is missing or compressed, or has columns that `ShardFormat.decode` does not support.
-
-    Raises:
-        ValueError: The index or the shard is damaged.
+    Raise ValueError if the index or the shard is damaged.
     """
     try:
         entry = next(each for each in json.loads((folder / INDEX).read_bytes())['shards'] if each['samples'])
@@ -250,11 +245,7 @@ class FileInfo(Protocol):
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the hash algorithm for checking a file: `demanded`, or the fastest in `hashes`, or None if none is known.
-
-    Raises:
-        UserError: `demanded` is not among the available hashes.
-    """
+    """Return the algorithm for checking a file: `demanded`, or the fastest in `hashes`, or None if none is known."""
     if demanded is not None:
         if demanded not in hashes:
             raise UserError(
@@ -293,11 +284,7 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def file_signature(path: str | Path) -> int:
-    """Return a nonzero integer that changes when a file is modified or replaced.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-    """
+    """Return a nonzero integer that changes when a file is modified or replaced."""
     status = os.stat(path)
     # Hashes of integers do not depend on PYTHONHASHSEED, so they are the same in every process.
     return hash((status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)) & 2**64 - 1 | 1

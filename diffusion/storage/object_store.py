@@ -43,7 +43,6 @@ from diffusion.storage.transfers import (
 log = logging.getLogger(__name__)
 
 RANGED_BYTES = 2**26
-"""Objects above this size are downloaded in ranges."""
 COMPARED_BYTES = 2**26
 """Number of bytes to read at a time when comparing an object with what was written."""
 DEFAULT = RetryPolicy()
@@ -66,8 +65,7 @@ def collect_objects(
 ) -> Collected:
     """Call a function with an iterator over the objects that `list_objects` would return, for long listings.
 
-    Args:
-        collect: Function whose result is returned; it is called again if the listing fails.
+    The function is called again if the listing fails.
     """
     location, key = locate(url), split(url)[1]
     below = key if not key or key.endswith('/') else f'{key}/'
@@ -83,11 +81,8 @@ def collect_objects(
 def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
     """Return the folders and objects directly in the folder at a URL, without listing the contents of these folders.
 
-    A folder is a common prefix of keys up to a slash. For a folder that does not exist, both lists are empty.
-
-    Returns:
-        The keys of the folders (without trailing slash) and the metadata of the objects, both sorted by key, with keys
-            as returned by `split`.
+    A folder is a common prefix of keys up to a slash, returned without the slash. Both lists are sorted by key, with
+    keys as returned by `split`; they are empty for a folder that does not exist.
     """
     location, key = locate(url), split(url)[1].rstrip('/')
     below = f'{key}/' if key else ''
@@ -219,11 +214,7 @@ def _stored_equal(url: str, content: bytes | Path, retry: RetryPolicy) -> Object
 
 
 def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) -> None:
-    """Delete the object at a URL.
-
-    Args:
-        missing_ok: Do not raise an error if the object does not exist; S3 never does.
-    """
+    """Delete the object at a URL; with `missing_ok`, raise no error if it does not exist (S3 never does)."""
     location = locate(url)
     answer_lost = False
 
@@ -243,10 +234,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
 
 
 def delete_all(urls: Iterable[str], *, retry: RetryPolicy = DEFAULT) -> None:
-    """Delete the objects at several URLs in parallel, in any order; return once none of them exists.
-
-    After an error, some objects may remain.
-    """
+    """Delete the objects at several URLs in parallel, in any order; after an error, some may remain."""
     transfers.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
 
 
@@ -330,11 +318,7 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def files(self, *names: str) -> Iterator[Path]:
-        """Yield a local folder with these files: the folder itself if it is local, otherwise a temporary copy.
-
-        Raises:
-            FileNotFoundError: The local folder does not exist.
-        """
+        """Yield a local folder with these files: the folder itself if it is local, otherwise a temporary copy."""
         if '://' not in self.url:
             if not Path(self.url).is_dir():
                 raise FileNotFoundError(f'{self.url} is not a folder')

@@ -33,7 +33,6 @@ from diffusion.storage.retry import PreconditionFailed, RetryPolicy, status_of
 QUICK = RetryPolicy(tries=2, timeout_seconds=5.0)
 """Policy for files that are not essential to a run; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
 PATIENT = RetryPolicy(tries=4, timeout_seconds=20.0)
-"""Policy for essential files."""
 PROBE = 'conditional-write-check'
 """Name prefix of the object that `check_conditions` writes and deletes."""
 
@@ -79,7 +78,6 @@ class Place(Protocol):
         """Write a small file atomically, and create its folder.
 
         Args:
-            content: The new content; text is encoded as UTF-8.
             flush: False if the file need not survive a power failure.
             in_place: On a file system, overwrite the file in place. Readers may then see a partial write, but clients
                 of a network file system see a changed file sooner than a new file with the same name.
@@ -89,17 +87,14 @@ class Place(Protocol):
     def create(self, name: str, content: str | bytes, *, alone: bool = False) -> bool:
         """Write a small file unless it exists; of several concurrent calls, exactly one succeeds and returns True.
 
-        Args:
-            alone: True if no other process calls this at the same time; a store then needs no conditional writes.
+        With `alone`, no other process calls this at the same time, so a store needs no conditional writes.
         """
         ...
 
     def replace(self, name: str, content: bytes, expected: str | None) -> None:
         """Write a small file if it still has the expected version; None means that it must not exist.
 
-        Raises:
-            PreconditionFailed: Another process has changed the file.
-            UserError: The file system has no locks, or the store has no conditional writes.
+        Raise PreconditionFailed if another process has changed the file.
         """
         ...
 
@@ -128,11 +123,7 @@ class Place(Protocol):
         ...
 
     def fetch(self, name: str, *, again: bool = False) -> Path:
-        """Return a local path of an existing file: its own path, or that of a copy in the scratch folder.
-
-        Args:
-            again: Copy the file again, because it may have changed.
-        """
+        """Return the path of an existing file, or of a copy in the scratch folder; `again` renews an outdated copy."""
         ...
 
     def clean(self) -> None:
@@ -140,21 +131,15 @@ class Place(Protocol):
         ...
 
     def check_conditions(self) -> None:
-        """Check that conditional replacement works; call this before work that needs it at the end.
-
-        Raises:
-            UserError: The file system has no locks, or the store has no conditional writes.
-        """
+        """Raise UserError if conditional replacement does not work; call this before work that needs it at the end."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalPlace(Place):
-    """Folder on a file system.
+    """Folder on a file system; with `is_run`, a run's folder, which is never created here.
 
-    Attributes:
-        is_run: True for a run's folder. It is never created here: if its mount is missing, a new folder would look like
-            the run's.
+    If its mount is missing, a new folder would look like the run's.
     """
 
     path: Path
@@ -445,7 +430,7 @@ def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_faul
 
 
 def move_if_absent(unfinished: Path, path: Path) -> bool:
-    """Move a complete file to another name unless it exists; of several concurrent calls, exactly one returns True.
+    """Move a complete file to another name unless that exists; of concurrent calls, exactly one returns True.
 
     `unfinished` is removed in any case.
     """

@@ -38,7 +38,6 @@ NO_CREDENTIALS = frozenset(
 INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFValidationError'})
 """Class names of errors for invalid arguments, such as a bucket name."""
 MISSING_BUCKET = frozenset({'NoSuchBucket', 'ContainerNotFound'})
-"""Error codes of S3 and Azure for a bucket that does not exist."""
 CLIENT_PACKAGES = frozenset(
     'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub requests s3transfer urllib3'.split()  # noqa: SIM905
 )
@@ -135,10 +134,7 @@ class RetryPolicy:
 def is_transient(error: Exception, url: str) -> bool:
     """Return True if a retry may succeed, False if the error came from neither the store nor the network.
 
-    Raises:
-        UserError: The store rejects the request; the message says how to fix it.
-        PreconditionFailed: The condition of a conditional write is not met.
-        OSError: The error came from the local disk.
+    Raise UserError if the store rejects the request, PreconditionFailed for a condition, OSError for the local disk.
     """
     if isinstance(error, DamagedDownload):
         return True

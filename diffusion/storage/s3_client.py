@@ -24,10 +24,7 @@ GOOGLE_S3 = 'https://storage.googleapis.com'
 
 @functools.cache
 def _model_loader(data_path: str | None) -> Any:
-    """Return a shared, caching botocore loader of service descriptions, whose parsing dominates a client's start time.
-
-    botocore itself uses one loader per session, and each client here has its own session.
-    """
+    """Return a loader of service descriptions for all sessions; parsing them dominates a client's start time."""
     import botocore.loaders
 
     return botocore.loaders.create_loader(data_path)

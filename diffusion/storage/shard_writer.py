@@ -29,7 +29,6 @@ class ShardWriter:
     Attributes:
         data: Folder of the shards.
         entries: Folder of the index entries, one file per shard; may be the same as `data`.
-        format: Columns and size limit of the shards.
         token: Included in shard names, to distinguish the shards of one change to a dataset from others.
     """
 
@@ -70,15 +69,11 @@ class ShardWriter:
 
 
 def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
-    """Write a new dataset's plan (settings), or check that unfinished work in the folder has the same plan.
+    """Write a new dataset's plan, or raise UserError if the folder has unfinished work with another plan.
 
     Args:
-        folder: Folder of the unfinished work.
         plan: All settings that determine the bytes of the result, as JSON types.
         where: Key of the setting that specifies the folder, for messages.
-
-    Raises:
-        UserError: The folder has unfinished work with a different plan; the message lists the differences.
     """
     text = json.dumps(plan, indent=1) + '\n'
     # Set `alone`: in a store, only one process calls this per folder, and Google with HMAC keys has no conditional
@@ -113,11 +108,7 @@ def other_plan(folder: Place | Path, saved: Mapping[str, Any], now: Mapping[str,
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: str = 'in the checkpoint') -> list[str]:
-    """Return a line per changed setting, such as `streams.a.choose: 96 in the checkpoint, 128 now`, in `now`'s order.
-
-    Args:
-        saved_in: Words after the saved value in each line.
-    """
+    """Return a line per changed setting in `now`'s order, such as `streams.a.choose: 96 in the checkpoint, 128 now`."""
     return list(_differences('', saved, now, saved_in))
 
 

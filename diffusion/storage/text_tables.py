@@ -31,16 +31,11 @@ def csv_rows(
 ) -> Iterator[tuple[str, dict[str, str | None]]]:
     """Yield (position, cells by column) for each row of a CSV file whose first line has the column names.
 
-    A position is a text such as `captions.csv line 7`. Missing cells of short rows are None.
+    A position is a text such as `captions.csv line 7`. Missing cells of short rows are None. With `errors='strict'`, as
+    in `open`, a file that is not UTF-8 raises UnicodeDecodeError.
 
     Args:
-        name: Name of the file, for messages.
         check: Called with the column names before the first row; raises an error for a missing column.
-        errors: How to decode bytes that are not UTF-8, as in `open`.
-
-    Raises:
-        UserError: The file is not CSV, two columns have the same name, or a row has more cells than there are columns.
-        UnicodeDecodeError: The file is not UTF-8, and `errors` is `strict`.
     """
     with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
         if sys.version_info < (3, 11):  # older csv modules reject NUL; is_misread also finds surrogates

@@ -80,12 +80,8 @@ class Stopped(Exception):
 def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
     """Call all tasks in threads; on the first error, end the other tasks and raise the error.
 
-    No task is running any more when this returns. A task must not call this function.
-
-    Args:
-        tasks: Functions that take the retry policy to use; the policy's `wait` ends a task when another task has
-            failed.
-        retry: The caller's policy; its `wait` is called in this thread.
+    No task is running any more when this returns. A task must not call this function. Each task gets the retry policy
+    to use, whose `wait` ends it when another task has failed; the caller's `wait` is called in this thread.
     """
     stopped = threading.Event()
 
@@ -257,8 +253,7 @@ def current_version(url: str, retry: RetryPolicy) -> tuple[int, str]:
 def download_ranges(url: str, path: Path, size: int, version: str, retry: RetryPolicy) -> None:
     """Download one version of an object to a local path; each range is retried separately.
 
-    Raises:
-        DamagedDownload: The object was replaced by another version.
+    Raise DamagedDownload if the object was replaced by another version.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

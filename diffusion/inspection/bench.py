@@ -54,7 +54,6 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Total CPU seconds of all stages."""
         return sum(stage.seconds for stage in self.stages.values())
 
 
@@ -148,7 +147,6 @@ def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str
 
 
 def _print_loader_rates(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
-    """Print a table of the loader's samples per second for each worker count, and return the highest rate."""
     print(f'\nLoader throughput in wall-clock time, {batches} batches of {recipe.global_batch} each:\n')
     print('| workers | samples/s | samples/s per worker |')
     print('|---|---|---|')

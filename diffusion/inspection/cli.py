@@ -83,7 +83,6 @@ class LookOptions(DataOptions):
 
 
 def run_look(options: LookOptions) -> int:
-    """Run `diffusion data look`, and return the exit status."""
     _check_sheet_file(options.out)
     recipe, names = _recipe_and_names(options)
     chosen = _select(recipe, names)
@@ -114,7 +113,6 @@ class BenchOptions(DataOptions):
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Run `diffusion data bench`, and return the exit status."""
     gpu = find_gpu(options.gpu, load_gpus(options.gpus_file))
     recipe, names = _recipe_and_names(options)
     chosen = _select(recipe, names, sections=['streams'])
@@ -147,7 +145,6 @@ class MeasureOptions:
 
 
 def run_measure(options: MeasureOptions) -> int:
-    """Run `diffusion data measure-latents`, and return the exit status."""
     check_dataset(options.dataset)
     from diffusion.inspection.latent_measurement import measure_latents
 
@@ -243,5 +240,4 @@ def _check_sheet_file(out: Path) -> None:
 
 
 def _cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1

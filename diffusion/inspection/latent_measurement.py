@@ -106,7 +106,6 @@ def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, bat
 
 
 def _report(found: LatentMeasurement, source: str, location: str) -> str:
-    """Return the output of `diffusion data measure-latents` as text."""
     values = {
         name: '[' + ', '.join(f'{value:.5f}' for value in each.tolist()) + ']'
         for name, each in (('latents_mean', found.mean), ('latents_std', found.std))

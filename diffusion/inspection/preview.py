@@ -79,7 +79,6 @@ def _sections(
 
 
 def _component(recipe: Recipe, section: str) -> Component:
-    """Return the dataset component that loads the streams under a recipe key, such as `eval_streams`."""
     if section == 'streams':
         return recipe.dataset
     if section == 'eval_streams':

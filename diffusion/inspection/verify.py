@@ -64,8 +64,6 @@ class Defect:
 
 @dataclass
 class ShardResult:
-    """Result of checking one shard: number of samples and bytes read, and the defects found."""
-
     samples: int = 0
     bytes: int = 0
     defects: list[Defect] = field(default_factory=list)
@@ -176,7 +174,6 @@ def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Ite
 
 
 def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) if an image is damaged or its size differs from columns `width` and `height`."""
     # libjpeg-turbo warns about stray bytes in a JPEG; like the loader, `decode` ignores harmless ones.
     encoded, warning, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
@@ -200,7 +197,6 @@ def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) if captions are missing, not text, or all empty."""
     try:
         captions = captions_of(dict(sample), 'captions')
     except BadSample as error:
@@ -211,7 +207,6 @@ def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) if latents or text embeddings are not finite or contradict the manifest."""
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.TEXT_POOLED):
         if name in sample and not np.isfinite(sample[name]).all():
             yield f'its {name} are not finite', False
@@ -251,11 +246,9 @@ class VerifyReport:
 
     @property
     def is_sound(self) -> bool:
-        """True if the stream has no problems, or only harmless ones."""
         return self.problem is None and all(defect.harmless for defect in self.defects)
 
     def lines(self, name: str) -> Iterator[str]:
-        """Yield the lines to print: a summary of the stream, then one line per defect."""
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         yield (
             f'{name}: {"ok" if self.is_sound else "DAMAGED"}; {self.shards} of {self.total_shards} shards, '
@@ -289,7 +282,6 @@ def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str,
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
-    """Check one stream's shards and return a report; for `sample`, see `verify`."""
     report = VerifyReport()
     try:
         entries = read_index(source)
@@ -342,8 +334,6 @@ def _pool(jobs: int) -> Executor:
 
 
 class _InlineExecutor(Executor):
-    """Executor that runs each call immediately in this process."""
-
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))

@@ -100,7 +100,6 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
 
 
 def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
-    """Return the ranks that have not announced themselves in the store."""
     try:
         return [rank for rank in range(ranks) if not store.check([f'here/{rank}'])]  # type: ignore[attr-defined]
     except (dist.DistError, RuntimeError) as error:  # rank 0 has printed the missing ranks and exited
@@ -162,12 +161,10 @@ def check_cuda(index: int) -> list[Finding]:
 
 
 def _gather_findings(local: list[Finding]) -> list[Finding]:
-    """Return the findings of all processes as one list; a collective."""
     return [finding for findings in gather(local) for finding in findings]
 
 
 def _write_report(run: str, findings: Sequence[Finding]) -> None:
-    """Write the findings to the run's preflight.json; if that fails, print a warning."""
     files = files_of_run(run)
     try:
         files.write(REPORT, findings_json(findings))

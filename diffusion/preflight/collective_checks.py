@@ -223,13 +223,11 @@ def versions(device: str) -> tuple[str, ...]:
 
 
 def _wait(device: str) -> None:
-    """Wait until the GPU has finished all work; do nothing for `cpu`."""
     if device == 'cuda':
         torch.cuda.synchronize()
 
 
 def _where(each: RankMeasurements) -> str:
-    """Return the host and rank of a measurement, as shown in a finding."""
     return f'{each.host} rank {each.rank}'
 
 
@@ -271,7 +269,6 @@ def _check_speed(
 
 
 def _giga(value: float | None) -> float | None:
-    """Convert bytes/s to GB/s; None stays None."""
     return None if value is None else value / 1e9
 
 
@@ -290,7 +287,6 @@ def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 
 
 def _check_sums(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding per rank that got a wrong sum from an all-reduce, else a passing one."""
     wrong = [each for each in ranks if not each.sum_is_right]
     slowest = min(each.bus for each in ranks)
     return [Finding('all-reduce', False, 'returned a wrong sum', where=_where(each)) for each in wrong] or [

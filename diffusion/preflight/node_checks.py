@@ -228,7 +228,6 @@ class _Model:
         self._built: Any = None
 
     def build(self) -> Any:
-        """Return the model; errors of its builder are raised."""
         if self._built is None:
             self._built = registry.build('model', self._component)
         return self._built
@@ -259,7 +258,6 @@ def _check_file(path: str) -> str:
 
 
 def _check_initial_weights(model: _Model, start: InitFrom) -> str:
-    """Check the source of `init_from`: a repository, a file, a diffusers folder, or a run with a checkpoint."""
     from diffusion.models.diffusers_weights import check_hub_denoiser, check_local_denoiser
     from diffusion.training.initial_weights import has_checkpoint
 

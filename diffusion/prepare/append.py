@@ -162,7 +162,6 @@ class _Addition(Preparation):
         self.work.clear()
 
     def nothing_to_do(self) -> PrepareReport:
-        """Return a report without images."""
         return PrepareReport(
             source=self.settings.source.title,
             arguments={'out': self.settings.out},
@@ -222,7 +221,6 @@ class _Addition(Preparation):
         self.first = {bucket: self.dataset.next_shard(bucket) for bucket in self.buckets}
 
     def discard_other_version(self) -> None:
-        """Remove unused results of comparing the delivery with another version of the dataset."""
         staging, base = self.outputs[TRAIN].staging, self.work.path / BASE
         packed = (path.relative_to(staging.packed).as_posix() for path in staging.packed.rglob('*.mds.json'))
         # Shards and tables may already be in the dataset. Keep those in use: another process may have added the same
@@ -236,7 +234,6 @@ class _Addition(Preparation):
             remove(path)
 
     def first_shard(self, bucket: str) -> int:
-        """Return the number for a bucket's first new shard, higher than those of all old shards."""
         return self.first[bucket]
 
     def drop_duplicates(self, catalog: Catalog, earlier: EarlierImages) -> list[tuple[int, str]]:

@@ -83,7 +83,6 @@ def _caption_row(where: str, row: dict[str, Any], caption_columns: Sequence[str]
 
 
 def _path_problem(path: Any) -> str | None:
-    """Return the reason why a row's image path cannot be used, or None."""
     if not isinstance(path, str) or not path.strip() or '\0' in path:
         return 'no_file_name'
     forms = (path, path.replace('\\', '/'))
@@ -106,7 +105,6 @@ def _either(names: Sequence[str]) -> str:
 
 
 def _column(row: Container[str], names: Sequence[str]) -> str | None:
-    """Return the first of the names that is a column of a row."""
     return next((name for name in names if name in row), None)
 
 

@@ -96,11 +96,9 @@ class Catalog:
         return np.flatnonzero(self.split != REJECTED)
 
     def images(self, split: int) -> np.ndarray:
-        """Return the row numbers of the images of a split: REJECTED, TRAIN or HELD_OUT."""
         return np.flatnonzero(self.split == split)
 
     def samples_in(self, bucket: int, split: int) -> np.ndarray:
-        """Return the numbers of the samples in a bucket whose images are in a split."""
         found = np.flatnonzero(self.samples.bucket == bucket)
         return found[self.split[self.samples.image[found]] == split]
 
@@ -109,7 +107,6 @@ class Catalog:
         return int(np.searchsorted(self.samples.image, image))
 
     def stored_sample(self, number: int | np.integer) -> dict[str, Any]:
-        """Read the sample with this number from its part on disk."""
         folder = self.parts[int(self.part[self.samples.image[number]])]
         place = (int(column[number]) for column in (self.samples.shard, self.samples.offset, self.samples.size))
         return read_sample(folder, *place)
@@ -183,11 +180,9 @@ class Catalog:
         self.split[kept[order[:count]]] = HELD_OUT
 
     def key_hashes(self) -> np.ndarray:
-        """Return the key hash of each input, uint64."""
         return np.concatenate([key_hashes(read_inputs(folder, ['key'])['key'].to_pylist()) for folder in self.parts])
 
     def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
-        """Search the kept images for duplicates; return the result of `image_hashes.duplicates`."""
         from diffusion.prepare.image_hashes import duplicates
 
         # Perceptual hashes of flat images are determined by noise, so unrelated flat images could seem near-duplicates.

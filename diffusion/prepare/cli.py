@@ -131,7 +131,6 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
 
 
 def _inherit(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the existing dataset's settings, as defaults for adding to it."""
     from diffusion.prepare.append import inherited_settings
 
     return inherited_settings(str(values['out'])) if values.get('out') else {}

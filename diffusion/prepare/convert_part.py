@@ -284,7 +284,6 @@ class _ShardBuffer:
         return len(self.entries), self._bytes - len(sample), len(sample)
 
     def flush(self) -> None:
-        """Write the buffered samples as a shard."""
         if self._samples:
             name = mds.shard_name(len(self.entries))
             sizes = [len(sample) for sample in self._samples]
@@ -294,7 +293,6 @@ class _ShardBuffer:
 
 
 def read_counts(folder: Path, part: Part) -> PartCounts:
-    """Read the counts saved when a part was converted."""
     content = read_json(folder / COUNTS_FILE)
     return PartCounts(
         part.size,
@@ -308,7 +306,6 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
 
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
-    """Read a stored sample of a converted part, given the shard, offset and size from its `SampleRow`."""
     (encoded,) = read_stored(folder, shard, [offset], [size])
     return format_of(folder).decode(encoded)
 

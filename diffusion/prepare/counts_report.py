@@ -18,8 +18,6 @@ REPORT = 'report.json'
 
 @dataclass
 class HeldOut:
-    """Counts of the images held out from the training set and written to a separate dataset."""
-
     out: str
     pictures: int
     buckets: dict[str, int]
@@ -85,7 +83,6 @@ class PrepareReport:
         return self.rejected_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
-        """Write the report to a file as JSON."""
         content = {
             'source': self.source,
             'arguments': self.arguments,
@@ -116,7 +113,6 @@ class PrepareReport:
 
     @classmethod
     def read(cls, path: Path) -> 'PrepareReport':
-        """Read a report written by `save`."""
         content = json.loads(path.read_text(encoding='utf-8'))
         for name in ('rejected', 'passed_over'):
             content[name] = {key: NamedCount(**values) for key, values in content[name].items()}
@@ -127,7 +123,6 @@ class PrepareReport:
         return cls(**{name: value for name, value in content.items() if name in names})
 
     def text(self, out: Path | str) -> str:
-        """Return a summary of the report as text."""
         lines = [f'{out}: {self.pictures} images in {self.seconds:.1f} s ({_counts(self.buckets)})']
         if self.held_out is not None:
             held_out = self.held_out
@@ -282,7 +277,6 @@ def _histogram(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _details(reason: str, found: Mapping[str, int]) -> str:
-    """Return an HTML table of decoder messages for one rejection reason."""
     rows = _bars({message: (count, '') for message, count in found.items()})
     return f'<p>Messages of the decoder, {html.escape(reason)}:</p>{rows}'
 

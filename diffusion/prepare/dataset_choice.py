@@ -79,7 +79,6 @@ class DatasetListing:
         return ', '.join(names) or ('' if has_card else None)
 
     def read(self, file: File) -> bytes:
-        """Return the content of a small file of the dataset."""
         with self.hub.copies([file]) as paths:
             return paths[file.url].read_bytes()
 
@@ -169,7 +168,6 @@ class Chooser:
     caption_suffix: str = 'txt'
 
     def choose(self) -> Choice:
-        """Return the files to read."""
         dataset = self.dataset
         files = [file for file in dataset.files if is_inside(file.name, dataset.path)]
         if not files:

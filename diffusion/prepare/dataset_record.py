@@ -76,12 +76,10 @@ class DatasetRecord:
     """Files to delete once the indexes are up to date."""
 
     def content(self) -> bytes:
-        """Return the content of dataset.json."""
         return (json.dumps({'version': VERSION, **asdict(self)}, indent=1) + '\n').encode()
 
     @classmethod
     def parse(cls, content: bytes, where: object) -> 'DatasetRecord':
-        """Parse the content of dataset.json."""
         try:
             values = json.loads(content)
             if (version := values.pop('version')) != VERSION:
@@ -114,7 +112,6 @@ class RecordedDataset:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the record again."""
         found = self.folder.read_version(RECORD)
         if found is None:
             raise UserError(
@@ -178,7 +175,6 @@ class RecordedDataset:
         return EarlierImages.read(self.paths(delivery.images for delivery in self.record.deliveries), removed)
 
     def known_parts(self, source: Mapping[str, Any]) -> dict[str, set[str]]:
-        """Return the stamps of all parts in earlier deliveries from a source, by part name."""
         known: dict[str, set[str]] = {}
         for delivery in self.record.deliveries:
             if delivery.source == source:
@@ -242,7 +238,6 @@ def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
 
 
 def delivery_folder(number: int, token: str) -> str:
-    """Return the path of a delivery's folder; see `write_delivery`."""
     return f'deliveries/{number:05}-{token}'
 
 

@@ -46,14 +46,12 @@ def write_report_files(dataset: RecordedDataset, report: PrepareReport, page: st
 
 
 def write_captions(dataset: RecordedDataset, captions: Sequence[str]) -> None:
-    """Write a dataset's captions.txt."""
     path = dataset.scratch / CAPTIONS
     write_atomically(path, ''.join(f'{caption}\n' for caption in captions))
     dataset.folder.put(CAPTIONS, path)
 
 
 def caption_lines(dataset: RecordedDataset) -> list[str]:
-    """Return the captions in the dataset's captions.txt."""
     found = dataset.folder.read(CAPTIONS)
     return [] if found is None else found.decode().splitlines()
 
@@ -115,7 +113,6 @@ def merged_report(
 
 
 def delivery_line(report: PrepareReport) -> dict[str, Any]:
-    """Return the date, source and counts of one delivery."""
     rejected = {reason: entry.count for reason, entry in sorted(report.rejected.items())}
     return {
         'date': report.date,

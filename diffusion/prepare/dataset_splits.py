@@ -33,8 +33,6 @@ Named = TypeVar('Named')
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files of one of a dataset's configurations."""
-
     config: str | None = None
     """Name of the configuration; None if the card lists none."""
     folder: str = ''

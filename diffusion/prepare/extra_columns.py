@@ -102,7 +102,6 @@ def compute_columns(
 
 @functools.cache
 def _function(path: str) -> Any:
-    """Execute the user's file and return its function."""
     spec = importlib.util.spec_from_file_location(f'computed_columns_{Path(path).stem}', path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module here

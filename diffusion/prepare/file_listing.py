@@ -208,7 +208,6 @@ def expand_braces(location: str) -> list[str]:
 
 
 def is_pattern(location: str) -> bool:
-    """Return True if a location has wildcards: `*` or `?`."""
     return '*' in location or '?' in location
 
 
@@ -249,13 +248,11 @@ def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[lis
 
 
 def _split_pattern(location: str) -> tuple[str, str]:
-    """Split a location into the folder before the first wildcard, and the pattern for names inside it."""
     start = re.split(r'[*?\[]', location, maxsplit=1)[0]
     return start[: start.rfind('/') + 1], location[start.rfind('/') + 1 :]
 
 
 def _check_matches(location: str, base: str, files: Iterable[File]) -> None:
-    """Raise UserError if no file matches a location's pattern."""
     if not any(True for _ in files):
         raise UserError(f'{location}: no file matches; list {base or "."} and correct the pattern')
 

@@ -151,7 +151,6 @@ class FolderSource:
         return parts
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield a part's images in order, with captions and metadata."""
         images = [_ImageFile(**values) for values in part.where['pictures']]
         if not is_url(self.location):
             yield from map(self._entry, images)
@@ -210,7 +209,6 @@ class FolderSource:
         return tuple(notes)
 
     def _entry(self, image: '_ImageFile') -> Entry:
-        """Read an image and its captions."""
         entry = Entry(image.key, metadata=image.metadata, problem=image.problem)
         entry.captions, entry.caption_columns = list(image.captions), list(image.caption_columns)
         if entry.problem is None:
@@ -317,7 +315,6 @@ class FolderSource:
 
 
 def _lower_suffix(name: str) -> str:
-    """Return a path with a lowercase suffix."""
     stem, dot, suffix = name.rpartition('.')
     return f'{stem}{dot}{suffix.lower()}'
 
@@ -338,7 +335,6 @@ class _ImageFile:
     caption_columns: list[str] = field(default_factory=list)
 
     def content(self) -> dict[str, Any]:
-        """Return the values to store in the plan."""
         # Omit empty caption columns: a plan may have ten million images, most of them without such columns.
         return {name: value for name, value in vars(self).items() if value or name != 'caption_columns'}
 
@@ -415,7 +411,6 @@ def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]
 
 
 def _parts(images: Iterable[_ImageFile]) -> PartList:
-    """Split images into parts."""
     parts, rest = PartList(), iter(images)
     while run := list(itertools.islice(rest, PART_IMAGES)):
         parts.append(_part(len(parts), run))
@@ -423,7 +418,6 @@ def _parts(images: Iterable[_ImageFile]) -> PartList:
 
 
 def divide_images(part: Part, count: int) -> list[Part]:
-    """Split a part into at most `count` parts in order; see `FolderSource.divide`."""
     images = part.where['pictures']
     step = max(MIN_IMAGES, math.ceil(len(images) / count))
     found = []

@@ -201,12 +201,10 @@ class Hub:
 
 
 def is_on_hub(url: str) -> bool:
-    """Return True if a file's URL is on the Hub."""
     return url.startswith(PREFIX)
 
 
 def endpoint() -> str:
-    """Return the Hub's URL, from HF_ENDPOINT if it is set."""
     return (os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')
 
 
@@ -234,7 +232,6 @@ def _file(name: str, commit: str, entry: dict[str, Any]) -> File:
 
 
 def _check(path: Path, file: File) -> None:
-    """Raise DamagedDownload if a downloaded file's size or hash differs from the listing."""
     size = path.stat().st_size
     if file.size >= 0 and size != file.size:
         raise DamagedDownload(f'received {size} of {file.size} bytes')

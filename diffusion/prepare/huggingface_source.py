@@ -171,7 +171,6 @@ class HuggingFaceSource:
                 yield from folder.read(replace(part, where={'pictures': local}))
 
     def _check_columns(self, file: File) -> None:
-        """Raise UserError for a wrong column name before any work is done."""
         if file.size and is_on_hub(file.url):
             check_columns(pa.BufferReader(self._hub.read_end(file, FOOTER_BYTES)), self._columns, file.url)
         elif file.size and not is_url(file.url):

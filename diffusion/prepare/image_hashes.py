@@ -46,8 +46,6 @@ def exact_hash(image: Image.Image, pixels: np.ndarray | None = None, size: tuple
 
 
 class PerceptualHash(NamedTuple):
-    """Hash of an image's appearance."""
-
     bits: int
     is_flat: bool
     """True if the image has too little contrast for the hash to be meaningful."""

@@ -68,7 +68,6 @@ def write_images(
 
 
 def read_images(path: Path, columns: Sequence[str] = tuple(IMAGE_SCHEMA.names)) -> pa.Table:
-    """Read columns of a delivery's image table."""
     return pq.read_table(path, columns=list(columns))
 
 
@@ -84,7 +83,6 @@ def read_rows(path: Path, rows: np.ndarray) -> pa.Table:
 
 
 def copy_without_rows(path: Path, rows: np.ndarray, target: Path) -> None:
-    """Write a copy of a delivery's image table without some rows."""
     with (
         pq.ParquetFile(path) as file,
         atomic_file(target) as unfinished,
@@ -107,7 +105,6 @@ def _row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
 
 
 def write_removed(path: Path, table: pa.Table) -> None:
-    """Write the table of removed images."""
     with atomic_file(path) as unfinished:
         pq.write_table(table.select(REMOVED_SCHEMA.names).cast(REMOVED_SCHEMA), unfinished, compression='zstd')
 
@@ -124,7 +121,6 @@ class EarlierImages:
 
     @classmethod
     def read(cls, images: Sequence[Path], removed: Path | None) -> 'EarlierImages':
-        """Read all deliveries' tables and, if it exists, the table of removed images."""
         tables = [read_images(path, list(HASHES)) for path in images]
         gone = [] if removed is None else [pq.read_table(removed)]
         joined = pa.concat_tables([*tables, *gone, REMOVED_SCHEMA.empty_table()])
@@ -136,7 +132,6 @@ class EarlierImages:
         return len(self.hashes['key_hash'])
 
     def is_removed(self, index: int | np.ndarray) -> np.ndarray:
-        """Return True if an index is that of a removed image."""
         return np.asarray(index) >= len(self) - self.removed_count
 
     def name(self, index: int) -> str:

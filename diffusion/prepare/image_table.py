@@ -39,8 +39,6 @@ class ColumnNames:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns to read from a table."""
-
     image: str
     captions: tuple[str, ...]
     key: str | None
@@ -49,7 +47,6 @@ class Columns:
 
     @property
     def has_several_captions(self) -> bool:
-        """True if captions are from several columns."""
         return len(self.captions) > 1
 
     @property
@@ -171,7 +168,6 @@ class LocalImages:
     """Folder of the table, relative to the root; empty if it is the root."""
 
     def __call__(self, path: str) -> bytes:
-        """Return the image file at a path."""
         # Compare paths as text, without resolving links: files of a snapshot in the Hub's cache link to files outside
         # it.
         root = os.path.abspath(self.root)
@@ -201,7 +197,6 @@ class StoreImages:
     folder: str
 
     def __call__(self, path: str) -> bytes:
-        """Return the object at a path."""
         for name in paths_inside(path, self.folder):
             try:
                 return object_store.read(f'{self.root}/{name}')
@@ -230,7 +225,6 @@ def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence
 
 
 def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
-    """Return the column with the first common name that matches, ignoring case, or None."""
     spelled = {name.lower(): name for name in reversed(schema.names)}
     return next((spelled[name] for name in common_names if name in spelled), None)
 

@@ -57,7 +57,6 @@ class InputPlan:
 
     @classmethod
     def make(cls, settings: PrepareSettings, source: Source) -> 'InputPlan':
-        """List the files of the input and return the plan."""
         listed = source.parts()
         parts = listed if isinstance(listed, PartList) else PartList(listed)
         names: set[str] = set()
@@ -72,7 +71,6 @@ class InputPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal SHA-256 of the plan."""
         return self.parts.fingerprint(settings=self.settings, versions=self.versions)
 
     @cached_property
@@ -162,7 +160,6 @@ class Piece(NamedTuple):
 
 
 def pieces_of(plan: InputPlan, source: Source) -> list[Piece]:
-    """Return a plan's pieces in order."""
     divisible = source if len(plan.parts) < FEW_PARTS and isinstance(source, DivisibleSource) else None
     found = []
     for number, head in enumerate(plan.parts.heads):

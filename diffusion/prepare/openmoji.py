@@ -74,7 +74,6 @@ class Emoji:
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
     def png(self, size: int) -> bytes:
-        """Return the drawing on white as an encoded PNG of `size` x `size` pixels."""
         encoded = io.BytesIO()
         self.render(size).save(encoded, 'PNG', optimize=True)
         return encoded.getvalue()
@@ -116,7 +115,6 @@ class OpenMojiSource:
         ]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield a part's emoji as PNGs, each at all sizes, with names as captions."""
         for hexcode, captions in part.where['emoji']:
             emoji = Emoji(hexcode, _svg_folder() / f'{hexcode}.svg', captions)
             for size in self.sizes:

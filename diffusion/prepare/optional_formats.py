@@ -49,7 +49,6 @@ def packages_of(formats: Collection[str]) -> list[str]:
 
 
 def require_packages(formats: Collection[str]) -> None:
-    """Raise UserError if the package for one of these formats is not installed."""
     missing = [name for name in formats if importlib.util.find_spec(REQUIREMENTS[name].module) is None]
     if missing:
         raise UserError(
@@ -78,8 +77,6 @@ def pillow_formats(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 class JxlHeader(NamedTuple):
-    """Properties in a JPEG XL file's header."""
-
     width: int
     height: int
     is_animated: bool
@@ -154,7 +151,6 @@ class _Bits:
 
 
 def looks_like_svg(encoded: bytes) -> bool:
-    """Return True if a file begins like an XML or SVG file."""
     return _START.match(encoded) is not None
 
 

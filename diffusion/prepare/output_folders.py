@@ -60,7 +60,6 @@ class FolderOutput:
             )
 
     def bucket(self, name: str) -> Place:
-        """Return the folder for the final shards of the bucket with this name, such as `512px`."""
         return LocalPlace(self.staging.dataset / name)
 
     def set_aside(self) -> None:

@@ -105,7 +105,6 @@ def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def format_of(folder: Path) -> mds.ShardFormat:
-    """Return the format of a part's shards."""
     return _entries(folder)[0][0]
 
 
@@ -239,12 +238,10 @@ def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[Sam
 
 
 def read_inputs(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Read columns of the table of inputs in a part's folder."""
     return pq.read_table(folder / INPUTS, columns=list(columns))
 
 
 def read_samples(folder: Path) -> pa.Table:
-    """Read the table of samples in a part's folder, in input order."""
     return pq.read_table(folder / SAMPLES)
 
 

@@ -134,11 +134,9 @@ class Preparation:
         return report
 
     def pieces(self, plan: InputPlan) -> list[Piece]:
-        """Return the pieces of the input in order; each is converted by one job."""
         return pieces_of(plan, self.source)
 
     def folders(self, plan: InputPlan) -> list[Path]:
-        """Return the folders of converted pieces in order."""
         return [self.work.part(piece.name) for piece in self.pieces(plan)]
 
     def finished_report(self, plan: InputPlan) -> PrepareReport | None:
@@ -284,7 +282,6 @@ class Preparation:
         return report, entries
 
     def first_shard(self, bucket: str) -> int:
-        """Return the number of a bucket's first shard."""
         return 0
 
     def shards_of_samples(self, catalog: Catalog) -> np.ndarray:
@@ -298,7 +295,6 @@ class Preparation:
         return found
 
     def writer(self, split: int, bucket: str) -> ShardWriter:
-        """Return the writer of a bucket's final shards."""
         output = self.outputs[split]
         entries = LocalPlace(output.staging.packed / bucket)
         return ShardWriter(output.bucket(bucket), entries, self.format, self.token)

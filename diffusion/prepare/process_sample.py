@@ -93,7 +93,6 @@ THUMBNAIL_SIDE = 96
 
 
 def sample_columns(settings: PrepareSettings) -> dict[str, str]:
-    """Return the MDS encodings of the columns of a dataset prepared with these settings."""
     return COLUMNS | ({CAPTION_COLUMNS: 'json'} if settings.source.caption_columns else {})
 
 
@@ -175,7 +174,6 @@ def make_samples(
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """Return a small JPEG of an image, for the report."""
     small = image.convert('RGB')
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     encoded = io.BytesIO()

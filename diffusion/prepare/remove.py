@@ -69,14 +69,11 @@ class Selection:
 
     @property
     def images(self) -> int:
-        """Number of images."""
         return sum(map(len, self.rows))
 
 
 @dataclass
 class Removal:
-    """Changes made to a dataset by a removal."""
-
     selection: Selection
     rewritten: list[str] = field(default_factory=list)
     """Paths of old shards that were rewritten or, if no sample was left, dropped."""
@@ -273,13 +270,11 @@ def _put_json(dataset: RecordedDataset, name: str, content: Any) -> None:
 
 
 def _removed_table(dataset: RecordedDataset) -> pa.Table:
-    """Return the table of removed images; empty if there is none."""
     name = dataset.record.removed
     return REMOVED_SCHEMA.empty_table() if name is None else pq.read_table(dataset.path(name))
 
 
 def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each missing key the most similar keys of the dataset."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for delivery in dataset.record.deliveries:
         keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']
@@ -293,7 +288,6 @@ def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, l
 
 
 def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndarray:
-    """Return the sorted row numbers at which a table's column has one of `values`."""
     return np.flatnonzero(np.isin(table[column].to_numpy(), np.array(list(values), np.uint64)))
 
 
@@ -341,14 +335,12 @@ def _source(place: str, name: str) -> str | None:
 
 
 def _streams(recipe: Any, section: str) -> Mapping[str, Any]:
-    """Return the streams in a section of a recipe; empty if it has none."""
     for key in section.split('.'):
         recipe = recipe.get(key) if isinstance(recipe, Mapping) else None
     return recipe if isinstance(recipe, Mapping) else {}
 
 
 def _reads(stream: Any, place: str) -> bool:
-    """Return True if a stream reads a dataset or a folder below it."""
     if not isinstance(stream, Mapping):
         return False
     for text in (stream.get('remote'), stream.get('local')):

@@ -49,13 +49,11 @@ class RemoveOptions:
 
 
 def check_dataset(place: str) -> None:
-    """Raise UserError if a local path is not a folder."""
     if '://' not in place and not Path(place).is_dir():
         raise UserError(f'DATASET: {place} is not a folder; give a folder that `diffusion prepare` has written')
 
 
 def run_remove(options: RemoveOptions) -> int:
-    """Run `diffusion data remove`, and return the exit status."""
     from diffusion.prepare.dataset_record import RECORD, RecordedDataset
     from diffusion.storage.places import is_url, place_at
 
@@ -113,7 +111,6 @@ def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[Recorde
 
 
 def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_run: bool) -> None:
-    """Print which images and shards are affected by a removal."""
     if selection.gone:
         print(printable(f'{dataset.folder}: removed before: {_some(selection.gone)}'))
     if not selection.images:
@@ -158,7 +155,6 @@ def _print_runs(places: Sequence[str], runs_dir: Path) -> bool:
 
 
 def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes: list[str], *, kept: bool) -> None:
-    """Print the effects of a removal on running jobs, caches and the order of samples."""
     print(f'{dataset.folder}: rewrote {len(rewritten)} shards')
     if not rewritten:
         return
@@ -207,7 +203,6 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
 
 
 def _keys(options: RemoveOptions) -> list[str]:
-    """Return the keys given as arguments and in the file, without duplicates."""
     keys = list(options.key)
     if options.keys is not None:
         try:
@@ -258,5 +253,4 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first few names as text."""
     return ', '.join(names[:10]) + (f' and {len(names) - 10} more' if len(names) > 10 else '')

@@ -141,13 +141,11 @@ def some_captions(catalog: Catalog, images: np.ndarray) -> list[str]:
 
 
 def caption_numbers(catalog: Catalog, images: np.ndarray) -> np.ndarray:
-    """Return the number of captions of each image in these sorted rows."""
     found = [part.value_lengths().to_numpy() for part in catalog.captions(images)]
     return np.concatenate([np.zeros(0, np.int32), *found])
 
 
 def _at_equal_distances(values: Any) -> Any:
-    """Return at most COUNTED_CAPTIONS evenly spaced values."""
     return values[:: max(1, -(-len(values) // COUNTED_CAPTIONS))]
 
 

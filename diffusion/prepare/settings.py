@@ -99,7 +99,6 @@ class SourceSettings:
 
     @property
     def title(self) -> str:
-        """Name of the source in messages and reports."""
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
     def open(self, *, sizes: Sequence[int], formats: Sequence[str] = ()) -> Source:
@@ -203,7 +202,6 @@ class PrepareSettings:
 
     @property
     def shard_bytes(self) -> int:
-        """Maximum size of a shard in bytes."""
         return round(self.shard_mb * 10**6)
 
     @property
@@ -212,12 +210,10 @@ class PrepareSettings:
 
     @property
     def is_remote(self) -> bool:
-        """True if the output is in an object store, such as `s3://bucket/mds`."""
         return is_url(self.out)
 
     @property
     def held_out(self) -> str:
-        """Output for held-out images, beside that of the training set."""
         if self.is_remote:
             return f'{self.out.rstrip("/")}-held-out'
         out = Path(self.out)

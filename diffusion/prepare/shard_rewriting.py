@@ -51,7 +51,6 @@ def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
 
 
 def keys_of(path: Path, entry: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a shard's samples, in order."""
     return [_value(sample, entry, KEY).decode() for sample in _samples(path)]
 
 
@@ -117,7 +116,6 @@ def _format(entry: Mapping[str, Any]) -> ShardFormat:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Yield a shard's encoded samples."""
     with path.open('rb') as file:
         (count,) = struct.unpack('<I', file.read(4))
         offsets = struct.unpack(f'<{count + 1}I', file.read(4 * (count + 1)))
@@ -154,12 +152,10 @@ class ScannedFolder:
     """Number of samples to remove, by file name of the shard."""
 
     def path(self, file: str) -> str:
-        """Return the path of a file in the folder, relative to the dataset."""
         return _joined(self.name, file)
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """Index entries of all shards."""
         return json.loads(self.index.content)['shards']
 
 
@@ -182,7 +178,6 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
 
 
 def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str]) -> set[str]:
-    """Return the keys that at least one sample has."""
     found: set[str] = set()
     for each in scanned:
         for entry in each.entries:
@@ -254,7 +249,6 @@ def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dic
 
 
 def _indexed_folders(folder: Place, place: str) -> list[ScannedFolder]:
-    """Return the folders of shards at a path or URL, with their indexes."""
     found = []
     for name in index_folders(place):
         index = folder.read_version(_joined(name, mds.INDEX))

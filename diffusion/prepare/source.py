@@ -81,14 +81,12 @@ class NamedCount:
 
 
 def count_named(counts: dict[str, NamedCount], kind: str, count: int, names: Sequence[str]) -> None:
-    """Add inputs of one kind to counts by kind, given their number and the first names."""
     total = counts.setdefault(kind, NamedCount())
     total.count += count
     total.names += names[: NAMES_SHOWN - len(total.names)]
 
 
 def summed_counts(counts: Iterable[Mapping[str, NamedCount]]) -> dict[str, NamedCount]:
-    """Return the summed counts by kind, with the first names."""
     total: dict[str, NamedCount] = {}
     for each in counts:
         for kind, found in each.items():
@@ -97,7 +95,6 @@ def summed_counts(counts: Iterable[Mapping[str, NamedCount]]) -> dict[str, Named
 
 
 def summed_details(details: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Return the summed counts of explanations by reason."""
     total: dict[str, dict[str, int]] = {}
     for each in details:
         for reason, found in each.items():
@@ -235,7 +232,6 @@ class PartList(Sequence[Part]):
             self.append(part)
 
     def append(self, part: Part) -> None:
-        """Append a part."""
         where = json.dumps(part.where).encode()
         self._file.seek(self._end)
         self._file.write(where)
@@ -245,7 +241,6 @@ class PartList(Sequence[Part]):
         self.heads.append(replace(part, where={}))
 
     def report_in_first(self, **values: Any) -> None:
-        """Set report-only fields, such as `passed_over`, of the first part."""
         self.heads[0] = replace(self.heads[0], **values)
 
     def fingerprint(self, **others: Any) -> str:

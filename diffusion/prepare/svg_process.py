@@ -21,7 +21,6 @@ FIRST_SIDE = 64
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
@@ -75,7 +74,6 @@ def check(svg: bytes) -> None:
 
 
 def rendered(svg: str, side: int) -> bytes:
-    """Render a drawing as a PNG whose longer side has `side` pixels."""
     import resvg_py  # an optional dependency; `optional_formats` imports this module without it
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
@@ -83,7 +81,6 @@ def rendered(svg: str, side: int) -> bytes:
 
 
 def png_size(png: bytes) -> tuple[int, int]:
-    """Return the width and height of a PNG in pixels."""
     return struct.unpack_from('>II', png, 16)
 
 

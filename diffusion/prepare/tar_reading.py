@@ -80,7 +80,6 @@ class _Tar:
         return DamagedTar(reason, self._member_start, self._member_name)
 
     def members(self) -> Iterator[Member]:
-        """Yield the members in order."""
         # A name or size that does not fit into a header is stored in an extra member before it; `name` and `size` hold
         # it until the member that it describes is reached.
         name, size, ended = None, None, False

@@ -76,7 +76,6 @@ class WebDatasetSource:
             yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
 
     def _entry(self, sample: '_Sample', stem: str) -> Entry:
-        """Return a sample's entry, given the tar file's stem."""
         entry = Entry(_key(sample, stem))
         if sample.image is None or not sample.image.is_file:
             entry.problem = 'no_image'
@@ -145,7 +144,6 @@ class _Group:
         return middle in self._samples and last in self._samples[middle].members
 
     def add(self, suffix: str, member: Member) -> None:
-        """Add a member with this suffix."""
         middle, last = _split_suffix(suffix)
         key = f'{self.key}.{middle}' if middle else self.key
         sample = self._samples.setdefault(middle, _Sample(key, self._image_suffixes))

@@ -27,7 +27,6 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> 'Share':
-        """Parse a share such as `3/16`, the value of `--share`."""
         index, _, of = text.partition('/')
         if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
             raise UserError(f'--share: {text!r} is not a share; use 0/16, 1/16, up to 15/16')
@@ -93,7 +92,6 @@ class WorkFolder:
             )
 
     def part(self, name: str) -> Path:
-        """Return the path of the folder for a converted piece of the input."""
         return self.parts / name
 
     @contextmanager

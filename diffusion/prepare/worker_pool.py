@@ -100,8 +100,6 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
 
 
 class _Worker:
-    """A child process that runs one job after another."""
-
     job: WorkerJob
 
     def __init__(self) -> None:
@@ -159,7 +157,6 @@ class _WorkerTraceback(Exception):
 
 
 def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
-    """Wait until at least one worker has finished or died; return all such workers."""
     pipes = wait([worker.pipe for worker in busy])
     return [worker for worker in busy if worker.pipe in pipes]
 
@@ -226,7 +223,6 @@ def _exit_with_parent() -> None:
 
 
 def run_on(engine: str, settings: PrepareSettings) -> Run:
-    """Return the function that runs jobs on the given engine: `processes` (on this machine) or `ray`."""
     if engine == 'ray':
         return partial(run_on_ray, workers=settings.workers)
     return partial(run_jobs, workers=settings.worker_count)

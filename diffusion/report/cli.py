@@ -75,7 +75,6 @@ def run_report(options: ReportOptions) -> int:
 
 
 def _is_run(place: str) -> bool:
-    """Return True if a place is a run rather than a folder of runs."""
     if not is_url(place) and not Path(place).is_dir():
         parent = Path(place).parent
         near = [str(each) for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []

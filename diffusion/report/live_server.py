@@ -70,7 +70,6 @@ class ReportServer(PageServer):
 
     @property
     def url(self) -> str:
-        """URL of the page, including the token if there is one."""
         host, port = self.server_address[0], self.server_address[1]
         host = socket.gethostname() if host in ('0.0.0.0', '::') else str(host)
         text = f'[{host}]' if ':' in host else host
@@ -78,8 +77,6 @@ class ReportServer(PageServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler for requests for pages, their data and their images."""
-
     server: ReportServer  # type: ignore[assignment]
     protocol_version = 'HTTP/1.1'
     timeout = 60
@@ -155,5 +152,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def run_address(name: str) -> str:
-    """Return the URL of a run's page, relative to the table's."""
     return f'run/{quote(name, safe="")}/'

@@ -17,8 +17,6 @@ from diffusion.storage.text_tables import MAX_LINE_BYTES
 
 
 class Curve(NamedTuple):
-    """Points of a curve, in batch order."""
-
     x: list[int]
     y: list[float]
 
@@ -127,11 +125,9 @@ class MetricReader:
 
     @property
     def has_unfinished_line(self) -> bool:
-        """True if the content ends in the middle of a line."""
         return bool(self._rest)
 
     def feed(self, content: bytes) -> None:
-        """Read the next part of the file."""
         self.position += len(content)
         lines = (self._rest + content).split(b'\n')
         self._rest = lines.pop()
@@ -149,7 +145,6 @@ class MetricReader:
             series.add(step, value)
 
     def _values(self, lines: list[bytes]) -> Iterator[tuple[int, str, float]]:
-        """Yield (batch, name, value) for each metric in the lines."""
         names: dict[bytes, str] = {}
         for line in lines:
             if not line or _has_only_skipped(line):
@@ -166,7 +161,6 @@ class MetricReader:
             yield from self._parsed(line)
 
     def _parsed(self, line: bytes) -> Iterator[tuple[int, str, float]]:
-        """Yield (batch, name, value) for each metric in a line of any form."""
         try:
             values = json.loads(line) if len(line) <= 16 * MAX_LINE_BYTES else None
         except (ValueError, RecursionError):

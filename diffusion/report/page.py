@@ -66,7 +66,6 @@ def json_for_script(content: Any) -> str:
 
 
 def json_text(content: Any) -> str:
-    """Return JSON, with null for NaN and infinite numbers."""
     try:
         return json.dumps(content, allow_nan=False, separators=(',', ':'))
     except ValueError:

@@ -132,7 +132,6 @@ class TableReader:
         self._readers: dict[str, RunReader] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the page's data."""
         names = runs_in(self.place)
         for name in names:
             self._readers.setdefault(name, RunReader(f'{self.place}/{name}', price=self.price, curves=False))
@@ -178,7 +177,6 @@ def _kind(state: str, cause: str | None) -> str:
 
 
 def _last_evaluation(run: RunContent) -> str:
-    """Return the metrics of the last evaluated checkpoint, such as `FID 12.3 (ba1600)`, or an empty string."""
     if not run.evaluations:
         return ''
     last = run.evaluations[-1]
@@ -202,8 +200,6 @@ IMAGE_BYTES = 1_700_000
 
 
 class Page(NamedTuple):
-    """A page's data, and the images that it shows, by key."""
-
     data: dict[str, Any]
     images: dict[str, bytes]
 

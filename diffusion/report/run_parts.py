@@ -59,7 +59,6 @@ class CheckpointReader:
 
 
 def _receipt(content: bytes, name: str, notes: list[str]) -> dict[str, Any]:
-    """Return state, time, bytes, devices and kind of a checkpoint from its receipt."""
     try:
         receipt = json.loads(content)
         size = sum(int(record['bytes']) for record in receipt['files'].values())
@@ -121,14 +120,12 @@ def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def better_directions(names: set[str]) -> dict[str, str]:
-    """Return which direction is better for each metric, `lower` or `higher`, if known."""
     found = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
     found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
     return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
 
 
 def _results(content: bytes) -> dict[str, Any] | None:
-    """Return the parts of a results file shown on a page, or None if it is not a results file."""
     try:
         given = json.loads(content)
     except (ValueError, RecursionError):
@@ -160,14 +157,12 @@ def _results(content: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | int | None:
-    """Return a finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if abs(value) < 1e300 and math.isfinite(value) else None
 
 
 def _numbers(values: Any) -> dict[str, float | int]:
-    """Return the finite numbers in a mapping, by name."""
     items = values.items() if isinstance(values, dict) else ()
     return {str(name): number for name, value in items if (number := _number(value)) is not None}
 
@@ -181,7 +176,6 @@ NOT_COMPARED = {'name', 'runs_dir'}
 
 
 def recipe_values(text: str) -> dict[str, Any]:
-    """Return the values in a recipe's YAML; empty if it cannot be parsed."""
     try:
         content = parse_yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError):  # another program wrote the file

@@ -39,8 +39,6 @@ MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
 
 @dataclass
 class RunContent:
-    """Content of a run's files."""
-
     place: str
     name: str
     status: RunReport
@@ -61,7 +59,6 @@ class RunContent:
 
 
 def looks_like_a_run(listing: Listing) -> bool:
-    """Return True if a folder with these files is a run's folder."""
     names = {*listing.files, *listing.folders}
     return bool(names & MARKS) or any(name[:2] == 'ba' and name[2:].isdigit() for name in listing.folders)
 
@@ -85,7 +82,6 @@ class RunReader:
 
     @property
     def name(self) -> str:
-        """Last component of the run's path or URL."""
         return self.place.rpartition('/')[2] if is_url(self.place) else Path(self.place).resolve().name
 
     def read(self) -> RunContent:

@@ -41,8 +41,6 @@ class Sheet:
 
 @dataclass
 class SampledImages:
-    """Sheets for a page."""
-
     sheets: list[Sheet] = field(default_factory=list)
     generated: Sheet | None = None
     total: int = 0

@@ -207,7 +207,6 @@ class HubClient(Client):
         self.files = self.file_system()
 
     def file_system(self) -> Any:
-        """Return a new file system for the Hub, not shared with other clients."""
         from huggingface_hub import HfFileSystem
 
         # Instances are cached per process by default, but a client here may be used by only one thread at a time.

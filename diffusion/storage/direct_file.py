@@ -63,7 +63,6 @@ class DirectFile(io.RawIOBase):
             self._write_buffer()
 
     def close(self) -> None:
-        """Flush and close the file."""
         if not self.closed:
             try:
                 super().close()  # calls flush
@@ -72,7 +71,6 @@ class DirectFile(io.RawIOBase):
 
     @property
     def name(self) -> str:
-        """Path of the file as given when it was opened."""
         return str(self._file.name)
 
     def fileno(self) -> int:

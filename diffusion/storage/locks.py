@@ -97,7 +97,6 @@ def remove_stale_scratch(folder: Path) -> None:
 
 
 def _lock_path(path: Path) -> Path:
-    """Return the path of the hidden lock file for `path`, in the same folder."""
     return path.with_name(f'.{path.name}.lock')
 
 

@@ -118,7 +118,6 @@ class ShardFormat:
         }
 
     def header_bytes(self, samples: int) -> int:
-        """Return the header size in bytes for a shard with this number of samples."""
         return 4 + 4 * (samples + 1) + len(self._config_bytes())
 
     def _header(self, sizes: Sequence[int]) -> bytes:
@@ -151,7 +150,6 @@ class ShardHeader(NamedTuple):
 
 
 def read_header(file: BinaryIO) -> ShardHeader:
-    """Read the header of an open shard file, positioned at the start."""
     samples, size = struct.unpack('<2I', file.read(8))
     file.seek(4 + 4 * (samples + 1))
     config = json.loads(file.read(size - file.tell()))
@@ -273,7 +271,6 @@ def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> 
 
 
 def hash_of(path: Path, algorithm: str) -> str:
-    """Return the hexadecimal hash of a file's content."""
     digest = _hasher(algorithm)
     # Read unbuffered into one buffer, to avoid an allocation and a second copy per chunk.
     chunk = memoryview(bytearray(CHUNK))

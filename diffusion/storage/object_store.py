@@ -99,7 +99,6 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
 
 
 def head(url: str, *, retry: RetryPolicy = DEFAULT) -> ObjectInfo:
-    """Return the key, size and etag of the object at a URL."""
     location = locate(url)
 
     def attempt() -> ObjectInfo:
@@ -291,7 +290,6 @@ class RemoteFolder:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def address(self, name: str) -> str:
-        """Return the URL or path of a file in the folder."""
         return f'{self.url.rstrip("/")}/{name}'
 
     def persist(self, make: Callable[[], None], name: str) -> None:

@@ -262,7 +262,6 @@ class LocalPlace(Place):
             pass
 
     def _prepared(self, name: str) -> Path:
-        """Create a file's folder, and return the file's path."""
         path = self.path / name
         if not self.is_run:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -413,7 +412,6 @@ class StorePlace(Place):
 
 
 def is_url(place: Path | str) -> bool:
-    """Return True if a place is in an object store."""
     return isinstance(place, str) and '://' in place
 
 

@@ -156,7 +156,6 @@ def is_transient(error: Exception, url: str) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error or of the first of its causes that has one, otherwise None."""
     return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
 
 
@@ -224,7 +223,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of a client's error, or None."""
     if isinstance(error, FileNotFoundError | PermissionError):  # from a mount, or from Hugging Face's file system
         return 404 if isinstance(error, FileNotFoundError) else 403
     response = getattr(error, 'response', None)

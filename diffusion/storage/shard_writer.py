@@ -38,7 +38,6 @@ class ShardWriter:
     token: str = ''
 
     def name(self, number: int) -> str:
-        """Return the file name of a shard."""
         return shard_name(number, self.token)
 
     def done(self) -> set[int]:

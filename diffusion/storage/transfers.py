@@ -50,7 +50,6 @@ def _release_after(client: Client, location: Location, retry: RetryPolicy) -> It
 
 
 def acquire_client(location: Location, retry: RetryPolicy) -> Client:
-    """Return an idle client from the pool, or a new client if there is none."""
     # Call pop() without checking first: another thread could take the last client between a check and the pop.
     client: Client
     try:
@@ -62,7 +61,6 @@ def acquire_client(location: Location, retry: RetryPolicy) -> Client:
 
 
 def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:
-    """Return the idle clients for a store and this policy's timeout."""
     # Include the process ID: with a client inherited through a fork, parent and child would share connections.
     return idle.setdefault((os.getpid(), location.scheme, location.account, retry.timeout_seconds), [])
 
@@ -230,7 +228,6 @@ def read_watched(
 
 
 def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-    """Copy a file, or only the half-open byte range `span`, to an open file."""
     with open(path, 'rb') as source:
         if span is None:
             shutil.copyfileobj(source, file, bucket_interface.CHUNK_BYTES)
@@ -267,8 +264,6 @@ def download_ranges(url: str, path: Path, size: int, version: str, retry: RetryP
 
 
 def _download_range(url: str, path: Path, span: tuple[int, int], version: str, retry: RetryPolicy) -> None:
-    """Download the half-open byte range `span` of one version of an object to the same offset in a local file."""
-
     def attempt() -> None:
         with WatchedFile(io.FileIO(path, 'r+')) as file:
             file.seek(span[0])

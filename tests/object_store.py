@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    'AWS_ACCESS_KEY_ID': 'test',
-    'AWS_SECRET_ACCESS_KEY': 'test',
-    'AWS_DEFAULT_REGION': 'us-east-1',
-}
+ENVIRONMENT = {'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test', 'AWS_DEFAULT_REGION': 'us-east-1'}
 CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError', 503: 'SlowDown'}
 ALWAYS = 10**9
 

@@ -247,10 +247,7 @@ def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_p
     )
     (table,) = json.loads(file.read_text())
     assert table['on_gpu'] and table['peak_flops'] == 989e12
-    assert [(row['row'], row['microbatch']) for row in table['rows']] == [
-        ('microbatch', 1),
-        ('without tf32', 1),
-    ]
+    assert [(row['row'], row['microbatch']) for row in table['rows']] == [('microbatch', 1), ('without tf32', 1)]
     for row in table['rows']:
         assert 0 < row['mfu'] < 1 and row['peak_gib'] == 1 and row['planned_gib'] > 10
         assert 0 < sum(row['stages'].values()) <= row['step_seconds'] + 0.01

@@ -291,9 +291,7 @@ LATE_COMMAND: dict[str, tuple[Words, str]] = {
 }
 
 
-FAST_LATE_RUN = {
-    *('two streams in one folder', 'another seed on resume', 'run in use', 'all checkpoints damaged'),
-}
+FAST_LATE_RUN = {*('two streams in one folder', 'another seed on resume', 'run in use', 'all checkpoints damaged')}
 
 
 def partly_slow(names: Iterable[str], fast: set[str]) -> list[Any]:
@@ -472,11 +470,7 @@ BUGS = {
         "assert False, 'impossible'",
         TRAIN,
     ),
-    'AttributeError in checkpointing': (
-        'diffusion.checkpointing.checkpoint_writer:_about',
-        'None.batch',
-        TRAIN,
-    ),
+    'AttributeError in checkpointing': ('diffusion.checkpointing.checkpoint_writer:_about', 'None.batch', TRAIN),
     'int() at resume': ('diffusion.checkpointing.trainer_state:_check_optimizer', "int('x')", RESUME),
     'RecursionError in tasks': (
         'diffusion.tasks.generate:save_images',

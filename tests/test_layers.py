@@ -23,10 +23,7 @@ LAYERS = [
     {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
     {'tasks', 'prepare', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs
 ]
-COMPOSER_MODELS = {
-    'models.latent_diffusion',
-    'models.autoencoder',
-}  # on layer 2, in the folder of their parts
+COMPOSER_MODELS = {'models.latent_diffusion', 'models.autoencoder'}  # on layer 2, in the folder of their parts
 FOREIGN = {
     'torch': 1,
     'torchvision': 1,

@@ -163,8 +163,7 @@ def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, blocking, 
     assert saved(run) == [f'ba{batch}' for batch in range(1, 9)]
     (line,) = (each.getMessage() for each in caplog.records if 'longer than the save interval' in each.getMessage())
     assert re.search(
-        r'ba1: took [\d.]+ s, longer than the save interval, so training waited [\d.]+ s for it. To fix: a longer',
-        line,
+        r'ba1: took [\d.]+ s, longer than the save interval, so training waited [\d.]+ s for it. To fix: a longer', line
     )
     assert_same_end(run, blocking)
 

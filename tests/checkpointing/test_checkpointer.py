@@ -22,11 +22,7 @@ from diffusion.errors import UserError
 from diffusion.runs.run_id import read_run_id
 from diffusion.training.train import build_trainer, train
 
-STRATEGIES = {
-    'ddp': {},
-    'fsdp2': {'strategy': 'fsdp2'},
-    'sharded': SHARDED,
-}
+STRATEGIES = {'ddp': {}, 'fsdp2': {'strategy': 'fsdp2'}, 'sharded': SHARDED}
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

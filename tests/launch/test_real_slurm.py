@@ -102,10 +102,7 @@ def cluster(forkserver: Client, tmp_path_factory: pytest.TempPathFactory) -> Ite
     why_not = slurm_cluster.why_not()
     if why_not:
         pytest.skip(why_not)
-    with (
-        slurm_cluster.start(tmp_path_factory.mktemp('slurm'), nodes=3) as found,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with slurm_cluster.start(tmp_path_factory.mktemp('slurm'), nodes=3) as found, pytest.MonkeyPatch.context() as patch:
         python = {'PATH': f'{Path(sys.executable).parent}:{found.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
         # SLURM_RESTART_COUNT: the environment of a requeued job that launches others.
         variables = found.environ | python | {SOCKET: forkserver.path, 'SLURM_RESTART_COUNT': '7'}

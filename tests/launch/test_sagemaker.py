@@ -13,11 +13,7 @@ from diffusion.launch.backends.base import Rendered
 from diffusion.launch.node_settings import fetch_secrets, secret_references
 from diffusion.runs import environment
 
-CREDENTIALS = {
-    'AWS_ACCESS_KEY_ID': 'testing',
-    'AWS_SECRET_ACCESS_KEY': 'testing',
-    'AWS_DEFAULT_REGION': 'us-east-1',
-}
+CREDENTIALS = {'AWS_ACCESS_KEY_ID': 'testing', 'AWS_SECRET_ACCESS_KEY': 'testing', 'AWS_DEFAULT_REGION': 'us-east-1'}
 STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
 
 

@@ -11,15 +11,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from diffusion.config.recipe import SPEED_PARTS, SpeedConfig
 from diffusion.training import performance
 from diffusion.training.performance import apply_speed, set_backends
-from tests.training.test_performance import (
-    HALF,
-    NOTHING,
-    backends,
-    batch_of,
-    largest_error,
-    overall_error,
-    with_parts,
-)
+from tests.training.test_performance import HALF, NOTHING, backends, batch_of, largest_error, overall_error, with_parts
 
 Gradients = tuple[float, dict[str, torch.Tensor]]
 
@@ -75,10 +67,7 @@ CASES = [
 """Devices with settings; on a CPU, only one case is not slow: all settings but compilation."""
 SLOW_ON_A_CPU = pytest.mark.parametrize(
     'device',
-    [
-        pytest.param('cpu', marks=[pytest.mark.cpu_form, pytest.mark.slow]),
-        pytest.param('cuda', marks=pytest.mark.gpu),
-    ],
+    [pytest.param('cpu', marks=[pytest.mark.cpu_form, pytest.mark.slow]), pytest.param('cuda', marks=pytest.mark.gpu)],
 )
 
 

@@ -62,10 +62,7 @@ def test_faults_are_errors_on_the_ranks_that_they_concern(exchanged, case, sende
         assert (root / f'{case}-0' / 'a1').read_bytes() == bytes([1]) * 3500, 'the other direction is not affected'
 
 
-@given(
-    domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9),
-    per_node=st.integers(1, 3),
-)
+@given(domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9), per_node=st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
 def test_peers_are_a_permutation_outside_of_the_failure_domain(domains, per_node):
     nodes = [[*range(node * per_node, (node + 1) * per_node)] for node in range(len(domains))]

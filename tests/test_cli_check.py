@@ -85,13 +85,6 @@ def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
     assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in capsys.readouterr().out
 
 
-def test_mistakes_are_reported_despite_missing_values(capsys):
-    assert main(['check', str(YAMLS / 'phase1.yaml'), 'trainer.max_duration=long', 'streams.laion.resolution=60']) == 2
-    error = capsys.readouterr().err
-    assert 'trainer.max_duration' in error
-    assert 'streams.laion.resolution' in error
-
-
 @pytest.mark.parametrize('order', [('R', '--quiet', 'seed=x'), ('--quiet', 'R', 'seed=x'), ('R', 'seed=x', '--quiet')])
 def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
     path = write(GOOD)
@@ -114,14 +107,6 @@ def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
     with pytest.raises(SystemExit, match='2'):
         main(words)
     assert message in capsys.readouterr().err
-
-
-def test_version_is_printed(capsys):
-    import diffusion
-
-    with pytest.raises(SystemExit, match='0'):
-        main(['--version'])
-    assert capsys.readouterr().out.strip() == diffusion.__version__
 
 
 @pytest.mark.parametrize('name', MISTAKES)

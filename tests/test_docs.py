@@ -47,9 +47,6 @@ def test_every_block_is_of_a_kind_that_is_checked(page):
     assert {block.language for block in blocks_of(page)} <= {'bash', 'python', 'yaml', 'toml', 'console'}
 
 
-# -- running --
-
-
 @pytest.fixture(scope='module')
 def checkout(tmp_path_factory, forkserver) -> Reader:
     """A folder like a checkout after `make .venv/installed`, with a quickstart of a few batches."""
@@ -262,9 +259,6 @@ def test_install_page(tmp_path, forkserver):
         assert 'Traceback' not in output
 
 
-# -- what is shown --
-
-
 @pytest.mark.slow
 def test_the_mistakes_shown_are_those_that_check_prints():
     (shown,) = [block.text for block in blocks_of(ROOT / 'README.md') if block.language == 'console']
@@ -302,18 +296,6 @@ def test_every_file_that_is_named_exists(page):
         if not (page.parent / link).exists() and str((page.parent / link).relative_to(DOCS)) not in generated
     ]
     assert missing == []
-
-
-def test_every_recipe_is_in_the_tables():
-    for page in (ROOT / 'README.md', DOCS / 'recipes.md'):
-        assert all(f'`yamls/{path.name}`' in page.read_text() for path in (ROOT / 'yamls').glob('*.yaml'))
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / 'README.md').read_text().splitlines()) <= 130
-
-
-# -- the reference --
 
 
 @functools.cache

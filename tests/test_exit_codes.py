@@ -16,7 +16,6 @@ import pytest
 import yaml
 from forkserver import ROOT, Process, Server
 from injected import raising
-from ranks import Ranks
 from shards import draw_image
 
 from diffusion import cli
@@ -24,6 +23,7 @@ from diffusion.errors import UserError, exit_status
 from diffusion.runs import run_lock
 from diffusion.tasks import run_recipe
 
+PRECOMPUTE = '{recipe} task=precompute precompute.streams=${streams}'
 LOG_LINE = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): ')
 DIFFUSION = ('-m', 'diffusion')
 InProcess = Callable[[Callable[[Sequence[str]], int], Sequence[str | Path]], tuple[int | str | None, str]]
@@ -51,6 +51,16 @@ class Site:
         assert status is not None, stderr
         return status, stderr
 
+    def words(self, text: str) -> list[str]:
+        """Return the words of a command line in which {recipe}, {run}, {folder} and {count}, a number, are replaced."""
+        values = {
+            'recipe': self.recipe,
+            'run': self.run,
+            'folder': self.folder,
+            'count': len([*self.run.parent.iterdir()]),
+        }
+        return re.sub(r'(?<!\$)\{(\w+)\}', lambda match: str(values[match[1]]), text).split()
+
     def file(self, name: str, content: str | bytes) -> Path:
         """Write a file and return its path."""
         path = self.folder / name
@@ -73,219 +83,129 @@ def site(
     site = Site(forkserver, folder, recipe, folder / 'runs' / 'run')
     status, stderr = site.execute([ROOT / 'run.py', recipe])
     assert status == 0, stderr
+    write_run_in_use(site)
+    write_damaged_run(site)
+    autoencoder = {'model': {'name': 'autoencoder'}, 'generate': {}}
+    files = {
+        'a.yaml': 'a: [',
+        'b.yaml': b'\xff\xfe',
+        'autoencoder.yaml': yaml.safe_dump(content | autoencoder),
+        'other/index.json': '{}',
+        'images/a.png': draw_image(0, 64),
+        # The files of an export that are read before torch is imported.
+        'sd/scheduler/scheduler_config.json': '{"num_train_timesteps": 20}',
+        'sd/model_index.json': '{"_class_name": "StableDiffusionPipeline"}',
+    }
+    for name, file in files.items():
+        site.file(name, file)
     return site
 
 
-def locked_by_another(site: Site) -> list[str | Path]:
-    """Create the lock of a run with this process, which is alive, as its owner; return a command that uses the run."""
-    folder = site.run.with_name('locked')
-    folder.mkdir()
+def write_run_in_use(site: Site) -> None:
+    """Create the lock of a run with this process, which is alive, as its owner."""
     owner = run_lock.Owner.current({})
     content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
-    (folder / run_lock.LOCK).write_text(json.dumps(content))
-    return [site.recipe, 'name=locked']
+    site.file(f'runs/locked/{run_lock.LOCK}', json.dumps(content))
 
 
-def all_damaged(site: Site) -> list[str | Path]:
+def write_damaged_run(site: Site) -> None:
     shutil.copytree(site.run, site.run.with_name('damaged'), symlinks=True)
     for checkpoint in ('ba1', 'ba2'):
         os.truncate(site.run.with_name('damaged') / checkpoint / 'state.pt', 1000)
-    return [site.recipe, 'name=damaged']
 
 
-def without_captions(site: Site) -> list[str | Path]:
-    folder = site.file('images/a.png', draw_image(0, 64)).parent
-    return ['prepare', 'folder', folder, '--out', 'prepared', '--sizes', '32', '--workers', '1']
-
-
-def exported(site: Site) -> Path:
-    """Return a folder with the files of an export that are read before torch is imported."""
-    site.file('sd/scheduler/scheduler_config.json', '{"num_train_timesteps": 20}')
-    return site.file('sd/model_index.json', '{"_class_name": "StableDiffusionPipeline"}').parent
-
-
-def with_autoencoder(site: Site) -> Path:
-    """Return the path of the recipe with the model `autoencoder`, without keywords."""
-    content = yaml.safe_load(site.recipe.read_text()) | {'model': {'name': 'autoencoder'}, 'generate': {}}
-    return site.file('autoencoder.yaml', yaml.safe_dump(content))
-
-
-Words = Callable[[Site], Sequence[str | Path | int]]
-EARLY_RUN: dict[str, tuple[Words, str]] = {
-    'mistyped key': (lambda site: [site.recipe, 'loader.num_worker=1'], 'loader.num_worker: unknown key; did you mean'),
-    'unknown component': (lambda site: [site.recipe, 'optimizer.name=adamww'], "optimizer: .*'adamww'"),
-    'bad size': (lambda site: [site.recipe, 'loader.cache_limit=much'], "'much' is not a size"),
-    'bad shape': (lambda site: [site.recipe, 'streams.small.shape=33x32'], 'multiples of 8 pixels'),
-    'value still to be given': (lambda site: [site.recipe, 'streams.small.local=???'], 'streams.small.local: is still'),
-    'several mistakes': (lambda site: [site.recipe, 'global_batch=0', 'seed=-1', 'name=a/b'], 'has 3 mistakes'),
-    'missing recipe': (lambda site: ['none.yaml'], 'none.yaml cannot be read'),
-    'recipe is a folder': (lambda site: [site.folder], 'cannot be read'),
-    'recipe is not YAML': (lambda site: [site.file('a.yaml', 'a: [')], r'a\.yaml:\d+:\d+: '),
-    'recipe is not text': (lambda site: [site.file('b.yaml', b'\xff\xfe')], 'not UTF-8'),
-    'extends nothing': (lambda site: [site.file('c.yaml', 'extends: d.yaml')], 'd.yaml cannot be read'),
-    'module cannot be imported': (lambda site: [site.recipe, 'imports=[no_such_parts]'], 'no_such_parts cannot be'),
-    'missing stream': (lambda site: [site.recipe, 'streams.small.local=nowhere'], 'nowhere has no index.json'),
-    'index of something else': (
-        lambda site: [site.recipe, f'streams.small.local={site.file("other/index.json", "{}").parent}'],
-        'is not an index of MDS shards',
-    ),
-    'output cannot be written': (lambda site: [site.recipe, f'runs_dir={site.recipe}/runs'], 'yaml is not a folder'),
-    'precompute into a file': (
-        lambda site: [site.recipe, 'task=precompute', 'precompute.streams=${streams}', f'precompute.out={site.recipe}'],
-        'precompute.out: .* is not a folder',
-    ),
-    'no such checkpoint': (lambda site: [site.recipe, 'init_from=nowhere', 'name=new'], 'nowhere does not exist'),
-    'folder that is not a checkpoint': (
-        lambda site: [site.recipe, 'task=generate', f'checkpoint={site.folder}'],
-        'is not a checkpoint or a run',
-    ),
+EARLY_RUN = {
+    'mistyped key': ('{recipe} loader.num_worker=1', 'loader.num_worker: unknown key; did you mean'),
+    'unknown component': ('{recipe} optimizer.name=adamww', "optimizer: .*'adamww'"),
+    'bad size': ('{recipe} loader.cache_limit=much', "'much' is not a size"),
+    'bad shape': ('{recipe} streams.small.shape=33x32', 'multiples of 8 pixels'),
+    'value still to be given': ('{recipe} streams.small.local=???', 'streams.small.local: is still'),
+    'several mistakes': ('{recipe} global_batch=0 seed=-1 name=a/b', 'has 3 mistakes'),
+    'missing recipe': ('none.yaml', 'none.yaml cannot be read'),
+    'recipe is a folder': ('{folder}', 'cannot be read'),
+    'recipe is not YAML': ('a.yaml', r'a\.yaml:\d+:\d+: '),
+    'recipe is not text': ('b.yaml', 'not UTF-8'),
+    'module cannot be imported': ('{recipe} imports=[no_such_parts]', 'no_such_parts cannot be'),
+    'missing stream': ('{recipe} streams.small.local=nowhere', 'nowhere has no index.json'),
+    'index of something else': ('{recipe} streams.small.local=other', 'is not an index of MDS shards'),
+    'output cannot be written': ('{recipe} runs_dir={recipe}/runs', 'yaml is not a folder'),
+    'precompute into a file': (f'{PRECOMPUTE} precompute.out={{recipe}}', 'precompute.out: .* is not a folder'),
+    'no such checkpoint': ('{recipe} init_from=nowhere name=new', 'nowhere does not exist'),
+    'folder that is not a checkpoint': ('{recipe} task=generate checkpoint={folder}', 'is not a checkpoint or a run'),
     'sampling out of range': (
-        lambda site: [
-            *(site.recipe, 'task=generate', 'generate.num_inference_steps=2000', 'generate.guidance_scale=-1'),
-            *('generate.seed=-1', 'generate.noise_scheduler=dimm'),
-        ],
+        '{recipe} task=generate generate.num_inference_steps=2000 generate.guidance_scale=-1 generate.seed=-1 '
+        'generate.noise_scheduler=dimm',
         'has 4 mistakes',
     ),
 }
-LATE_RUN: dict[str, tuple[Words, str]] = {
+LATE_RUN = {
     'two streams in one folder': (
-        lambda site: [site.recipe, 'name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'],
+        '{recipe} name=new streams.again=${streams.small} loader.batching_method=random',
         'has the same folder as streams.small',
     ),
-    'images instead of latents': (
-        lambda site: [site.recipe, 'name=new', 'dataset.name=latents'],
-        'latent_moments is required',
-    ),
+    'images instead of latents': ('{recipe} name=new dataset.name=latents', 'latent_moments is required'),
     'GPU on a machine without one': (
-        lambda site: [site.recipe, 'name=new', 'trainer.device=gpu'],
+        '{recipe} name=new trainer.device=gpu',
         'trainer.device: gpu, but PyTorch finds no CUDA GPU .*; for a CPU set trainer.device=cpu',
     ),
-    'evaluation on a GPU that is not there': (
-        lambda site: [site.recipe, 'task=evaluate', 'trainer.device=gpu', 'eval_streams=${streams}'],
-        'trainer.device: gpu, but PyTorch finds no CUDA GPU',
-    ),
     'half precision on a machine without GPU': (
-        lambda site: [site.recipe, 'name=new', 'trainer.device=null', 'trainer.precision=amp_fp16'],
+        '{recipe} name=new trainer.device=null trainer.precision=amp_fp16',
         'trainer.precision: amp_fp16 needs a GPU, .*; for a CPU set trainer.precision=fp32',
     ),
-    'widths that other norms cannot group': (
-        lambda site: [with_autoencoder(site), 'name=new', 'model.block_out_channels=[24,50]'],
-        r'block_out_channels: 50 is not a positive multiple of 8; use 48 or 56 \(norm_num_groups is 8\)',
-    ),
     'images that the VAE cannot divide': (
-        lambda site: [
-            *(with_autoencoder(site), 'name=new', 'streams.small.resolution=40', 'streams.small.enlarge=true'),
-            'model.block_out_channels=[8,8,8,8,8]',
-        ],
+        'autoencoder.yaml name=new streams.small.resolution=40 streams.small.enlarge=true '
+        'model.block_out_channels=[8,8,8,8,8]',
         'streams: images of 40x40 px, but the VAE downsamples by 16; use multiples of 16 px',
     ),
-    'weights of another model': (
-        lambda site: [site.recipe, f'init_from={site.run}', 'name=new', 'model.block_out_channels=[32,64]'],
-        'the architecture differs from the recipe',
-    ),
-    'no such pretrained model': (
-        lambda site: [site.recipe, 'name=new', 'model.vae=nobody/nothing'],
-        'nobody/nothing.*could not be loaded',
-    ),
-    'all checkpoints damaged': (all_damaged, 'all 2 checkpoints are damaged'),
-    'another seed on resume': (
-        lambda site: [site.recipe, 'seed=18', 'trainer.max_duration=3ba'],
-        'seed: 17 in the checkpoint, 18 now',
-    ),
-    'another optimizer on resume': (
-        lambda site: [site.recipe, 'optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
-        'optimizer.name: adamw in the checkpoint, decoupled_adamw now',
-    ),
-    'folder of another run': (lambda site: [site.recipe, 'trainer.autoresume=false'], 'checkpoints of another run'),
-    'run in use': (locked_by_another, 'trains this run'),
+    'no such pretrained model': ('{recipe} name=new model.vae=nobody/nothing', 'nobody/nothing.*could not be loaded'),
+    'all checkpoints damaged': ('{recipe} name=damaged', 'all 2 checkpoints are damaged'),
+    'another seed on resume': ('{recipe} seed=18 trainer.max_duration=3ba', 'seed: 17 in the checkpoint, 18 now'),
+    'folder of another run': ('{recipe} trainer.autoresume=false', 'checkpoints of another run'),
+    'run in use': ('{recipe} name=locked', 'trains this run'),
 }
-EARLY_COMMAND: dict[str, tuple[Words, str]] = {
-    'unknown command': (lambda site: ['exprot'], "there is no command 'exprot'; did you mean 'export'"),
-    'unknown option': (lambda site: ['check', site.recipe, '--strickt'], 'unrecognized arguments: --strickt'),
-    'missing value': (lambda site: ['plan', site.recipe, '--gpus'], 'argument --gpus: expected'),
-    'mistake in a recipe': (lambda site: ['check', site.recipe, 'seed=x'], "seed: 'x' is not an integer"),
-    'unknown GPU': (lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml', '--gpu', 'h1000'], 'h1000'),
-    'plot into a folder': (lambda site: ['plan', site.recipe, '--png', site.folder], '--png: .* is a folder'),
-    'prepare nothing': (
-        lambda site: ['prepare', 'folder', 'nowhere', '--out', 'prepared', '--sizes', '32'],
-        'there is no such folder',
-    ),
-    'prepare into a file': (
-        lambda site: ['prepare', 'folder', site.folder, '--out', site.recipe / 'a', '--sizes', '32'],
-        'out: .*is not a folder',
-    ),
-    'missing job': (lambda site: ['launch', 'none.yaml', '--dry-run'], 'none.yaml cannot be read'),
-    'export over something': (lambda site: ['export', site.run, '--out', site.folder], '--out: .* is not empty'),
-    'export over a file': (lambda site: ['export', site.run, '--out', site.recipe], '--out: .* is a file'),
-    'export below a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
-    'export of nothing': (lambda site: ['export', 'nowhere', '--out', 'a'], 'is not a checkpoint or a run'),
-    'export of a folder without checkpoint': (
-        lambda site: ['export', site.folder, '--out', 'a'],
-        'is not a checkpoint or a run',
-    ),
-    'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'needs --ema-width'),
-    'average that is too wide': (
-        lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.5'],
-        '--ema-width: width=0.5 is not between 0 and 0.2887',
-    ),
-    'comparison of nothing': (
-        lambda site: ['compare', site.run, 'nowhere', '--prompts', 'own', '--out', 'page'],
-        'B: nowhere: does not exist; check the path',
-    ),
-    'comparison without B': (lambda site: ['compare', site.run], 'B: is missing; give two of run, checkpoint'),
-    'comparison of a checkpoint with itself': (
-        lambda site: ['compare', site.run, site.run / 'ba2', '--prompts', 'own', '--out', 'page'],
-        'A and B: are the same',
-    ),
-    'generate with nothing': (lambda site: ['generate', 'nowhere', 'a'], 'is not a checkpoint or a run'),
-    'generate with another checkpoint': (lambda site: ['generate', site.run / 'ba7', 'a'], 'contains ba2, ba1'),
-    'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),
-    'no steps': (lambda site: ['generate', site.run, 'a', '--steps', '0'], '--steps: 0 is out of range; use 1 to 1000'),
-    'too many steps': (lambda site: ['generate', site.run, 'a', '--steps', '1001'], '--steps: 1001 is out of range'),
-    'seed out of range': (
-        lambda site: ['generate', site.run, 'a', 'b', '--seed', 2**32 - 1],
-        '--seed: 4294967295 is out of range; use 0 to 4294967294 for the first of 2 images',
-    ),
-    'guidance that is not a number': (
-        lambda site: ['generate', site.run, 'a', '--guidance', 'nan'],
-        '--guidance: nan is out of range; use 0 or more',
-    ),
-    'unknown scheduler': (
-        lambda site: ['generate', site.run, 'a', '--scheduler', 'dimm'],
-        "--scheduler: 'dimm' is unknown; did you mean 'ddim'",
-    ),
-    'weights of an export': (
-        lambda site: ['generate', exported(site), 'a', '--weights', 'ema'],
-        '--weights: .*sd is an export',
-    ),
-    'too many steps for an export': (
-        lambda site: ['generate', exported(site), 'a', '--steps', '21'],
-        '--steps: 21 is out of range; use 1 to 20',
-    ),
-    'unknown stream to verify': (lambda site: ['data', 'verify', site.recipe, 'smal'], "did you mean 'small'"),
-    'unknown stream to look at': (
-        lambda site: ['data', 'look', site.recipe, 'smal', '--out', 'a.png'],
-        "did you mean 'small'",
-    ),
-    'unknown stream to time': (lambda site: ['data', 'bench', site.recipe, 'smal'], "did you mean 'small'"),
-    'unknown GPU to feed': (lambda site: ['data', 'bench', site.recipe, '--gpu', 'h10'], "--gpu: .*'h10'"),
-    'stream that is nowhere': (
-        lambda site: ['data', 'look', site.recipe, '--out', 'a.png', 'streams.small.local=nowhere'],
-        'streams.small.local: nowhere has no index.json',
-    ),
-    'no samples': (lambda site: ['data', 'look', site.recipe, '--out', 'a.png', '--samples', '0'], '--samples: 0'),
-    'negative seed': (lambda site: ['data', 'look', site.recipe, '--out', 'a.png', '--seed', '-1'], '--seed: -1'),
-    'sheet of another kind': (lambda site: ['data', 'look', site.recipe, '--out', 'look.txt'], 'use .png or .html'),
-    'sheet in no folder': (
-        lambda site: ['data', 'look', site.recipe, '--out', '/nonexistent-root/x.png'],
-        '--out: /nonexistent-root is not a writable folder',
-    ),
+EARLY_COMMAND = {
+    'unknown command': ('exprot', "there is no command 'exprot'; did you mean 'export'"),
+    'unknown option': ('check {recipe} --strickt', 'unrecognized arguments: --strickt'),
+    'missing value': ('plan {recipe} --gpus', 'argument --gpus: expected'),
+    'mistake in a recipe': ('check {recipe} seed=x', "seed: 'x' is not an integer"),
+    'unknown GPU': (f'plan {ROOT}/yamls/phase1.yaml --gpu h1000', 'h1000'),
+    'plot into a folder': ('plan {recipe} --png {folder}', '--png: .* is a folder'),
+    'prepare nothing': ('prepare folder nowhere --out prepared --sizes 32', 'there is no such folder'),
+    'prepare into a file': ('prepare folder {folder} --out {recipe}/a --sizes 32', 'out: .*is not a folder'),
+    'missing job': ('launch none.yaml --dry-run', 'none.yaml cannot be read'),
+    'export over something': ('export {run} --out {folder}', '--out: .* is not empty'),
+    'export over a file': ('export {run} --out {recipe}', '--out: .* is a file'),
+    'export below a file': ('export {run} --out {recipe}/a', '--out: .*not a folder'),
+    'export of nothing': ('export nowhere --out a', 'is not a checkpoint or a run'),
+    'options that contradict': ('export {run} --out a --at 2', 'needs --ema-width'),
+    'average that is too wide': ('export {run} --out a --ema-width 0.5', 'width=0.5 is not between 0 and 0.2887'),
+    'comparison of nothing': ('compare {run} nowhere --prompts own --out page', 'B: nowhere: does not exist; check'),
+    'comparison without B': ('compare {run}', 'B: is missing; give two of run, checkpoint'),
+    'comparison with itself': ('compare {run} {run}/ba2 --prompts own --out page', 'A and B: are the same'),
+    'generate with another checkpoint': ('generate {run}/ba7 a', 'contains ba2, ba1'),
+    'images into a file': ('generate {run} a --out {recipe}', '--out: .*not a folder'),
+    'no steps': ('generate {run} a --steps 0', '--steps: 0 is out of range; use 1 to 1000'),
+    'too many steps': ('generate {run} a --steps 1001', '--steps: 1001 is out of range'),
+    'seed out of range': ('generate {run} a b --seed 4294967295', 'use 0 to 4294967294 for the first of 2 images'),
+    'guidance that is not a number': ('generate {run} a --guidance nan', '--guidance: nan is out of range; use 0 or'),
+    'unknown scheduler': ('generate {run} a --scheduler dimm', "--scheduler: 'dimm' is unknown; did you mean 'ddim'"),
+    'weights of an export': ('generate sd a --weights ema', '--weights: .*sd is an export'),
+    'too many steps for an export': ('generate sd a --steps 21', '--steps: 21 is out of range; use 1 to 20'),
+    'unknown stream to verify': ('data verify {recipe} smal', "did you mean 'small'"),
+    'unknown stream to look at': ('data look {recipe} smal --out a.png', "did you mean 'small'"),
+    'unknown stream to time': ('data bench {recipe} smal', "did you mean 'small'"),
+    'unknown GPU to feed': ('data bench {recipe} --gpu h10', "--gpu: .*'h10'"),
+    'stream that is nowhere': ('data look {recipe} --out a.png streams.small.local=nowhere', 'has no index.json'),
+    'no samples': ('data look {recipe} --out a.png --samples 0', '--samples: 0'),
+    'negative seed': ('data look {recipe} --out a.png --seed -1', '--seed: -1'),
+    'sheet of another kind': ('data look {recipe} --out look.txt', 'use .png or .html'),
+    'sheet in no folder': ('data look {recipe} --out /nonexistent/x.png', '/nonexistent is not a writable folder'),
 }
-LATE_COMMAND: dict[str, tuple[Words, str]] = {
-    'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),
-    'prepare without captions': (without_captions, 'no_caption'),
+LATE_COMMAND = {
+    'no snapshots': ('export {run} --out a --ema-width 0.1', 'no snapshots'),
+    'prepare without captions': ('prepare folder images --out prepared --sizes 32 --workers 1', 'no_caption'),
     'plan for widths that the norms cannot group': (
-        lambda site: ['plan', with_autoencoder(site), 'model.block_out_channels=[24,50]'],
+        'plan autoencoder.yaml model.block_out_channels=[24,50]',
         'model autoencoder: block_out_channels: 50 is not a positive multiple of 8; use 48 or 56',
     ),
 }
@@ -354,7 +274,7 @@ def early(site: Site) -> Outcomes:
     """Status, stderr, CPU seconds and import of torch for each early mistake, all made in one new process."""
     tables = {'run.py': EARLY_RUN, 'diffusion': EARLY_COMMAND}
     mistakes = [(program, name) for program, table in tables.items() for name in table]
-    orders = [(program, [str(word) for word in tables[program][name][0](site)]) for program, name in mistakes]
+    orders = [(program, site.words(tables[program][name][0])) for program, name in mistakes]
     environ = os.environ | {'PYTHONPATH': str(ROOT)}
     command, text = [sys.executable, '-c', EARLY_PROGRAM], json.dumps(orders)
     done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=site.folder, env=environ)
@@ -391,7 +311,7 @@ def test_wrong_command_line_exits_with_2_and_one_message(early, mistake):
 @pytest.mark.parametrize('mistake', partly_slow(LATE_RUN, FAST_LATE_RUN))
 def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     words, message = LATE_RUN[mistake]
-    status, stderr = site.execute([ROOT / 'run.py', *words(site)])
+    status, stderr = site.execute([ROOT / 'run.py', *site.words(words)])
     assert status == 78, stderr
     assert_one_message(stderr, message)
 
@@ -399,7 +319,7 @@ def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
 @pytest.mark.parametrize('mistake', partly_slow(LATE_COMMAND, {'no snapshots'}))
 def test_mistake_found_by_a_command_before_its_work_exits_with_2(site, mistake):
     words, message = LATE_COMMAND[mistake]
-    status, stderr = site.execute([*DIFFUSION, *words(site)])
+    status, stderr = site.execute([*DIFFUSION, *site.words(words)])
     assert status == 2, stderr
     assert_one_message(stderr, message)
 
@@ -413,12 +333,10 @@ def test_traceback_of_a_mistake_is_printed_on_request(site, in_process, monkeypa
         assert f'\nerror: {site.recipe} has a mistake:' in stderr
 
 
-READ_BY_NOBODY: dict[str, Words] = {
-    'check': lambda site: ['check', site.recipe],
-    'plan': lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml'],
-    'data verify': lambda site: ['data', 'verify', site.recipe, '--jobs', '1'],
-    'generate': lambda site: ['generate', site.run, 'a', '--out', 'drawn'],
-    'data look': lambda site: ['data', 'look', site.recipe, '--out', 'unread.png', '--samples', '1'],
+READ_BY_NOBODY = {
+    'check': 'check {recipe}',
+    'data verify': 'data verify {recipe} --jobs 1',
+    'generate': 'generate {run} a --out drawn',
 }
 
 
@@ -433,85 +351,44 @@ def closed_pipe() -> Iterator[int]:
 
 @pytest.mark.parametrize('command', partly_slow(READ_BY_NOBODY, {'check'}))
 def test_closed_pipe_ends_a_command_quietly_with_141(site, closed_pipe, command):
-    status, stderr = site.execute([*DIFFUSION, *READ_BY_NOBODY[command](site)], stdout=closed_pipe)
+    status, stderr = site.execute([*DIFFUSION, *site.words(READ_BY_NOBODY[command])], stdout=closed_pipe)
     assert 'Traceback' not in stderr and 'Exception ignored' not in stderr, stderr
     assert status == 141, stderr
 
 
-@pytest.mark.slow
-def test_head_ends_check_quietly(site):
-    # More than the 64 KiB that a pipe holds, so that `head` ends while the recipe is being printed.
-    prompts = ', '.join(['a' * 1000] * 200)
-    recipe = site.file('long.yaml', f'extends: {site.recipe}\ngenerate: {{prompts: [{prompts}]}}\n')
-    command = f'{sys.executable} -m diffusion check {recipe} | head -n 1; echo ${{PIPESTATUS[0]}}'
-    environ = os.environ | {'PYTHONPATH': str(ROOT)}
-    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, env=environ, check=True)
-    assert (done.stdout, done.stderr) == ('name: run\n141\n', '')
-
-
-TRAIN = ['run.py', '{recipe}', 'name=new-{count}']
-RESUME = ['run.py', '{recipe}', 'trainer.max_duration=3ba']
-PRECOMPUTE = ['run.py', '{recipe}', 'task=precompute', 'precompute.streams=${streams}', 'precompute.out=latents']
+TRAIN = 'run.py {recipe} name=new-{count}'
+RESUME = 'run.py {recipe} trainer.max_duration=3ba'
 BUGS = {
-    'KeyError in config': ('diffusion.config.load:check_recipe', "{}['key']", ['diffusion', 'check', '{recipe}']),
-    'zip in planning': (
-        'diffusion.planning.cli:run_plan',
-        'list(zip([1], [], strict=True))',
-        ['diffusion', 'plan', '{recipe}'],
-    ),
+    'KeyError in config': ('diffusion.config.load:check_recipe', "{}['key']", 'diffusion check {recipe}'),
     'shapes in models': (
         'diffusion.models.latent_diffusion:LatentDiffusion.loss',
         'torch.zeros(3).reshape(2, 2)',
         TRAIN,
     ),
     'shapes in data': ('diffusion.data.image_text:to_planar', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
-    'AssertionError in callbacks': (
-        'diffusion.data.bad_samples:ReplacedSamples.batch_end',
-        "assert False, 'impossible'",
-        TRAIN,
-    ),
     'AttributeError in checkpointing': ('diffusion.checkpointing.checkpoint_writer:_about', 'None.batch', TRAIN),
     'int() at resume': ('diffusion.checkpointing.trainer_state:_check_optimizer', "int('x')", RESUME),
-    'RecursionError in tasks': (
-        'diffusion.tasks.generate:save_images',
-        'injected()',
-        ['run.py', '{recipe}', 'task=generate'],
-    ),
+    'RecursionError in tasks': ('diffusion.tasks.generate:save_images', 'injected()', 'run.py {recipe} task=generate'),
     'pipe of something else': (
-        'diffusion.planning.cli:run_plan',
-        'raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))',
-        ['diffusion', 'plan', '{recipe}'],
+        *('diffusion.planning.cli:run_plan', 'raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))'),
+        'diffusion plan {recipe}',
     ),
     'float() in export': (
-        'diffusion.models.families.sd2.denoiser:CrossAttentionUNet.pipeline',
-        "float('wide')",
-        ['diffusion', 'export', '{run}', '--out', 'exported'],
-    ),
-    'ValueError in prepare': (
-        'diffusion.prepare.settings:_check_sizes',
-        'numpy.arange(3).reshape(2, 2)',
-        ['diffusion', 'prepare', 'folder', '{run}', '--out', 'prepared', '--sizes', '32'],
+        *('diffusion.models.families.sd2.denoiser:CrossAttentionUNet.pipeline', "float('wide')"),
+        'diffusion export {run} --out exported',
     ),
 }
 FAST_BUGS = {'shapes in data', 'int() at resume', 'pipe of something else'}
 FAULTS = {
-    'recipe': ('pathlib:Path.read_text', 'EIO', ['diffusion', 'check', '{recipe}']),
+    'recipe': ('pathlib:Path.read_text', 'EIO', 'diffusion check {recipe}'),
     'recipe of a run': ('diffusion.callbacks.run_recipe:write_atomically', 'EIO', TRAIN),
-    'save': ('diffusion.checkpointing.checkpoint_store:publish', 'ESTALE', TRAIN),
     'save on a full disk': ('diffusion.checkpointing.checkpoint_store:HashingWriter.write', 'ENOSPC', TRAIN),
     'recipe at resume': ('diffusion.training.resume:read_yaml', 'EIO', RESUME),
-    'hash at resume': ('diffusion.checkpointing.checkpoint_store:hash_file', 'EIO', RESUME),
     'list at resume': ('diffusion.checkpointing.checkpoint_store:list_checkpoints', 'ESTALE', RESUME),
-    'weights at resume': ('diffusion.checkpointing.checkpoint_weights:torch.load', 'EIO', RESUME),
     'metrics': ('diffusion.loggers.metrics_file:json.dumps', 'ETIMEDOUT', TRAIN),
     'Hub': ('diffusion.models.pretrained:AutoencoderKL.from_pretrained', 'ECONNRESET', TRAIN),
-    'precompute': ('os:fsync', 'EDQUOT', PRECOMPUTE),
-    'export': (
-        'diffusers.pipelines.pipeline_utils:DiffusionPipeline.save_pretrained',
-        'EIO',
-        ['diffusion', 'export', '{run}', '--out', 'exported'],
-    ),
-    'prepare': ('os:fsync', 'ENOSPC', ['diffusion', 'prepare', 'folder', '{images}', '--out', 'out', '--sizes', '32']),
+    'precompute': ('os:fsync', 'EDQUOT', f'run.py {PRECOMPUTE} precompute.out=latents'),
+    'prepare': ('os:fsync', 'ENOSPC', 'diffusion prepare folder images --out out --sizes 32'),
 }
 FAST_FAULTS = {'recipe', 'list at resume', 'metrics', 'Hub'}
 DATA_FAULTS = {
@@ -520,13 +397,9 @@ DATA_FAULTS = {
 }
 
 
-def run_with_fault(site: Site, target: str, statement: str, command: Sequence[str]) -> tuple[int, str]:
+def run_with_fault(site: Site, target: str, statement: str, command: str) -> tuple[int, str]:
     """Run a program with an injected fault, see `injected.py`; return its exit status and stderr."""
-    images = site.file('images/a.png', draw_image(0, 64)).parent
-    count = len([*site.run.parent.iterdir()])
-    words = [str(word).replace('{recipe}', str(site.recipe)).replace('{run}', str(site.run)) for word in command]
-    words = [word.replace('{count}', str(count)).replace('{images}', str(images)) for word in words]
-    return site.execute([ROOT / 'tests' / 'injected.py', target, statement, *words])
+    return site.execute([ROOT / 'tests' / 'injected.py', target, statement, *site.words(command)])
 
 
 @pytest.mark.parametrize('bug', partly_slow(BUGS, FAST_BUGS))
@@ -573,14 +446,3 @@ def test_fault_while_reading_data_exits_with_1_and_names_the_stream(site, fault)
     status, stderr = run_with_fault(site, target, raising(name), command)
     assert status == 1, stderr
     assert re.search(r'(?m)^error: streams\.small: .*Input/output error', stderr), stderr
-
-
-@pytest.mark.slow
-def test_save_that_fails_on_one_rank_exits_all_ranks_with_1(site, ranks: Ranks):
-    command = [ROOT / 'tests' / 'injected.py', 'diffusion.checkpointing.checkpoint_store:publish', raising('ESTALE')]
-    job = ranks.start_program(2, *command, 'run.py', site.recipe, 'name=two')
-    assert job.wait() == [1, 1], job.output()
-    first, second = job.outputs()
-    assert 'in injected\n' in first
-    for output in (first, second):
-        assert re.search(r'SaveFailed: \S+/two/ba2: not saved, Stale file handle.*\(2 saves in a row have', output)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import tomli
-from docs_shell import blocks_of, make_overlay
+from docs_shell import make_overlay
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
@@ -128,12 +128,6 @@ def test_documented_versions_are_the_pins():
             assert tuple(pins(python, stack)[canonicalize_name(name)] for stack in STACKS) == expected, (name, python)
 
 
-def test_documented_overrides_are_those_of_the_file():
-    blocks = [tomli.loads(block.text) for block in blocks_of(ROOT / 'docs' / 'install.md') if block.language == 'toml']
-    (shown,) = [block['tool']['uv']['override-dependencies'] for block in blocks if 'tool' in block]
-    assert shown == lines_of('overrides-current.txt')
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason='Python 3.10 does not know the modules of most packages')
 def test_every_imported_package_is_declared():
@@ -221,12 +215,7 @@ def copy_into(source: Path, target: Path) -> None:
 def build_image(root: Path, **arguments: str) -> subprocess.CompletedProcess[str]:
     """Execute COPY and RUN of the Dockerfile's last stage in a folder, with stand-ins for what needs root or a network.
 
-    Args:
-        root: The file system of the image; it gets `overlay`, an environment, and `uv.log`, the commands of uv.
-        arguments: Build arguments.
-
-    Returns:
-        The first command that failed, else the last one.
+    Return the first command that failed, else the last one; `root` gets `overlay`, an environment, and `uv.log`.
     """
     programs, context = root / 'programs', root / 'context'
     programs.mkdir(parents=True)
@@ -290,13 +279,6 @@ def test_image_installs_the_packages_of_each_set_and_this_package(stack: str, fi
         assert expected in run.stdout, run.stderr
 
 
-def test_image_of_an_unknown_set_is_refused(tmp_path: Path):
-    done = build_image(tmp_path, STACK='newest')
-    assert done.returncode != 0
-    assert done.stderr == 'STACK=newest is unknown; use current or resolvable\n'
-    assert not (tmp_path / 'uv.log').exists()
-
-
 # -- make and .ci/run --
 
 
@@ -315,28 +297,12 @@ def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
     assert not (tmp_path / '.venv').exists()
 
 
-def test_make_with_an_unknown_set_fails_with_a_message():
-    run = run_make('--dry-run', 'install', 'STACK=newest')
-    assert run.returncode != 0
-    assert 'STACK=newest: use current or resolvable' in run.stderr
-
-
-def slice_of_tests() -> list[str]:
-    """Return the files and folders of tests that `make test-resolvable` runs."""
-    (named,) = re.findall(r"echo 'running (.*)'", run_make('--dry-run', 'test-slice').stdout)
-    return named.split()
-
-
-def test_tests_of_the_resolvable_set_exist():
-    assert [path for path in slice_of_tests() if not (ROOT / path).exists()] == []
-
-
 @pytest.fixture
 def ci(tmp_path: Path):
     """Function that runs `.ci/run` in a repository of its own and returns the commands that it gave to make."""
     repository, programs = tmp_path / 'repository', tmp_path / 'programs'
     programs.mkdir()
-    for name in ('make', 'slurmctld', 'faketime', 'chromium'):
+    for name in ('make', 'slurmctld', 'chromium'):
         (programs / name).write_text('#!/bin/sh\necho "$*" >> ../make.log; [ "$1" != "$FAILING" ]\n')
         (programs / name).chmod(0o755)
     (repository / '.ci').mkdir(parents=True)

@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 
 from diffusion.config.load import load
-from diffusion.config.recipe import NotifyConfig
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch.backends.local import LocalJob, node_environment
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
-from diffusion.runs import attempts, environment
 from diffusion.runs.attempts import Attempt, append_attempt
-from diffusion.runs.notify import Notifier
-from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from tests.launch.specs import ABSENT
 
@@ -65,20 +61,6 @@ def run_node(recipe, environ, command=('-c', '')) -> int:
     return Node(POSITION, Settings.from_environ({}), list(command), recipe, environ).run()
 
 
-@pytest.mark.slow
-def test_later_attempt_with_an_empty_bucket_does_not_start_from_batch_0(bucket_recipe, store, capsys):
-    environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
-    assert run_node(bucket_recipe, environ) == CONFIG_ERROR
-    message = capsys.readouterr().err
-    assert f'{URL}/run is empty although this is attempt 3. If node7 reaches another store' in message
-    assert f'create {URL}/run/attempts.jsonl to start from batch 0' in message
-    assert not store.objects('home')
-    for name in ('attempts.jsonl', 'run.json', 'ba5/receipt.json'):
-        object_store.write(f'{URL}/run/{name}', b'')
-        assert attempts.has_begun(f'{URL}/run')
-        object_store.delete(f'{URL}/run/{name}')
-
-
 @pytest.mark.parametrize(
     ('words', 'what', 'status', 'message'),
     [
@@ -93,17 +75,6 @@ def test_store_that_fails_before_the_run_ends_it_with_one_line(
     store.fail(words, what)
     assert run_node(bucket_recipe, {}) == status
     assert f'node 0: {message}' in capsys.readouterr().err
-
-
-def test_goodput_is_read_from_the_bucket_and_messages_name_the_run(bucket_recipe, tmp_path):
-    begin = 1e9
-    append_attempt(f'{URL}/run', 'end', Attempt(0, begin, begin + 5000, 0, begin + 4000, 5, begin + 5000, cause='done'))
-    out = tmp_path / 'message'
-    config = NotifyConfig(command='COMMAND', goodput_below=0.5)
-    sender = Notifier(config, f'{URL}/run', {'COMMAND': f'tee {out}'})
-    sender.check_goodput()
-    sender.close()
-    assert '"text": "run: goodput is 0.200 after 1.4 h, below 0.5"' in out.read_text()
 
 
 def test_restarts_of_a_local_job_are_counted_by_the_record_in_the_bucket(prepare, store, tmp_path, monkeypatch):

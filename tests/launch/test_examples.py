@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.config.load import load
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 ROOT = Path(__file__).parents[2]
@@ -93,14 +92,3 @@ def test_examples_are_checked_and_priced_offline_without_torch():
     costs = [line for line in result.stdout.splitlines() if line.split()[-1].startswith('$')]
     assert len(costs) == 13, 'five single jobs, twice three stages, and the totals of the stages'
     assert result.stdout.count('at $2.00 per GPU-hour') == 7, 'all examples except the one on CPUs'
-
-
-def test_each_stage_starts_from_weights_of_previous_one():
-    path = ROOT / 'yamls' / 'launch' / 'bria-slurm.yaml'
-    checked = check_jobs(load_job_spec(path), path)
-    assert [job.world_size for job in checked.jobs] == [32, 64, 128]
-    recipes = [load(job.recipe, job.overrides) for job in checked.jobs]
-    assert [recipe.model.kwargs['resolution'] for recipe in recipes] == [256, 512, 1024]
-    assert [recipe.init_from for recipe in recipes] == [None, 'runs/bria-256', 'runs/bria-512']
-    assert [str(recipe.run_dir) for recipe in recipes] == ['runs/bria-256', 'runs/bria-512', 'runs/bria-1024']
-    assert [job.after for job in checked.jobs] == [None, 'bria-px256', 'bria-px512']

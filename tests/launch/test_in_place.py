@@ -1,11 +1,9 @@
 """Restarts in place: when a node does not agree to one, and standby processes that become ranks like new processes."""
 
-import errno
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,15 +59,6 @@ def reason(found: InPlaceRestarts, outcome: Outcome = KILLED, last: int | None =
 )
 def test_only_a_crash_or_a_kill_restarts_in_place(restarts, outcome, agrees):
     assert (reason(restarts(), outcome) == '') == agrees
-
-
-def test_recipe_that_cannot_be_read_goes_to_the_scheduler(restarts, monkeypatch):
-    def fail(*arguments, **keywords):
-        raise OSError(errno.ESTALE, 'Stale file handle')
-
-    found = restarts()
-    monkeypatch.setattr(in_place, 'load', fail)
-    assert 'cannot be read' in reason(found)
 
 
 def test_attempt_before_the_first_batch_goes_to_the_scheduler(restarts):
@@ -228,26 +217,6 @@ def test_standby_that_cannot_import_says_why_and_is_not_used(starter):
     (line,) = starter.lines
     assert 'cannot be used: ModuleNotFoundError: No module named' in line and not starter.pool.pids
     assert starter.run(starter.pool.start_rank)[0] == 7
-
-
-@pytest.mark.slow
-def test_standbys_end_with_the_process_that_started_them(tmp_path):
-    (tmp_path / 'run.py').write_text('')
-    code = (
-        'import os, time\nfrom diffusion.launch.standby.in_place import StandbyPool\n'
-        "pool = StandbyPool(['run.py'], ['json'], print)\npool.start([dict(os.environ)])\npool.poll()\n"
-        'print(*pool.pids, flush=True)\ntime.sleep(600)\n'
-    )
-    command = [sys.executable, '-c', code]
-    environ = os.environ | {'PYTHONPATH': str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        pid = int(owner.stdout.readline())
-        owner.kill()
-    until = time.monotonic() + 10
-    while Path(f'/proc/{pid}').exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):

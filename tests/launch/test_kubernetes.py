@@ -243,16 +243,6 @@ def test_kueue_queue_is_set_by_label(manifest):
     assert pod['priorityClassName'] == 'high'
 
 
-def test_notes_state_what_the_manifest_does_not_show(prepare):
-    def notes(**changes):
-        return ' '.join(prepare('kubernetes', **changes)[1].notes)
-
-    assert 'kubectl cordon' in notes() and 'cordon' not in notes(restart={'on_exit': {'76': 'stop'}})
-    assert 'two jobs may wait forever' in notes() and 'wait forever' not in notes(nodes=1)
-    queued = notes(**STAGES, schedule={'queue': 'research'})
-    assert 'reserves the machines of all stages, 4,' in queued and 'JobSet 0.10' in queued
-
-
 def test_each_stage_depends_on_the_previous_one(manifest):
     first, second = manifest(**STAGES)['spec']['replicatedJobs']
     assert 'dependsOn' not in first

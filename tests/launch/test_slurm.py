@@ -126,17 +126,6 @@ def test_max_restarts_0_turns_requeueing_off(script, slurm):
     assert run_script(text, slurm, status=75) == (75, [])
 
 
-@pytest.mark.slow
-def test_refused_requeue_does_not_exclude_nodes(script, slurm):
-    # The controller answers the query, and refuses the requeue.
-    (slurm.parent / 'bin' / 'scontrol').write_text(
-        SCONTROL.replace('elif [ "$2" = show ]', 'elif [ "$1" = requeue ]; then\n    exit 1\nelif [ "$2" = show ]')
-    )
-    code, calls_made = run_script(script(), slurm, status=76, exits='76 n3\n')
-    assert code == 76
-    assert not any('ExcNodeList' in call for call in calls_made), 'Slurm refuses it for a job that is not pending'
-
-
 def test_whole_nodes_are_requested_with_all_of_their_memory(script):
     assert '#SBATCH --exclusive\n' in script() and '#SBATCH --mem=0\n' in script()
     partial = script(backend={'cpus_per_node': 8})

@@ -1,10 +1,3 @@
-"""Tests of runs start in the repository root, which recipe paths are relative to."""
+"""Tests of runs start in the repository root, which recipe paths are relative to; some need job specs."""
 
-from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _in_root_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+from tests.launch.conftest import _in_root_folder, prepare, write_spec  # noqa: F401

@@ -1,25 +1,26 @@
 """Messages about a run, with a real web server on localhost: what is sent, and that no fault of it disturbs a run."""
 
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forkserver import ROOT, SOCKET
+from local_server import LocalServer
 from ranks import free_port
 
 from diffusion.config.load import RecipeError, load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.launch.job_checks import check_jobs, load_job_spec
-from diffusion.runs import attempts, notify, stop_signals
+from diffusion.runs import attempts, notify
 from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.notify import Notifier
 from diffusion.runs.run_lock import LOCK_HELD_VARIABLE
@@ -29,7 +30,7 @@ from tests.launch.test_local import write_files
 SECRET = '/services/T000/B000/not-for-any-log'
 
 
-class Hook:
+class Hook(LocalServer):
     """Web server that records the JSON it receives.
 
     Attributes:
@@ -39,25 +40,17 @@ class Hook:
     """
 
     def __init__(self) -> None:
+        super().__init__()
+        self.url += SECRET
         self.messages: list[dict[str, Any]] = []
         self.replies: list[int] = []
         self.delay = 0.0
-        hook = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                assert self.path == SECRET
-                hook.messages.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
-                time.sleep(hook.delay)
-                self.send_response(hook.replies.pop(0) if hook.replies else 200)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-        self.url = f'http://127.0.0.1:{self.server.server_port}{SECRET}'
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        assert request.path == SECRET
+        self.messages.append(json.loads(request.rfile.read(int(request.headers['Content-Length']))))
+        time.sleep(self.delay)
+        self.send(request, self.replies.pop(0) if self.replies else 200, b'')
 
     def events(self) -> list[str]:
         return [message['event'] for message in self.messages]
@@ -65,10 +58,8 @@ class Hook:
 
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    hook = Hook()
-    yield hook
-    hook.server.shutdown()
-    hook.server.server_close()
+    with contextlib.closing(Hook()) as hook:
+        yield hook
 
 
 @pytest.fixture
@@ -91,13 +82,8 @@ def test_message_has_text_for_slack_and_fields_for_programs(hook, notifier):
     sender.close()
     (message,) = hook.messages
     assert message['text'] == 'phase1: ended: preempted'
-    assert {key: message[key] for key in ('event', 'run', 'attempt', 'cause', 'status')} == {
-        'event': 'ended',
-        'run': 'phase1',
-        'attempt': 3,
-        'cause': 'preempted',
-        'status': 75,
-    }
+    expected = {'event': 'ended', 'run': 'phase1', 'attempt': 3, 'cause': 'preempted', 'status': 75}
+    assert expected.items() <= message.items()
 
 
 def test_each_event_is_sent_once_and_only_if_the_recipe_lists_it(hook, notifier):
@@ -145,11 +131,6 @@ def test_end_of_a_process_waits_a_bounded_time_and_names_what_is_not_delivered(h
     sender.close(0.2)
     assert time.monotonic() - begin < 1
     assert "notify: the message 'ended' was still being delivered when the process ended" in caplog.text
-
-
-def test_waits_at_the_end_allow_a_retry_and_exceed_no_other_limit():
-    assert 2 * notify.TIMEOUT_SECONDS + notify.PAUSES_SECONDS[0] < notify.CLOSE_SECONDS
-    assert stop_signals._START_SECONDS > notify.CLOSE_SECONDS
 
 
 def test_command_gets_the_message_on_its_stdin_without_a_shell(hook, notifier, tmp_path, caplog):

@@ -1,6 +1,5 @@
 """Recorded attempts of a run, the goodput computed from them, and the watchdog."""
 
-import errno
 import itertools
 import os
 import signal
@@ -32,7 +31,6 @@ from diffusion.runs.attempts import (
     Clock,
     append_attempt,
     attempts_table,
-    has_begun,
     read_attempts,
     reason_to_give_up,
     record_fault,
@@ -79,11 +77,6 @@ def test_devices_are_recorded(tmp_path, monkeypatch):
         recorded.gpu = 'NVIDIA H200'
     (found,) = read_attempts(tmp_path)
     assert (found.devices, found.gpu, found.cause) == (16, 'NVIDIA H200', 'done')
-
-
-def test_missing_attempts_file_is_reported(tmp_path):
-    with pytest.raises(ValueError, match='does not exist; only a run that has started training'):
-        read_attempts(tmp_path)
 
 
 def test_time_breakdown():
@@ -195,14 +188,6 @@ def test_fault_belongs_to_the_attempt_that_it_ended_and_not_to_a_quick_restart(t
     assert [each.cause for each in read_attempts(tmp_path)] == ['hardware', 'crash']
 
 
-def test_fault_files_that_cannot_be_read_are_skipped(tmp_path):
-    append_attempt(tmp_path, 'begin', Attempt(0, time.time()))
-    (tmp_path / 'faults').mkdir()
-    (tmp_path / 'faults' / 'gone.json').symlink_to('nowhere')
-    (tmp_path / 'faults' / 'deep.json').write_text('[' * 200_000)
-    assert [each.cause for each in read_attempts(tmp_path)] == ['lost']
-
-
 @pytest.mark.parametrize('step', [1200, -3600])
 @pytest.mark.parametrize('reboot', [False, True])
 def test_goodput_adds_up_over_steps_of_the_system_clock(tmp_path, monkeypatch, step, reboot):
@@ -306,18 +291,20 @@ def test_timeout_shorter_than_the_watchdog_is_reported_with_both_values():
     assert 'so hangs in saves, evaluations and the first batch end' in str(early_timeout_warning(1800, 900))
 
 
-def test_watchdog_waits_longer_for_start_and_save():
-    watchdog = Watchdog(0.0, hang_seconds=30.0)
-    assert watchdog.check({}, 30.0 * SLOW_WORK_FACTOR - 1) is None
-    assert 'since the start' in str(watchdog.check({}, 30.0 * SLOW_WORK_FACTOR + 1))
-    watchdog = Watchdog(0.0, hang_seconds=30.0)
-    first = Watchdog(0.0, hang_seconds=30)
-    # The first batch waits for cold shards and for the compiler.
-    assert first.check({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * SLOW_WORK_FACTOR - 1) is None
-    assert first.check({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * SLOW_WORK_FACTOR + 1) is not None
-    saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
-    assert watchdog.check(saving, 50.0 + 30 * SLOW_WORK_FACTOR - 1) is None
-    assert watchdog.check(saving, 50.0 + 30 * SLOW_WORK_FACTOR + 1) is not None
+@pytest.mark.parametrize(
+    ('found', 'begin'),
+    [
+        ({}, 0.0),
+        # The first batch waits for cold shards and for the compiler.
+        ({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0),
+        ({0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}, 50.0),
+    ],
+    ids=['start', 'first batch', 'save'],
+)
+def test_watchdog_waits_longer_for_start_and_save(found, begin):
+    watchdog, limit = Watchdog(0.0, hang_seconds=30.0), 30.0 * SLOW_WORK_FACTOR
+    assert watchdog.check(found, begin + limit - 1) is None
+    assert watchdog.check(found, begin + limit + 1) is not None
 
 
 @pytest.mark.parametrize(
@@ -417,28 +404,6 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
     (tmp_path / 'job-7.1.exits').write_text('76 node3 hardware GPU 0\n')
     (tmp_path / 'job-7.2.exits').write_text('1 node1\n')
     assert status_and_message(recipe, environ) == (0, '')
-    composer_saves = load(write_recipe(), [f'trainer.save_folder={tmp_path}/elsewhere', 'name=other'])
-    status, message = status_and_message(composer_saves, environ)
-    assert (status, message) == (0, ''), 'the checkpoints are in another folder, or in an object store'
-    (recipe.run_dir / 'attempts.jsonl').unlink()
-    assert not has_begun(recipe.run_dir)
-    for name in ('attempts.jsonl', 'run.json', 'ba5'):
-        (recipe.run_dir / name).mkdir()
-        assert has_begun(recipe.run_dir)
-        (recipe.run_dir / name).rmdir()
-
-
-def test_record_of_earlier_attempts_that_cannot_be_read_ends_the_attempt_with_a_message(
-    write_recipe, monkeypatch, capsys
-):
-    def stale(run):
-        raise OSError(errno.ESTALE, 'Stale file handle')
-
-    monkeypatch.setattr(attempts, 'read_attempts', stale)
-    recipe = load(write_recipe())
-    node = Node(NodePosition('local', 0, 1, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], recipe, {})
-    assert node.run() == FAILED
-    assert 'Stale file handle' in capsys.readouterr().err
 
 
 def test_local_job_with_restarts_turned_off_says_so(prepare, monkeypatch, capsys):
@@ -451,21 +416,21 @@ def test_local_job_with_restarts_turned_off_says_so(prepare, monkeypatch, capsys
 def test_second_ctrl_c_is_sent_until_the_nodes_end(prepare, monkeypatch, tmp_path):
     """The node drops the first SIGINT, as the node entry point does if it comes too soon after the SIGTERM."""
     checked, _ = prepare('local', nodes=1, workdir=str(tmp_path))
-    program = (
-        'import os, signal, sys, time\n'
-        'count = 0\n'
-        'def end(number, frame):\n'
-        '    global count\n'
-        '    count += 1\n'
-        '    if count > 1:\n'
-        f'        open(os.environ["{environment.EXIT_FILE}"], "w").write("130 n")\n'
-        '        os._exit(130)\n'
-        'signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
-        'signal.signal(signal.SIGINT, end)\n'
-        'open("ready", "w").close()\n'
-        'while True:\n'
-        '    time.sleep(0.1)\n'
-    )
+    program = f"""
+import os, signal, sys, time
+count = 0
+def end(number, frame):
+    global count
+    count += 1
+    if count > 1:
+        open(os.environ["{environment.EXIT_FILE}"], "w").write("130 n")
+        os._exit(130)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, end)
+open("ready", "w").close()
+while True:
+    time.sleep(0.1)
+"""
     monkeypatch.setattr(local, 'GRACE_SECONDS', 3.0)
     command = [sys.executable, '-c', program]
     monkeypatch.setattr(

@@ -1,6 +1,5 @@
 """Runs whose home is an object store: they save, resume, fall back and end as runs in a folder do."""
 
-import json
 import re
 import shutil
 import signal
@@ -18,13 +17,11 @@ from ranks import Job, Ranks, free_port
 from diffusion.checkpointing import checkpointer
 from diffusion.checkpointing.bucket_checkpoints import published_batches
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
-from diffusion.checkpointing.checkpoint_weights import verify_checkpoint, weights_of
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.evaluation_claims import EvaluationClaims
-from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
-from diffusion.storage.retry import RetryPolicy
 from diffusion.training.train import build_trainer, train
 
 
@@ -94,23 +91,6 @@ def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path
 
 
 @pytest.mark.slow
-def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
-    path = write('local', runs_dir=bucket)
-    train(load(path, ['trainer.max_duration=4ba'])).close()
-    copy = load(path).run_dir / 'ba4' / 'state.pt'
-    content = bytearray(copy.read_bytes())
-    content[len(content) // 2] ^= 1
-    for expected in ('2 files from the local disk, 0', '1 files from the local disk, 1'):
-        caplog.clear()
-        with caplog.at_level('INFO'):
-            trainer = build_trainer(load(path))
-        trainer.close()
-        assert trainer.state.timestamp.batch.value == 4
-        assert expected in caplog.text
-        copy.write_bytes(content)
-
-
-@pytest.mark.slow
 @pytest.mark.cpu_seconds(15)
 def test_damaged_checkpoint_is_skipped(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
     path = write('flipped', runs_dir=bucket)
@@ -169,19 +149,6 @@ def test_two_nodes_without_a_shared_folder(write, bucket, store, ranks, tmp_path
     assert own == {'__0_0.distcp'}, 'each node has only the shards of its ranks'
 
 
-@pytest.mark.slow
-def test_sharded_run_resumes_on_fewer_ranks(write, undisturbed, bucket, store, ranks, tmp_path, monkeypatch):
-    path = write('fewer', runs_dir=bucket, parallelism=SHARDED)
-    wait_for_all(run_nodes(ranks, path, tmp_path, store, 'trainer.max_duration=4ba'))
-    use_node(3, tmp_path, monkeypatch)
-    recipe = load(path, ['parallelism={}'])
-    train(recipe).close()
-    ours, theirs = (weights_of(find_checkpoint(each), 'ema')[0] for each in (recipe.run_place, undisturbed))
-    norm = sum(float(theirs[name].square().sum()) for name in theirs) ** 0.5
-    moved = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs) ** 0.5
-    assert moved < 1e-3 * norm
-
-
 @pytest.mark.cpu_seconds(15)
 def test_save_fails_while_the_store_is_down_and_training_continues(write, undisturbed, bucket, store, caplog):
     path = write('down', runs_dir=bucket)
@@ -208,17 +175,6 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
 
 
 @pytest.mark.slow
-def test_store_that_hangs_fails_the_save_and_not_the_run(write, undisturbed, bucket, store, caplog, monkeypatch):
-    monkeypatch.setattr(object_store, 'DEFAULT', RetryPolicy(tries=2, timeout_seconds=0.5))
-    recipe = load(write('hangs', runs_dir=bucket))
-    store.fail('PUT ba2/state.pt', 'hang')
-    train(recipe).close()
-    assert 'ba2: not saved, ' in caplog.text and 'cannot be written, tried 2 times' in caplog.text
-    assert published_batches(recipe.run_place) == [8, 6, 4]
-    assert_same_end(recipe.run_dir, undisturbed, recipe.run_place)
-
-
-@pytest.mark.slow
 def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbed, bucket, store, ranks, tmp_path):
     """In the phases of a save (upload, publish, prune) and of a resume (find, verify, read), each with a new node."""
     path = write('killed', runs_dir=bucket)
@@ -240,16 +196,6 @@ def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbe
     assert_same_end(run, undisturbed, f'{bucket}/killed')
     assert published_batches(f'{bucket}/killed') == [8]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/ba' in key} == {'ba8'}, 'nothing is left behind'
-
-
-def test_checkpoint_of_another_run_is_refused(write, bucket, store):
-    path = write('mixed', runs_dir=bucket)
-    recipe = load(path)
-    train(load(path, ['trainer.max_duration=2ba'])).close()
-    receipt = json.loads(store.objects('bucket')['runs/mixed/ba2/receipt.json'])
-    store.put(f'{recipe.run_place}/ba2', 'receipt.json', json.dumps(receipt | {'run': 'f' * 32}).encode())
-    with pytest.raises(UserError, match='ba2: it belongs to another run .*init_from: s3://'):
-        build_trainer(recipe)
 
 
 def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, bucket, store):

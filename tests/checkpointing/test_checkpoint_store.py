@@ -94,16 +94,6 @@ def raise_permission_error(path):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch):
-    def scandir(path):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
-    monkeypatch.setattr(os, 'scandir', scandir)
-    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0,))
-    with pytest.raises(OSError, match='Stale'):
-        run_storage.newest_intact(tmp_path)
-
-
 @pytest.mark.parametrize(
     ('found', 'message'), [(None, r'has no format number'), (2, r'has format 2'), ('1', r'has format 1, but')]
 )
@@ -127,18 +117,6 @@ def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path)
     checkpoint_store.set_aside(tmp_path / 'ba5')
     assert os.readlink(tmp_path / 'latest') == 'ba5'
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba10.damaged', 'ba15.damaged', 'latest'}
-
-
-def test_run_without_checkpoints_has_no_newest_one(tmp_path):
-    assert run_storage.newest_intact(tmp_path) is None
-    assert run_storage.newest_intact(tmp_path / 'absent') is None
-
-
-def test_existing_checkpoint_is_replaced(tmp_path):
-    write(tmp_path, 5, b'old')
-    checkpoint = write(tmp_path, 5, b'newer')
-    checkpoint_weights.verify_checkpoint(checkpoint)
-    assert (checkpoint / 'state.pt').read_bytes() == b'newer'
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path):
@@ -193,22 +171,9 @@ RECORD = {'bytes': 0, 'xxh3_128': '99aa06d3014798d86001c324468d497f'}
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        (
-            edit(lambda receipt: receipt['files'].clear()),
-            r'does not list state\.pt, which every checkpoint of its kind has',
-        ),
-        (
-            edit(lambda receipt: receipt['files'].update({'../../etc/passwd': RECORD})),
-            r"lists '\.\./\.\./etc/passwd', which",
-        ),
-        (
-            edit(lambda receipt: receipt['files'].update({'..': RECORD})),
-            r"lists '\.\.', which is not the name of a file",
-        ),
-        (
-            edit(lambda receipt: receipt['files'].update({'a/b': RECORD})),
-            "lists 'a/b', which is not the name of a file",
-        ),
+        (edit(lambda receipt: receipt['files'].clear()), r'does not list state\.pt, which every checkpoint of its'),
+        (edit(lambda receipt: receipt['files'].update({'../../etc/passwd': RECORD})), r"lists '\.\./\.\./etc/passwd'"),
+        (edit(lambda receipt: receipt['files'].update({'..': RECORD})), r"lists '\.\.', which is not the name of a"),
         (edit(lambda receipt: receipt.update(kind='sharded')), r'does not list \.metadata, which every checkpoint'),
         (edit(lambda receipt: receipt.update(files=[])), 'not a valid receipt'),
         (rename, r'belongs to batch 10, but its folder is ba20; rename it back'),

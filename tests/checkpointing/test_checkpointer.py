@@ -1,6 +1,5 @@
 """Checkpoints of real runs: resumed with other strategies and numbers of ranks, or refused with a reason."""
 
-import errno
 import json
 import re
 import shutil
@@ -10,11 +9,9 @@ import pytest
 import torch
 import yaml
 from checkpointing.saved_runs import EMA, SHARDED, assert_same_end, use_small_model
-from composer.utils import collect_env
 from faults import Fault, environment
 from ranks import largest_difference, read_losses
 
-from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, verify_checkpoint, weights_of
 from diffusion.config.load import load
@@ -50,11 +47,7 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
 @pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize(
     'legs',
-    [
-        [(2, 'sharded'), (1, 'ddp')],
-        pytest.param([(2, 'sharded'), (1, 'ddp'), (2, 'sharded')], marks=pytest.mark.slow),
-        pytest.param([(2, 'ddp'), (1, 'sharded'), (2, 'fsdp2')], marks=pytest.mark.slow),
-    ],
+    [[(2, 'sharded'), (1, 'ddp')], pytest.param([(2, 'ddp'), (1, 'sharded'), (2, 'fsdp2')], marks=pytest.mark.slow)],
     ids=lambda legs: '-'.join(f'{count}{strategy}' for count, strategy in legs),
 )
 def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ranks, legs):
@@ -109,10 +102,7 @@ def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
     ('override', 'message'),
     [
         ('model.depth=2', r'ba8: the architecture differs from the recipe: .*denoiser\.'),
-        (
-            'optimizer.name=decoupled_adamw',
-            r'ba8: saved with optimizer AdamW, but the recipe has DecoupledAdamW; .* init_from',
-        ),
+        ('optimizer.name=decoupled_adamw', r'ba8: saved with optimizer AdamW, but the recipe has DecoupledAdamW; .'),
     ],
 )
 def test_checkpoint_of_another_model_or_optimizer_is_refused(uninterrupted, override, message):
@@ -153,40 +143,12 @@ def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
     trainer.close()
 
 
-def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatch):
-    """An error of the file system is not damage: the run fails, and the next try resumes from the same checkpoint."""
-    reference, write = uninterrupted
-    path = write('unread')
-    keep = ['trainer.save_interval=1ba', 'trainer.save_num_checkpoints_to_keep=2']
-    train(load(path, ['trainer.max_duration=3ba', *keep])).close()
-    run, plain = reference.parent / 'unread', checkpoint_store.hash_file
-
-    def stale(file: Path) -> checkpoint_store.FileRecord:
-        raise OSError(errno.ESTALE, 'Stale file handle', str(file))
-
-    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0))
-    monkeypatch.setattr(checkpoint_store, 'hash_file', stale)
-    with pytest.raises(OSError, match='Stale file handle'):
-        build_trainer(load(path))
-    assert {folder.name for folder in run.glob('ba*')} == {'ba2', 'ba3'}
-    monkeypatch.setattr(checkpoint_store, 'hash_file', plain)
-    trainer = build_trainer(load(path))
-    assert trainer.state.timestamp.batch.value == 3
-    trainer.close()
-
-
 def test_run_without_autoresume_does_not_overwrite_checkpoints(uninterrupted):
     _, write = uninterrupted
     path = write('again')
     train(load(path, ['trainer.max_duration=1ba'])).close()
     with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; resume it'):
         build_trainer(load(path, ['trainer.autoresume=false']))
-
-
-def test_saves_do_not_look_up_the_files_of_composers_installation(monkeypatch):
-    expected = collect_env.get_composer_env_dict()
-    monkeypatch.setattr(collect_env, 'importlib_metadata', None)
-    assert collect_env.get_composer_env_dict() == expected
 
 
 @pytest.mark.slow

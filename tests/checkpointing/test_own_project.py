@@ -46,10 +46,9 @@ def run(forkserver, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('home', ['folder', 'store'])
-def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_path, store, monkeypatch, home):
+def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_path, store, monkeypatch):
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'node'))
-    root = str(tmp_path / 'runs') if home == 'folder' else store.bucket('bucket')
+    root = store.bucket('bucket')
     assert run('whole', script(f'{root}/whole')) == 0, (tmp_path / 'whole.log').read_text()
     killed = script(f'{root}/killed').replace('callbacks=[', 'callbacks=[Kill(), ')
     assert run('killed', KILLED + killed) == -signal.SIGKILL, (tmp_path / 'killed.log').read_text()
@@ -57,19 +56,6 @@ def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_p
     assert run('again', script(f'{root}/killed')) == 0, (tmp_path / 'again.log').read_text()
     ours, theirs = (weights_of(find_checkpoint(f'{root}/{name}'))[0] for name in ('killed', 'whole'))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_killed_script_resumes_from_the_memory_of_the_node(run, tmp_path):
-    (tmp_path / 'node').mkdir()
-    tiers = 'from diffusion.config.checkpointing import TierConfig, TiersConfig\n'
-    tiers += f'tiers = TiersConfig(memory=TierConfig(save_interval="1ba", folder={str(tmp_path / "node")!r}))\n'
-    text = tiers + script(str(tmp_path / 'run')).replace("resume='auto'", "resume='auto', tiers=tiers")
-    assert run('killed', KILLED + text.replace('callbacks=[', 'callbacks=[Kill(), ')) == -signal.SIGKILL
-    logs = 'import logging\nlogging.basicConfig(level=logging.INFO)\n'
-    assert run('again', logs + text) == 0, (tmp_path / 'again.log').read_text()
-    assert re.search(r'resumed from \S+/node/\S+/ba16\b', (tmp_path / 'again.log').read_text())
-    assert find_checkpoint(tmp_path / 'run').name == 'ba100'
 
 
 def test_second_job_at_the_same_place_is_refused(tmp_path):

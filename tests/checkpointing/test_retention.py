@@ -90,18 +90,6 @@ def test_claimed_checkpoints_stay_and_change_nothing_else(gaps, rules, claimed):
     assert kept(held, rules) == kept(free, rules) | {each.batch for each in held if each.claimed}
 
 
-def test_a_day_of_saves_every_ten_minutes():
-    saves = run_of([(100, 600)] * 6 * 30, start=86400 * 20_000)  # 30 hours, from midnight on
-    found = kept(saves, KeepConfig(last=3, hourly=24, daily=7, every='10000ba'))
-    # At 30:00, 29:50 and 29:40; then at 28:50, 27:50, ... 07:50, with 23:50, the last one of the first day; at 16:40.
-    assert found == {18_000, 17_900, 17_800, *range(4_700, 17_400, 600), 10_000}
-
-
-def test_checkpoints_at_irregular_batches_are_kept_at_each_multiple():
-    checkpoints = [CheckpointInfo(batch) for batch in (90, 130, 180, 210, 330, 450, 460)]
-    assert kept(checkpoints, KeepConfig(every='100ba')) == {130, 210, 330, 450, 460}
-
-
 def test_times_are_those_of_the_receipts(tmp_path):
     for batch, hours in ((10, 0.1), (20, 0.9), (30, 1.5), (40, 3.2), (50, 3.4)):
         write_at(tmp_path, batch, hours)
@@ -195,6 +183,9 @@ def test_kill_at_any_step_of_a_removal_leaves_whole_checkpoints(tmp_path):
     assert kills >= 4, 'a rename, two files and a folder'
 
 
+LAST = 'checkpointing.keep.last=3'
+
+
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
@@ -204,14 +195,8 @@ def test_kill_at_any_step_of_a_removal_leaves_whole_checkpoints(tmp_path):
         (['checkpointing.keep.every=0ba'], r"keep.every: '0ba' is not a number of batches"),
         (['checkpointing.keep.weekly=3'], r'checkpointing.keep.weekly: unknown key'),
         (['trainer.save_num_checkpoints_to_keep=0'], '0 would keep no checkpoint; use 1 or more, or -1 for all'),
-        (
-            ['trainer.save_num_checkpoints_to_keep=2', 'checkpointing.keep.last=3'],
-            r'save_num_checkpoints_to_keep: is 2, and checkpointing.keep is set too, whose key `last` means the same',
-        ),
-        (
-            ['trainer.save_folder=elsewhere', 'checkpointing.keep.last=3'],
-            r"checkpointing.keep: does not apply to Composer's own checkpoints, which trainer.save_folder selects",
-        ),
+        (['trainer.save_num_checkpoints_to_keep=2', LAST], r'is 2, and checkpointing.keep is set too, whose key'),
+        (['trainer.save_folder=elsewhere', LAST], r"checkpointing.keep: does not apply to Composer's own checkpoints"),
     ],
 )
 def test_wrong_rules_are_refused(tiny_recipe, tmp_path, words, message):

@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from diffusion.checkpointing import snapshot
-from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.snapshot import SnapshotBuffers, TensorCopies
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
@@ -144,32 +142,6 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     stalls = [line['checkpoint/stall_seconds'] for line in lines if 'checkpoint/stall_seconds' in line]
     assert len(stalls) == 2
     assert stalls[0] > 0.5, 'the wait before the optimizer counts as a stall'
-
-
-@pytest.mark.slow
-def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_is_saved(write, slow, tmp_path):
-    """ba5 is the last batch of an epoch: the averages are updated after its save, before another batch starts."""
-    sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'update_interval': '1ep', 'smoothing': 0.5}}}
-    sections['trainer'] = {'save_interval': '5ba'}
-    written: list[bool] = []
-    for name, asynchronous in (('blocking', False), ('overlapped', True)):
-        trainer = build_trainer(load(write(name, **sections, checkpointing={'asynchronous': asynchronous})))
-        if asynchronous:
-            # Everything is copied, so the save does not wait for the next batch.
-            note = partial(note_end_of_writing, the_checkpointer(trainer), written)
-            trainer.state.callbacks.append(At(Event.EPOCH_END, 5, note))
-        trainer.fit()
-        trainer.close()
-    assert written == [True]
-    one, other = (tmp_path / 'runs' / name for name in ('blocking', 'overlapped'))
-    for batch in (5, 8):
-        assert_same_tensors(other / f'ba{batch}', one / f'ba{batch}')
-
-
-def note_end_of_writing(saver: Checkpointer, written: list[bool]) -> None:
-    """Append whether the running save is written within a few seconds."""
-    assert saver._running is not None
-    written.append(saver._running._written.wait(20))
 
 
 class Foreign(Algorithm):

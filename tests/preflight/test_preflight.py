@@ -1,13 +1,11 @@
 """Preflight checks in real processes over gloo, with one fault at a time."""
 
-import ctypes
 import datetime
 import faulthandler
 import json
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +28,6 @@ from diffusion.preflight import collective_checks, node_checks, storage_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
 from diffusion.preflight.storage_checks import FolderView, compare_views
 from diffusion.runs import environment
-from diffusion.runs.run_id import create_run_id
-from diffusion.storage import local_files
 from diffusion.storage.bucket_clients import S3Client
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import files_of_run
@@ -62,15 +58,6 @@ def test_too_little_shared_memory_is_a_finding(recipe, monkeypatch):
     (found,) = bad(node_checks.check_node(recipe, kind='none', processes=2, nvml=None))
     assert (found.check, found.status) == ('shared memory', CONFIG_ERROR)
     assert 'docker run --shm-size' in found.detail
-
-
-def test_full_disk_is_a_finding(recipe, monkeypatch):
-    usage = shutil.disk_usage
-    full = lambda path: usage(path) if Path(path) == node_checks.SHM else SimpleNamespace(free=0)  # noqa: E731
-    monkeypatch.setattr(node_checks.shutil, 'disk_usage', full)
-    found = bad(node_checks.check_node(recipe, kind='none', processes=2, nvml=None))
-    assert {(finding.check, finding.status) for finding in found} == {('disk', BAD_HARDWARE)}
-    assert any(str(recipe.run_dir) in finding.detail for finding in found)
 
 
 def test_check_that_raises_is_a_finding_and_other_checks_run(recipe, monkeypatch):
@@ -104,13 +91,7 @@ def test_unwritable_run_folder_is_a_finding(recipe):
 
 
 @pytest.mark.parametrize(
-    ('fault', 'message', 'status'),
-    [
-        (('GET shard.00000', 403), 'AccessDenied', FAILED),
-        pytest.param(('GET index.json', 500), 'index.json', FAILED, marks=pytest.mark.slow),
-        pytest.param(('GET shard.00000', 'cut'), 'IncompleteReadError', FAILED, marks=pytest.mark.slow),
-        (None, '', 0),
-    ],
+    ('fault', 'message', 'status'), [(('GET shard.00000', 403), 'AccessDenied', FAILED), (None, '', 0)]
 )
 def test_first_shard_is_read_from_the_bucket(store, pictures, write_recipe, tmp_path, fault, message, status):
     stream = {'remote': store.upload(pictures[32]), 'local': str(tmp_path / 'cache'), 'resolution': 32}
@@ -165,19 +146,6 @@ def slow_matmul(rank):
     collective_checks.measure_matmul = lambda *args: (measure(*args)[0] * (0.1 if rank else 1), measure(*args)[1])
 
 
-def wrong_matmul(rank):
-    measure = collective_checks.measure_matmul
-    collective_checks.measure_matmul = lambda *args: (measure(*args)[0], measure(*args)[1] + rank)
-
-
-def wrong_all_reduce(rank):
-    all_reduce = collective_checks.dist.all_reduce
-    collective_checks.dist.all_reduce = lambda message, group: [
-        all_reduce(message, group=group),
-        message[-1].add_(rank),
-    ]
-
-
 def skewed_clock(rank):
     now = collective_checks.time.time
     collective_checks.time.time = lambda: now() + 100 * rank
@@ -188,11 +156,6 @@ def little_shared_memory(rank):
 
 
 def full_disk(rank):
-    if rank:
-        full_disk_everywhere(rank)
-
-
-def full_disk_everywhere(rank):
     usage = shutil.disk_usage
     node_checks.shutil.disk_usage = lambda path: usage(path) if path == node_checks.SHM else SimpleNamespace(free=0)
 
@@ -221,24 +184,18 @@ NO_NODES = [FAILED, FAILED]
     ('inject', 'check', 'expected'),
     [
         (slow_matmul, 'speed', SECOND),
-        (wrong_all_reduce, 'all-reduce', SECOND),
-        (full_disk, 'disk', SECOND),
         (little_shared_memory, 'shared memory', [PREEMPTED, CONFIG_ERROR]),
-        (gpu_driver(processes=[4711]), 'gpu processes', SECOND),
         (gpu_driver(gone=True), 'gpu count', SECOND),
-        # The fake driver reports healthy GPUs, but CUDA cannot be initialized because this machine has none.
-        (gpu_driver(), 'cuda', NO_NODES),
-        (full_disk_everywhere, 'disk', NO_NODES),
-        # With two ranks there is no majority: both clocks are 50 s from the median, and either product may be reported.
+        (full_disk, 'disk', NO_NODES),
+        # With two ranks there is no majority: both clocks are 50 s from the median.
         (skewed_clock, 'clock', BOTH),
-        (wrong_matmul, 'results', None),
     ],
 )
 def test_faulty_node_is_reported_and_the_other_retries(run_two, inject, check, expected):
-    statuses, found = run_two(inject, kind='h100-sxm' if check in ('cuda', 'gpu processes', 'gpu count') else 'none')
+    statuses, found = run_two(inject, kind='h100-sxm' if check == 'gpu count' else 'none')
     assert {finding.check for finding in bad(found)} == {check}, findings_table(found)
-    assert expected is None or all('node1' in finding.where for finding in bad(found)) or expected in (BOTH, NO_NODES)
-    assert statuses == expected or (expected is None and sorted(statuses) == SECOND)
+    assert all('node1' in finding.where for finding in bad(found)) or expected in (BOTH, NO_NODES)
+    assert statuses == expected
 
 
 @pytest.mark.parametrize('level', ['fast', pytest.param('deep', marks=pytest.mark.slow)])
@@ -250,32 +207,6 @@ def test_healthy_nodes_pass_within_a_minute(run_two, level):
     assert {'shared folder', 'write speed'} <= {finding.check for finding in found}
     assert ('link' in {finding.check for finding in found}) == (level == 'deep')
     assert time.monotonic() - begin < 60
-
-
-def own_folder(rank):
-    """Mount a tmpfs over the runs folder in a mount namespace of the second node's own."""
-    local_files.VISIBLE_SECONDS = 0.5
-    if rank:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(0x20000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
-        subprocess.run(['mount', '--make-rprivate', '/'], check=True)
-        subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', os.environ['COVERED']], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason='only root may mount')
-def test_nodes_that_do_not_share_the_run_folder_are_found(run_two, recipe, monkeypatch):
-    if subprocess.run(['unshare', '--mount', 'true'], capture_output=True, check=False).returncode:
-        pytest.skip('this machine does not support mount namespaces')
-    recipe.run_dir.mkdir(parents=True)
-    create_run_id(recipe.run_dir)
-    monkeypatch.setenv('COVERED', str(recipe.run_dir.parent))
-    statuses, found = run_two(own_folder)
-    (only,) = bad(found)
-    assert (only.check, only.where, only.status) == ('shared folder', 'node1', BAD_HARDWARE)
-    assert f'{recipe.run_dir} is on tmpfs tmpfs here and on ' in only.detail and 'on node0' in only.detail
-    assert statuses == SECOND
-    assert {path.name for path in recipe.run_dir.iterdir()} == {'run.json', program.REPORT}
 
 
 @pytest.fixture

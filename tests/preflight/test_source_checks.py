@@ -97,20 +97,6 @@ def test_refusals_and_faults_of_the_hub_have_their_own_status(recipe, hub, fault
         assert len(hub.requests) <= 2 * 2, 'of the VAE alone, as a subfolder and at the top'
 
 
-@pytest.mark.slow
-def test_access_that_ended_after_the_configuration_was_cached_is_found(recipe, hub, small_vae):
-    aligned = recipe(prx=True, vae=str(small_vae), representation_alignment=ALIGNMENT)
-    check_sources(aligned)
-    before = len(hub.requests)
-    hub.faults = ['', 'gated']
-    _, found = check_sources(aligned)
-    assert hub.requests[before:] == [
-        f'GET /api/models/someone/model/revision/{COMMIT}',
-        f'HEAD /someone/model/resolve/{COMMIT}/model.safetensors',
-    ]
-    assert (found.ok, found.status) == (False, CONFIG_ERROR) and 'accept the terms at' in found.detail
-
-
 def test_missing_file_of_lpips_is_found_although_the_hub_does_not_answer(recipe, hub, tmp_path):
     hub.always = 503
     losses = {'lpips_backbone': str(tmp_path / 'vgg.pth'), 'features_weight': 0}

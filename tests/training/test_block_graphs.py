@@ -5,7 +5,6 @@ first ones. So passes that would read what another pass has overwritten show her
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,9 +14,7 @@ import torch
 import yaml
 from checkpointing.saved_runs import use_small_model
 from composer.core import Event
-from ranks import free_port
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.config.load import load
 from diffusion.config.recipe import SpeedConfig, effective_parts
@@ -85,21 +82,22 @@ def make(request, make_model, small_vae) -> Callable[[], LatentDiffusion]:
     return build
 
 
+def batch_on(device: str, model: Any, **settings: int) -> dict[str, Any]:
+    return {name: each.to(device) for name, each in batch_of(model, **settings).items()}
+
+
 def train(model: Any, device: str, *, batches: int = 4, half: bool = False) -> list[Tensor]:
     """Train some batches, each of two microbatches, and return the weights."""
-    core = model.module if isinstance(model, DistributedDataParallel) else model
-    optimizer = torch.optim.SGD(core.denoiser.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.denoiser.parameters(), lr=1e-2)
     for number in range(batches):
         optimizer.zero_grad(set_to_none=True)
         for part in range(2):
-            batch = {name: each.to(device) for name, each in batch_of(core, first=10 * number + 2 * part).items()}
-            last = part == 1 or not isinstance(model, DistributedDataParallel)
-            with contextlib.nullcontext() if last else model.no_sync():
-                with torch.autocast(device, torch.bfloat16, enabled=half):
-                    loss = core.loss(model(batch), batch)
-                loss.backward()
+            batch = batch_on(device, model, first=10 * number + 2 * part)
+            with torch.autocast(device, torch.bfloat16, enabled=half):
+                loss = model.loss(model(batch), batch)
+            loss.backward()
         optimizer.step()
-    return [each.detach().cpu() for each in core.denoiser.parameters()]
+    return [each.detach().cpu() for each in model.denoiser.parameters()]
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor], device: str, *, half: bool = False) -> None:
@@ -132,35 +130,10 @@ def test_training_is_the_same_with_graphs(make, graphs, device, half):
     assert max((one - other).abs().max() for one, other in zip(weights, start, strict=True)) > 1e-3
 
 
-@pytest.mark.slow
-def test_ddp_sends_the_gradients_of_each_block_during_the_backward_pass(make_model, graphs, device, monkeypatch):
-    environment = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': free_port()}
-    for name, value in environment.items():
-        monkeypatch.setitem(os.environ, name, str(value))
-    torch.distributed.init_process_group('nccl' if device == 'cuda' else 'gloo')
-    expected = train(make_model().to(device), device)
-    model = make_model().to(device)
-    found = graphs(model.denoiser)
-    model.vae.requires_grad_(False)
-    sent: list[int] = []
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-2)
-
-    def send(state, bucket) -> torch.futures.Future[torch.Tensor]:
-        user = found._memory._user and found._memory._user()
-        sent.append(len(user.waiting) if user else 0)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=['cuda:0'] if device == 'cuda' else None)
-        future.set_result(bucket.buffer())
-        return future
-
-    wrapped.register_comm_hook(None, send)
-    assert_equal(train(wrapped, device), expected, device)
-    assert max(sent) > 2, 'the first gradients are sent while blocks still wait for their backward pass'
-
-
 def test_forward_pass_before_the_backward_pass_of_another_runs_without_graphs(make_model, graphs, device, caplog):
     model, plain = make_model().to(device), make_model().to(device)
     found = graphs(model.denoiser)
-    batches = [{name: each.to(device) for name, each in batch_of(model, first=first).items()} for first in (0, 2, 4)]
+    batches = [batch_on(device, model, first=first) for first in (0, 2, 4)]
     model.loss(model(batches[0]), batches[0]).backward()
     model.zero_grad()
     for each in (model, plain):
@@ -181,7 +154,7 @@ def test_weights_that_have_moved_are_captured_again(make_model, graphs, device, 
     expected = train(make_model().to(device), device, batches=2)
     model = make_model().to(device)
     found = graphs(model.denoiser)
-    loss = model.loss(model(batch := {n: each.to(device) for n, each in batch_of(model).items()}), batch)
+    loss = model.loss(model(batch := batch_on(device, model)), batch)
     loss.backward()
     model.loss(model(batch), batch).backward()
     model.zero_grad()
@@ -199,7 +172,7 @@ def test_shapes_beyond_the_limit_and_passes_without_gradients_run_without_graphs
     found = graphs(model.denoiser)
 
     def run(size: int) -> None:
-        batch = {name: each.to(device) for name, each in batch_of(model, size=size).items()}
+        batch = batch_on(device, model, size=size)
         model.loss(model(batch), batch).backward()
 
     for size in (1, 2, 3):
@@ -208,8 +181,7 @@ def test_shapes_beyond_the_limit_and_passes_without_gradients_run_without_graphs
     assert found.replays == 2 and len(found._passes) == 2
     assert caplog.text.count('other shapes run without graphs') == 1
     with torch.no_grad():
-        batch = {name: each.to(device) for name, each in batch_of(model).items()}
-        model(batch)
+        model(batch_on(device, model))
     assert found.replays == 2
 
 
@@ -217,7 +189,7 @@ def test_gradients_of_weights_need_memory_once_for_all_shapes(make_model, graphs
     model = make_model().to(device)
     found = graphs(model.denoiser)
     for size in (1, 1, 2, 2):
-        batch = {name: each.to(device) for name, each in batch_of(model, size=size).items()}
+        batch = batch_on(device, model, size=size)
         model.loss(model(batch), batch).backward()
     first, second = found._passes.values()
     for one, other in zip(first._calls, second._calls, strict=True):
@@ -263,22 +235,6 @@ def test_pass_that_differs_from_the_captured_one_is_refused(two_blocks, device, 
         two_blocks(torch.ones(2, 4, device=device)).sum().backward()
 
 
-def test_pass_that_fails_is_noted_again(graphs, device):
-    model = TwoBlocks().to(device)
-    found = BlockGraphs(model, list(model.blocks))
-
-    def fail(hidden: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError
-
-    model.between = fail
-    with pytest.raises(torch.OutOfMemoryError):
-        model(torch.ones(2, 4, device=device))
-    model.between = lambda hidden: hidden
-    for _ in range(3):
-        model(torch.ones(2, 4, device=device)).sum().backward()
-    assert found.replays == 2
-
-
 def test_frozen_blocks_before_the_first_trained_one_run_without_graphs(graphs, device, caplog):
     models = [TwoBlocks().to(device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -293,27 +249,7 @@ def test_frozen_blocks_before_the_first_trained_one_run_without_graphs(graphs, d
     torch.testing.assert_close(models[0].blocks[1].weight.grad, models[1].blocks[1].weight.grad)
 
 
-def test_output_without_gradients_is_refused(graphs, device):
-    class Counting(nn.Linear):
-        def forward(self, input: Tensor) -> Any:
-            return super().forward(input), input.new_zeros(1)
-
-    class Denoiser(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Counting(4, 4)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return self.block(hidden)[0]
-
-    model = Denoiser().to(device)
-    BlockGraphs(model, [model.block])
-    model(torch.ones(2, 4, device=device)).sum().backward()
-    with pytest.raises(UserError, match='Counting returns a tensor without gradients'):
-        model(torch.ones(2, 4, device=device))
-
-
-@pytest.mark.cpu_seconds(12)
+@pytest.mark.slow
 def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, monkeypatch):
     """Through Composer's trainer, with averages, microbatches and a save: the same losses as without graphs."""
     settings: dict[str, Any] = {'max_duration': '4ba', 'save_interval': '2ba', 'progress_bar': False}

@@ -34,18 +34,6 @@ EVERYTHING: dict[str, Any] = {
         'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 1.0},
     },
 }
-MMDIT = {
-    'name': 'tiny_mmdit',
-    'resolution': 32,
-    'depth': 1,
-    'dual_attention_blocks': 0,
-    'patch_size': 2,
-    'text_width': 32,
-    'text_layers': 1,
-}
-"""A transformer that compiles in half a minute."""
-COMPILED = EVERYTHING['speed'] | {'compile': True}
-MUON = {'name': 'muon', 'lr': 1.0e-4, 'weight_decay': 0.1}
 SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
 
 
@@ -54,37 +42,22 @@ def run(tmp_path_factory, tiny_recipe, small_vae, ranks):
     """Function that trains a recipe with CPU autocast, or resumes it, and returns the run's folder."""
     root = tmp_path_factory.mktemp('half_precision')
 
-    def train(
-        name: str,
-        count: int,
-        precision: str,
-        *,
-        batches: int = 4,
-        save_interval: str = '2ba',
-        overflow_batch: str = '',
-        **sections: Any,
-    ) -> Path:
+    def train(name: str, count: int, precision: str, **sections: Any) -> Path:
         content = tiny_recipe(root / 'runs', name=name, **(EVERYTHING | sections))
         content['model'] |= {'vae': str(small_vae)}
-        if content.get('parallelism', {}).get('strategy') == 'fsdp2':
-            content['speed'] = content['speed'] | {'reduce_once': True}
         del content['trainer']['device']
-        content['trainer'] |= {
-            'max_duration': f'{batches}ba',
-            'save_interval': save_interval,
-            'save_num_checkpoints_to_keep': -1,
-            'precision': precision,
-        }
+        content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba', 'precision': precision}
         path = root / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))
-        if count == 1 and 'parallelism' not in sections:
+        if count == 1:
             with pytest.MonkeyPatch.context() as patch:
                 allow_half_precision(patch)
                 train_recipe(load(path)).close()
-            return root / 'runs' / name
-        environment = {'OVERFLOW_BATCH': overflow_batch} if overflow_batch else None
-        job = ranks.start_program(count, PROGRAM, path, environment=environment)
-        assert not any(job.wait()), job.output()
+        else:
+            content['speed'] = content['speed'] | {'reduce_once': True}
+            path.write_text(yaml.safe_dump(content))
+            job = ranks.start_program(count, PROGRAM, path)
+            assert not any(job.wait()), job.output()
         return root / 'runs' / name
 
     return train
@@ -97,21 +70,14 @@ def assert_float32_checkpoint(folder: Path) -> None:
         assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
 
 
-UNET_SHARDED = {'parallelism': SHARDED | {'activation_checkpointing': True}}
-COMPILED_MMDIT = {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON, 'speed': COMPILED}
-
-
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('count', 'sections'),
-    [
-        pytest.param(1, {}, id='unet, ddp', marks=pytest.mark.slow),
-        pytest.param(1, COMPILED_MMDIT, id='mmdit, fsdp2, muon, compiled', marks=pytest.mark.slow),
-        pytest.param(2, UNET_SHARDED, id='unet, fsdp2', marks=pytest.mark.slow),
-    ],
+    [(1, {}), (2, {'parallelism': SHARDED | {'activation_checkpointing': True}})],
+    ids=['ddp', 'fsdp2'],
 )
-def test_bfloat16_run_has_the_losses_of_float32(run, request, count, sections):
-    name = request.node.callspec.id.replace(', ', '_')
+def test_bfloat16_run_has_the_losses_of_float32(run, count, sections):
+    name = f'on_{count}'
     whole = run(name, count, 'amp_bf16', **sections)
     single = run(f'{name}_float32', count, 'fp32', **sections)
     assert read_losses(whole) != read_losses(single)
@@ -168,19 +134,3 @@ def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(
     averages, _ = weights_of(find_checkpoint(str(folders[0])), 'ema')
     assert all(value.isfinite().all() for value in averages.values() if value.is_floating_point())
     assert not (folders[0] / 'bad_batches.jsonl').exists(), 'loss_guard leaves overflows to the scaler'
-
-
-@pytest.mark.slow
-def test_float16_overflow_on_one_rank_skips_the_update_of_all_shards(run):
-    speed = EVERYTHING['speed'] | {'fused_optimizer': True}
-    folder = run('fp16_fsdp2', 2, 'amp_fp16', save_interval='1ba', overflow_batch='1', parallelism=SHARDED, speed=speed)
-    losses = read_losses(folder)
-    assert all(math.isfinite(loss) for loss in losses.values())
-    saved = [weights_of(find_checkpoint(folder / f'ba{batch}'), 'training')[0] for batch in (1, 2, 3)]
-    changed = [any(not torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved)]
-    assert changed == [False, True]
-    assert all(value.isfinite().all() for value in saved[-1].values() if value.is_floating_point())
-    run('fp16_fsdp2_resumed', 2, 'amp_fp16', batches=2, overflow_batch='1', parallelism=SHARDED, speed=speed)
-    resumed = run('fp16_fsdp2_resumed', 2, 'amp_fp16', overflow_batch='1', parallelism=SHARDED, speed=speed)
-    assert read_losses(resumed) == losses
-    assert_same_weights(resumed, folder)

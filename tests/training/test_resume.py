@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -11,24 +10,15 @@ import torch
 import yaml
 from composer.core import Callback
 from recipe_comparison import all_values
-from torch.amp.grad_scaler import GradScaler
 
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.ema import EMA
-from diffusion.checkpointing.checkpoint_weights import is_sharded
-from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.load import load
 from diffusion.config.resume_rules import read_history
 from diffusion.errors import UserError
 from diffusion.tasks.export import export
 from diffusion.training.resume import compare_with_checkpoint
 from diffusion.training.train import build_trainer
-
-AVERAGING = {'ema_start': '3ba', 'smoothing': 0.5}
-"""EMA settings of the run with a whole checkpoint, which has averages when it resumes at batch 4."""
-LATER = {'ema_start': '7ba', 'smoothing': 0.5}
-"""EMA settings of the run with a sharded checkpoint, which has none yet."""
-SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
 
 
 class Watch(Callback):
@@ -70,64 +60,34 @@ def adamw_step(watch: Watch, name: str, *, lr: float, betas, eps: float, weight_
 
 
 @pytest.fixture(scope='module')
-def whole_run(tmp_path_factory, tiny_recipe) -> Path:
-    """Folder with a run stopped at batch 4, and its recipe `whole.yaml`: DDP, with averages."""
-    return train_to_batch_4(tmp_path_factory.mktemp('whole'), tiny_recipe, 'whole', AVERAGING, {})
-
-
-@pytest.fixture(scope='module')
-def sharded_run(tmp_path_factory, tiny_recipe) -> Path:
-    """Folder with a run stopped at batch 4, and its recipe `sharded.yaml`: FSDP2, without averages."""
-    return train_to_batch_4(tmp_path_factory.mktemp('sharded'), tiny_recipe, 'sharded', LATER, SHARDED)
-
-
-def train_to_batch_4(root: Path, tiny_recipe, name: str, ema: dict, parallelism: dict) -> Path:
-    content = tiny_recipe(root / 'runs', name=name, algorithms={'ema': ema}, parallelism=parallelism)
+def trained(tmp_path_factory, tiny_recipe) -> Path:
+    """Folder with a run stopped at batch 4, and its recipe `whole.yaml`."""
+    root = tmp_path_factory.mktemp('whole')
+    content = tiny_recipe(root / 'runs', name='whole', algorithms={'ema': {'ema_start': '3ba', 'smoothing': 0.5}})
     content['model']['objective'] = {'prediction_type': 'v_prediction'}
     content['scheduler'] = {'name': 'linear_with_warmup', 't_warmup': '6ba'}
-    path = root / f'{name}.yaml'
+    path = root / 'whole.yaml'
     path.write_text(yaml.safe_dump(content))
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in alone_variables().items():
-            patch.setenv(variable, value)
-        trainer = build_trainer(load(path))
-        trainer.fit(duration='4ba')
-        trainer.close()
-        leave()
-    assert is_sharded(root / 'runs' / name / 'ba4') == (name == 'sharded')
+    trainer = build_trainer(load(path))
+    trainer.fit(duration='4ba')
+    trainer.close()
     return root
 
 
-def alone_variables() -> dict[str, str]:
-    from ranks import free_port
-
-    one = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
-    return one | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
-
-
-def leave() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # as in conftest.py
-        torch.distributed.destroy_process_group()
-
-
 @pytest.fixture
-def run(whole_run, alone, request, tmp_path):
-    """Recipe, with the folder, of a copy of one of the runs."""
-    name = getattr(request, 'param', 'whole')
-    trained = whole_run if name == 'whole' else request.getfixturevalue('sharded_run')
-    shutil.copytree(trained / 'runs' / name, tmp_path / 'runs' / name, symlinks=True)
-    content = yaml.safe_load((trained / f'{name}.yaml').read_text()) | {'runs_dir': str(tmp_path / 'runs')}
-    path = tmp_path / f'{name}.yaml'
+def run(trained, tmp_path):
+    """Recipe, with the folder, of a copy of the run."""
+    shutil.copytree(trained / 'runs' / 'whole', tmp_path / 'runs' / 'whole', symlinks=True)
+    content = yaml.safe_load((trained / 'whole.yaml').read_text()) | {'runs_dir': str(tmp_path / 'runs')}
+    path = tmp_path / 'whole.yaml'
     path.write_text(yaml.safe_dump(content))
-    saved = tmp_path / 'runs' / name / 'recipe.yaml'
+    saved = tmp_path / 'runs' / 'whole' / 'recipe.yaml'
     saved.write_text(saved.read_text().replace(str(trained), str(tmp_path)))
-    return path, tmp_path / 'runs' / name
+    return path, tmp_path / 'runs' / 'whole'
 
 
 REFUSED = {
-    'model.objective.prediction_type=epsilon': 'model.objective.prediction_type: v_prediction in the checkpoint, '
-    'epsilon now',
+    'model.objective.prediction_type=epsilon': 'prediction_type: v_prediction in the checkpoint, epsilon now',
     'model.objective.beta_end=0.02': 'model.objective.beta_end: 0.012 in the checkpoint, 0.02 now',
     'model.objective.zero_terminal_snr=true': 'model.objective.zero_terminal_snr: false in the checkpoint, true now',
     'model.objective.snr_shift=2.0': 'model.objective.snr_shift: 1.0 in the checkpoint, 2.0 now',
@@ -153,12 +113,7 @@ REFUSED = {
     'global_batch=16': 'global_batch: 8 in the checkpoint, 16 now',
 }
 """Changes that are refused, with their messages; the last one is data, see also tests/data/test_fingerprint.py."""
-BUILT = (
-    'model.objective.prediction_type=epsilon',
-    'algorithms.ema=false',
-    'trainer.save_folder=elsewhere',
-    'global_batch=16',
-)
+BUILT = ('model.objective.prediction_type=epsilon', 'trainer.save_folder=elsewhere', 'global_batch=16')
 """Changes that are tested by building a Trainer."""
 
 
@@ -209,27 +164,16 @@ APPLIED = {
 """Changes that are applied, with their lines in log and history; None for a default that is only written explicitly."""
 
 
-def resume(path: Path, *overrides: str):
-    """Return the Trainer of a run resumed at batch 4 with overrides, before its first batch."""
-    trainer = build_trainer(load(path, overrides))
-    assert trainer.state.timestamp.batch.value == 4
-    return trainer
-
-
-@pytest.mark.parametrize('run', ['whole', pytest.param('sharded', marks=pytest.mark.slow)], indirect=True)
 def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, caplog, monkeypatch, tmp_path):
     caplog.set_level(logging.INFO, logger='diffusion')
     monkeypatch.chdir(tmp_path)
     path, folder = run
-    has_average = folder.name == 'whole'
-    overrides = dict(APPLIED) | (
-        {} if has_average else {'algorithms.ema.ema_start=5ba': 'algorithms.ema.ema_start 7ba -> 5ba'}
-    )
-    trainer = resume(path, *overrides)
+    trainer = build_trainer(load(path, list(APPLIED)))
     state = trainer.state
+    assert state.timestamp.batch.value == 4
     ema = next(each for each in state.algorithms if isinstance(each, EMA))
     ema.average.place(state.model)
-    average = {name: whole(each) for name, each in ema.average.shards(state.model).items()} if has_average else {}
+    average = {name: whole(each) for name, each in ema.average.shards(state.model).items()}
     assert state.max_duration == '24ba'
     watch = Watch()
     state.callbacks.append(watch)
@@ -242,9 +186,9 @@ def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, c
     norm = sum(float(each.square().sum()) for each in watch.gradients.values()) ** 0.5
     assert norm == pytest.approx(0.01, rel=1e-3), 'clipped'
     for name, each in ema.average.shards(state.model).items():
-        expected = 0.9 * average[name] + 0.1 * weights[name] if has_average else weights[name]
+        expected = 0.9 * average[name] + 0.1 * weights[name]
         torch.testing.assert_close(whole(each), expected, rtol=1e-5, atol=1e-7)
-    assert (ema.updates, 'EMA starts at batch 5' in caplog.text) == ((2, False) if has_average else (0, True))
+    assert ema.updates == 2
     # The next batch follows the new schedule too, and everything else has the values of the recipe.
     assert state.optimizers[0].param_groups[0]['lr'] == pytest.approx(0.02 * 4 / 12)
     module = getattr(state.model, 'module', state.model)
@@ -255,43 +199,13 @@ def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, c
     # Log and history.
     line = next(each.message for each in caplog.records if 'resumed with other settings' in each.message)
     history = read_history((folder / 'recipe.yaml').read_text())
-    expected = [text for text in overrides.values() if text]
+    expected = [text for text in APPLIED.values() if text]
     assert len(history) == len(expected) + 1, 'the run was moved too'
     for text in expected:
         assert f'{text} (applied)' in line
         assert any(each.startswith('# changed at batch 4 (20') and each.endswith(f'): {text}') for each in history)
-    resumed = load(path, list(overrides))
+    resumed = load(path, list(APPLIED))
     assert all_values(load(folder / 'recipe.yaml')) == all_values(resumed), 'the history is not part of the recipe'
-
-
-@pytest.mark.slow
-def test_change_is_applied_although_a_killed_attempt_has_recorded_it(run, caplog):
-    """An attempt killed before its first save leaves its recipe in the folder, and the optimizer of the checkpoint."""
-    path, folder = run
-    changed = ['optimizer.weight_decay=0.5', 'scheduler=null']
-    trainer = resume(path, *changed)
-    trainer.fit(duration='1ba')
-    trainer.close()
-    shutil.rmtree(folder / 'ba5', ignore_errors=True)
-    (folder / 'latest').unlink()
-    os.symlink('ba4', folder / 'latest')
-    trainer = resume(path, *changed)
-    group = trainer.state.optimizers[0].param_groups[0]
-    assert (group['weight_decay'], group['lr']) == (0.5, 1e-3)
-    # On a GPU the gradient scaler is enabled, and would refuse the empty state of a CPU's.
-    trainer.state.scaler = GradScaler('cpu')
-    load_checkpoint(trainer.state, trainer.logger, folder / 'ba4')
-    assert trainer.state.scaler.is_enabled() and trainer.state.scaler.get_scale() > 1
-    trainer.close()
-    assert len(read_history((folder / 'recipe.yaml').read_text())) == 3, 'the run was moved too'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('run', ['sharded'], indirect=True)
-def test_averaging_cannot_start_in_the_past(run):
-    path, _ = run
-    with pytest.raises(UserError, match=r'ema_start: 2ba has passed; the run resumes at batch 4 .* such as 5ba'):
-        resume(path, 'algorithms.ema.ema_start=2ba')
 
 
 def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
@@ -312,11 +226,3 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     (folder / 'recipe.yaml').unlink()
     assert compare_with_checkpoint(recipe, folder / 'ba4').changes == ()
     assert 'no recipe.yaml next to the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
-
-
-@pytest.mark.slow
-def test_every_rank_refuses_with_the_same_message(whole_run, ranks):
-    job = ranks.start(2, whole_run / 'whole.yaml', 'model.objective.prediction_type=epsilon')
-    assert job.wait() == [78, 78], job.output()
-    for output in job.outputs():
-        assert 'model.objective.prediction_type: v_prediction in the checkpoint, epsilon now (the training' in output

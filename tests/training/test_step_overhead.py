@@ -7,7 +7,6 @@ import pytest
 import torch
 from composer import Trainer
 from composer.core import Algorithm, Callback, Event, State
-from composer.core.engine import Engine
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from torch import Tensor, nn
@@ -114,22 +113,6 @@ def test_callbacks_without_a_method_for_an_event_are_not_called(monkeypatch):
     calls_of_a_run(fast=True)
     assert called['One', 'batch_end'] == 4
     assert called['One', 'batch_start'] == 0
-
-
-def test_debug_log_of_composer_keeps_its_dispatch(monkeypatch):
-    monkeypatch.setenv('ENGINE_DEBUG', '1')
-    used = []
-    monkeypatch.setattr(Engine, '_run_nonlogger_callbacks', lambda engine, event: used.append(event))
-    calls_of_a_run(fast=True)
-    assert Event.BATCH_END in used
-
-
-def test_closed_trainer_refuses_to_train_as_composer_does():
-    trainer = make_trainer()
-    reduce_step_overhead(trainer)
-    trainer.close()
-    with pytest.raises(RuntimeError, match='already closed'):
-        trainer.engine.run_event(Event.FIT_START)
 
 
 def test_fsdp_modules_are_searched_once_for_each_model(monkeypatch):

@@ -99,6 +99,12 @@ class Process:
         return int(text)
 
 
+def own_environment() -> dict[str, str]:
+    """Return this process's variables, with those by which a process imports the tests and uses one thread."""
+    path = f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':')
+    return os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': path}
+
+
 class Client:
     """Starter of processes through a server, which may be the server of another process."""
 
@@ -136,17 +142,12 @@ class Client:
             environment: Variables added to those of this process.
             settings: Further arguments of `Process`.
         """
-        environ = os.environ | {
-            'OMP_NUM_THREADS': '1',
-            'CUDA_VISIBLE_DEVICES': '',
-            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':'),
-        }
         with output.open('ab') as file:
             outputs = (file.fileno(), file.fileno())
             return Process(
                 self.path,
                 [str(word) for word in command],
-                environ=environ | dict(environment or {}),
+                environ=own_environment() | dict(environment or {}),
                 folder=str(folder or ROOT),
                 outputs=outputs,
                 **settings,
@@ -170,15 +171,7 @@ class Server(Client):
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         super().__init__(str(Path(self._folder.name, 'socket')))
-        environ = (
-            os.environ
-            | {
-                'OMP_NUM_THREADS': '1',
-                'CUDA_VISIBLE_DEVICES': '',
-                'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':'),
-            }
-            | dict(environment or {})
-        )
+        environ = own_environment() | dict(environment or {})
         command = [sys.executable, __file__, '--serve', self.path]
         self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from forkserver import ROOT, Client, Process
 
@@ -79,29 +80,9 @@ class Ranks:
         self._server, self._folder = server, folder
         self._count = 0
 
-    def start(
-        self,
-        ranks: int,
-        recipe: Path,
-        *overrides: str,
-        double: bool = False,
-        environment: Mapping[str, str] | None = None,
-        deaths: Mapping[int, tuple[int, Path]] | None = None,
-    ) -> Job:
-        """Start a recipe on several ranks.
-
-        Args:
-            ranks: Number of ranks.
-            recipe: The recipe's file.
-            overrides: Changes to the recipe as `key=value`.
-            double: True trains in float64.
-            environment: Additional environment variables.
-            deaths: Number of the file operation before which a rank kills itself, and the folder of the files, by rank;
-                see `sudden_death.die_before`.
-        """
-        return self.start_program(
-            ranks, ROOT / 'run.py', recipe, *overrides, double=double, environment=environment, deaths=deaths
-        )
+    def start(self, ranks: int, recipe: Path, *overrides: str, **settings: Any) -> Job:
+        """Start a recipe with changes as `key=value` on several ranks; keywords as for `start_program`."""
+        return self.start_program(ranks, ROOT / 'run.py', recipe, *overrides, **settings)
 
     def start_program(
         self,
@@ -111,7 +92,16 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         deaths: Mapping[int, tuple[int, Path]] | None = None,
     ) -> Job:
-        """Start `python COMMAND` on several ranks, as the composer launcher would; arguments as for `start`."""
+        """Start `python COMMAND` on several ranks, as the composer launcher would.
+
+        Args:
+            ranks: Number of ranks.
+            command: Arguments of `python`.
+            double: True trains in float64.
+            environment: Additional environment variables.
+            deaths: Number of the file operation before which a rank kills itself, and the folder of the files, by rank;
+                see `sudden_death.die_before`.
+        """
         self._count += 1
         logs = [self._folder / f'{self._count}-{rank}.log' for rank in range(ranks)]
         common = {
@@ -136,16 +126,9 @@ class Ranks:
             )
         return Job(processes, logs)
 
-    def run(
-        self,
-        ranks: int,
-        recipe: Path,
-        *overrides: str,
-        double: bool = False,
-        environment: Mapping[str, str] | None = None,
-    ) -> str:
+    def run(self, ranks: int, recipe: Path, *overrides: str, **settings: Any) -> str:
         """Run a recipe to its end on several ranks, and return their output; fail if a rank fails."""
-        job = self.start(ranks, recipe, *overrides, double=double, environment=environment)
+        job = self.start(ranks, recipe, *overrides, **settings)
         statuses = job.wait()
         assert not any(statuses), f'{statuses}\n{job.output()}'
         return job.output()

@@ -4,19 +4,15 @@ import json
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from forkserver import Server
 
 from diffusion.config.load import load
-from diffusion.models.families.sd2.builder import tiny
-from diffusion.models.objective import Objective
 from diffusion.training import performance
 from diffusion.training.train import train
 
@@ -98,15 +94,6 @@ def test_benchmark_prints_its_rows(rows, rows_of_process, pictures, monkeypatch,
 
 
 @pytest.mark.slow
-def test_preparation_into_a_store_needs_little_disk_and_has_the_same_bytes(module, capsys):
-    module('prepare_to_store').main('0.01', '0')
-    text = capsys.readouterr().out
-    assert 'The datasets have the same bytes; 0 converted parts are left' in text
-    peaks = [float(line.split(' | ')[2]) for line in text.splitlines() if line.startswith('| converted')]
-    assert len(peaks) == 2 and peaks[0] > 10
-
-
-@pytest.mark.slow
 def test_recipe_speed_trains_with_drawn_images_and_prints_a_row(module, monkeypatch, write_recipe, tmp_path, capsys):
     benchmark = module('recipe_speed')
 
@@ -132,45 +119,6 @@ def test_recipe_speed_trains_with_drawn_images_and_prints_a_row(module, monkeypa
     assert (written.global_batch, written.optimizer.kwargs['lr']) == (4, 0.01)
 
 
-V_PREDICTION, FLOW = {'prediction_type': 'v_prediction'}, {'path': 'flow', 'prediction_type': 'velocity'}
-
-
-@pytest.mark.parametrize(
-    'settings',
-    [
-        V_PREDICTION,
-        pytest.param(FLOW, marks=pytest.mark.slow),
-        FLOW | {'noise_scale': 2.0},
-        pytest.param(FLOW | {'prediction_type': 'sample'}, marks=pytest.mark.slow),
-    ],
-)
-def test_losses_are_compared_by_the_error_of_x(module, settings):
-    """An error d of x at a signal variance a is one of d / sqrt(1 - a) in v = sqrt(a) eps - sqrt(1 - a) x."""
-    timed_training = module('timed_training')
-    torch.manual_seed(0)
-    model = tiny(block_out_channels=(32,), text_width=32, text_layers=0, objective=Objective(**settings)).eval()
-    latents, noise = torch.randn(2, 3, model.denoiser_sizes.in_channels, 8, 8)
-    condition = timed_training.condition_of(model, torch.ones(3, 1, 16, dtype=torch.int64))
-    timestep = 300
-    a = float(timed_training.ALPHA_BARS[timestep])
-
-    noisy, time = a**0.5 * latents + (1 - a) ** 0.5 * noise, 0.0
-    if settings is not V_PREDICTION:
-        # The same signal-to-noise ratio, scaled so that noise and signal have the weights t s and 1 - t.
-        sigma, scale = ((1 - a) / a) ** 0.5, settings.get('noise_scale', 1.0)
-        time = sigma / (sigma + scale)
-        noisy, timestep = noisy * (1 - time) / a**0.5, 1000 * time
-    with torch.no_grad():
-        predicted = model.denoiser(noisy, torch.full((3,), timestep), condition.embeds).sample
-        found = timed_training.velocity_error(model, latents, noise, condition, alpha_bar=a)
-    if settings is V_PREDICTION:
-        x = a**0.5 * noisy - (1 - a) ** 0.5 * predicted
-    else:
-        x = predicted if settings['prediction_type'] == 'sample' else noisy - time * predicted
-    expected = (x - latents).square().flatten(1).mean(dim=1) / (1 - a)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
-
-
 def test_held_out_combinations_have_known_parts(module):
     openmoji_split = module('openmoji_split')
     found = openmoji_split.load_split()
@@ -184,36 +132,6 @@ def test_held_out_combinations_have_known_parts(module):
     assert {name.subject for name in held_out} <= {name.subject for name in trained}
     assert {name.attribute for name in held_out} <= {name.attribute for name in trained} - {''}
     assert not {emoji.family for emoji in found['drawings']} & {emoji.family for emoji in found['train']}
-
-
-@pytest.mark.slow
-def test_ablation_trains_and_prints_a_row_per_technique(module, rows, monkeypatch, tmp_path):
-    ablation = module('ablation')
-    monkeypatch.setattr(ablation, 'BATCH', 4)
-    monkeypatch.setattr(ablation, 'DRAWN', 2)
-    monkeypatch.setattr(ablation, 'efficientnet', lambda: stand_in(ablation))
-    ablation.prepare(tmp_path, limit=4)
-    techniques = next(index for index, row in enumerate(ablation.ROWS) if row.repa and row.muon)
-    found = ablation.run(techniques, 17, 1e-3, tmp_path)
-    assert found.batches == 1 and found.seconds > 0
-    assert all(0 < loss < 10 for loss in found.loss.values()) and set(found.loss) == set(ablation.SPLITS)
-
-    # With a result of every run in the file, none is made.
-    results = [json.dumps(asdict(replace(found, row=row))) for row in range(len(ablation.ROWS))]
-    (tmp_path / 'results.jsonl').write_text('\n'.join(results))
-    table = rows('ablation', '1e-3', '1', str(tmp_path / 'results.jsonl'))
-    assert {row.name for row in ablation.ROWS} <= set(table)
-    assert table['PRX + all four'][1] == '1'
-
-
-def stand_in(ablation):
-    """Return an image encoder of random weights with the size of EfficientNet-Lite0's features."""
-    from transformers import Dinov2Config, Dinov2Model
-
-    from diffusion.models.representation_alignment import FeatureEncoder
-
-    sizes: dict[str, Any] = {'hidden_size': 112, 'num_attention_heads': 2, 'num_hidden_layers': 1}
-    return FeatureEncoder(Dinov2Model(Dinov2Config(**sizes, image_size=64, patch_size=16)))
 
 
 def test_quickstart_models_prints_ratios(rows, tmp_path):

@@ -1,7 +1,5 @@
 """Saves whose files a thread writes while training continues."""
 
-import os
-import random
 import re
 import signal
 import time
@@ -10,22 +8,15 @@ from pathlib import Path
 
 import pytest
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer, the_checkpointer
+from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer, the_checkpointer
 from composer.core import Event
 from faults import Fault, active, environment
-from ranks import read_losses
 
 from diffusion.checkpointing import background_save, checkpointer, snapshot
 from diffusion.checkpointing.background_save import choose_when_stopping
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
-from diffusion.checkpointing.run_storage import FolderStorage
-from diffusion.checkpointing.snapshot import NICENESS
 from diffusion.config.load import load
 from diffusion.exit_codes import Preempted
-from diffusion.loggers.metrics_file import read_metrics
-from diffusion.planning.checkpoints import snapshot_bytes_per_node
-from diffusion.planning.memory import Setup
-from diffusion.planning.workload import phase_of
 from diffusion.runs.environment import NOTICE_SECONDS
 from diffusion.training.train import build_trainer, train
 
@@ -52,53 +43,6 @@ def blocking(write) -> Path:
 
 def saved(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob('ba*'))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
-def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path, parallelism):
-    """The files are written half a second late, several batches after the one that they save."""
-    runs = []
-    for asynchronous in (False, True):
-        name = f'two-{len(parallelism)}-{asynchronous}'
-        sections = {'parallelism': parallelism, 'checkpointing': {'asynchronous': asynchronous}}
-        path = write(name, {'save_interval': '4ba', 'max_duration': '10ba'}, **sections)
-        late = [Fault('create', r'\.ba[48]\.unfinished/(state|__)', sleep=0.5)]
-        ranks.run(2, path, environment=environment(late, tmp_path) if asynchronous else None)
-        runs.append(load(path).run_dir)
-    one, other = runs
-    for batch in (4, 8, 10):
-        verify_checkpoint(other / f'ba{batch}')
-        assert_same_tensors(one / f'ba{batch}', other / f'ba{batch}')
-    assert read_losses(one) == read_losses(other)
-    metrics = read_metrics(other / 'metrics.jsonl')
-    stall, duration = (metrics[f'checkpoint/{name}_seconds'] for name in ('stall', 'save'))
-    first = min(stall)  # the batch at which ba4 was published
-    assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
-
-
-@pytest.mark.slow
-@pytest.mark.cpu_seconds(15)
-def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
-    recipe, seen = load(write('priority')), []
-    trainer = build_trainer(recipe)
-    found = the_checkpointer(trainer)
-
-    class Watched(FolderStorage):
-        def upload(self, work, files, batch, check):
-            niceness = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread
-            seen.append((batch, niceness, found.snapshot_bytes))
-
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    found.storage = Watched(recipe.run_dir, found.storage.run_id)
-    trainer.fit()
-    trainer.close()
-    assert [batch for batch, _, _ in seen] == [2, 4, 6, 8]
-    assert [niceness for _, niceness, _ in seen] == [*[NICENESS] * 3, usual], 'the last save blocks'
-    (small, *large) = [size for _, _, size in seen]
-    assert len(set(large)) == 1 and small < large[0], 'averaging starts at batch 3'
-    planned = snapshot_bytes_per_node(phase_of(recipe), Setup(1, 8, recipe.parallelism), gpus_per_node=8)
-    assert large[0] == pytest.approx(planned, rel=0.02)
 
 
 def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, alone):
@@ -204,27 +148,6 @@ def test_stop_during_a_save_saves_what_the_notice_allows(write, blocking, tmp_pa
     resumed.fit()
     resumed.close()
     assert_same_end(run, blocking)
-
-
-@pytest.mark.slow
-def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path):
-    """All ranks are killed at a random time while ba2, ba4 and ba6 are written, and one rank while it is published."""
-    randomness = random.Random(16)
-    whole, path = (write(name, parallelism=SHARDED) for name in ('whole', 'killed'))
-    ranks.run(2, whole)
-    run = load(path).run_dir
-    late = environment([Fault('create', r'unfinished/(state|__)', sleep=0.2)], tmp_path)
-    for batch in (2, 4, 6):
-        job = ranks.start(2, path, environment=late)
-        job.wait_for(run / f'.ba{batch}.unfinished')
-        job.spend(randomness.random() * 0.4)
-        job.kill()
-    job = ranks.start(2, path, deaths={0: (4, run / '.ba6.unfinished')}, environment=late)
-    job.wait_for_death(0)
-    job.kill()
-    ranks.run(2, path)
-    assert not list(run.glob('.ba*'))
-    assert_same_end(run, load(whole).run_dir)
 
 
 @pytest.mark.cpu_seconds(20)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer
+from checkpointing.saved_runs import assert_same_end, assert_same_tensors, recipe_writer
 from composer.core import Event
 from object_store import Store
-from ranks import Job, Ranks, free_port
 
 from diffusion.checkpointing import checkpointer
 from diffusion.checkpointing.bucket_checkpoints import published_batches
@@ -48,26 +47,6 @@ def bucket(store: Store, tmp_path, monkeypatch) -> str:
 
 def use_node(number: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / f'node{number}'))
-
-
-def run_nodes(ranks: Ranks, recipe: Path, tmp_path: Path, store: Store, *overrides: str) -> list[Job]:
-    """Start a run on two nodes of one process each, which share no folder."""
-    common = store.environment | {'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
-    jobs = []
-    for node in range(2):
-        # As the nodes of a local job, which share a machine.
-        place = {'RANK': str(node), 'LOCAL_RANK': str(node), 'LOCAL_WORLD_SIZE': '2'}
-        own = place | {WORKING_FOLDER_VARIABLE: str(tmp_path / f'node{node}')}
-        jobs.append(ranks.start(1, recipe, *overrides, environment=common | own))
-    return jobs
-
-
-def wait_for_all(jobs: list[Job]) -> str:
-    """Wait for the end of all nodes, and return their output; fail if one has failed."""
-    statuses = [job.wait() for job in jobs]
-    output = '\n'.join(job.output() for job in jobs)
-    assert statuses == [[0], [0]], output
-    return output
 
 
 @pytest.mark.cpu_seconds(15)
@@ -122,31 +101,6 @@ def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, st
     with pytest.raises(UserError, match='all 1 checkpoints are damaged: .*ba2/state.pt: 7 bytes, expected'):
         build_trainer(load(path))
     assert published_batches(f'{bucket}/lost') == [2]
-
-
-@pytest.mark.slow
-def test_two_nodes_without_a_shared_folder(write, bucket, store, ranks, tmp_path):
-    """Trained, killed in a save, resumed with the nodes exchanged: weights equal an undisturbed run's."""
-    whole = write('whole', parallelism=SHARDED)
-    ranks.run(2, whole)
-    path = write('nodes', runs_dir=bucket, parallelism=SHARDED)
-    slow = store.fail('PUT ba6/__1_0.distcp', 60.0)
-    jobs = run_nodes(ranks, path, tmp_path, store)
-    run = tmp_path / 'node0' / 'runs' / 's3' / 'bucket' / 'runs' / 'nodes'
-    jobs[0].wait_for(run / 'ba4')
-    while not any('ba6/__1_0.distcp' in request for request in store.requests):
-        assert jobs[0].running(), jobs[0].output()
-    for job in jobs:
-        job.kill()
-    store.faults.remove(slow)
-    assert published_batches(f'{bucket}/nodes') == [4, 2]
-    (tmp_path / 'node0').rename(tmp_path / 'other')
-    (tmp_path / 'node1').rename(tmp_path / 'node0')
-    (tmp_path / 'other').rename(tmp_path / 'node1')
-    wait_for_all(run_nodes(ranks, path, tmp_path, store))
-    assert_same_end(run, load(whole).run_dir, f'{bucket}/nodes')
-    own = {path.name for path in (run / 'ba8').glob('*.distcp')}
-    assert own == {'__0_0.distcp'}, 'each node has only the shards of its ranks'
 
 
 @pytest.mark.cpu_seconds(15)

@@ -244,22 +244,6 @@ def test_fault_in_any_phase_of_reading_is_retried_and_nothing_is_renamed(
     assert {path.name for path in run.iterdir()} == {'ba5', 'ba10', 'latest'}
 
 
-def test_folder_that_vanishes_while_it_is_read_is_not_damage(tmp_path, monkeypatch):
-    run = tmp_path / 'run'
-    run.mkdir()
-    write(run, 5)
-    plain = checkpoint_store.hash_file
-
-    def vanish(path):
-        run.rename(tmp_path / 'away')
-        return plain(path)
-
-    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', ())
-    monkeypatch.setattr(checkpoint_store, 'hash_file', vanish)
-    with pytest.raises(FileNotFoundError):
-        run_storage.newest_intact(run)
-
-
 def test_evaluation_and_export_use_the_checkpoint_that_resuming_uses(tmp_path):
     for batch in (5, 10):
         write(tmp_path, batch)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpointing.saved_runs import EMA, SHARDED, assert_same_end, use_small_model
-from faults import Fault, environment
+from checkpointing.saved_runs import EMA, SHARDED, use_small_model
 from ranks import largest_difference, read_losses
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
@@ -73,29 +72,6 @@ def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ran
         assert moved < 1e-3 * norm
     state = read_checkpoint(find_checkpoint(run))
     assert dict(state['algorithms'])['EMA']['updates'] == 5, 'batches 4 to 8'
-
-
-@pytest.mark.cpu_seconds(15)
-def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
-    reference, write = uninterrupted
-    path = write('damaged')
-    train(load(path, ['trainer.max_duration=6ba', 'trainer.save_interval=2ba'])).close()
-    run = reference.parent / 'damaged'
-    state = run / 'ba6' / 'state.pt'
-    content = bytearray(state.read_bytes())
-    content[len(content) // 2] ^= 16
-    state.write_bytes(content)
-    with pytest.raises(ValueError, match=r'ba6/state\.pt: the content has changed since it was written'):
-        weights_of(find_checkpoint(run))
-    trainer = build_trainer(load(path, ['trainer.save_interval=2ba']))
-    assert trainer.state.timestamp.batch.value == 4
-    assert (run / 'latest').readlink() == Path('ba4'), 'before training starts'
-    assert 'damaged checkpoint, trying an earlier one' in caplog.text
-    trainer.fit()
-    trainer.close()
-    verify_checkpoint(run / 'ba6')
-    assert (run / 'ba6.damaged' / 'state.pt').read_bytes() == bytes(content), 'renamed, not deleted'
-    assert_same_end(run, reference)
 
 
 @pytest.mark.parametrize(
@@ -243,21 +219,3 @@ def test_ranks_share_a_folder_or_say_so_and_wait_for_rank_0_beyond_the_timeout(r
     assert 'result found\n' in first and '\ndivision by zero\n' in first
     assert 'result None\nwhere (rank 0: ZeroDivisionError: division by zero)\n' in second
     assert not [*(tmp_path / 'same').iterdir()], 'the check leaves no files'
-
-
-@pytest.mark.slow
-@pytest.mark.cpu_seconds(15)
-def test_rank_0_alone_reads_the_initial_weights(uninterrupted, ranks, tmp_path):
-    reference, write = uninterrupted
-    start = {'from': str(reference / 'ba8'), 'weights': 'ema'}
-    paths = [
-        write(f'started-{strategy}', init_from=start, parallelism=STRATEGIES[strategy]) for strategy in ('ddp', 'fsdp2')
-    ]
-    train(load(paths[0], ['trainer.max_duration=1ba'])).close()
-    blind = [Fault(operation, str(reference), 'EIO', rank=1) for operation in ('open', 'read', 'list')]
-    job = ranks.start(2, paths[1], 'trainer.max_duration=1ba', environment=environment(blind, tmp_path))
-    assert job.wait() == [0, 0], job.output()
-    one, two = (read_losses(reference.parent / path.stem) for path in paths)
-    assert largest_difference(one, two) < 1e-5
-    weights = (weights_of(find_checkpoint(reference.parent / path.stem), 'training')[0] for path in paths)
-    assert distance(*weights) < 2 * 2e-4, 'one update of AdamW apart'

@@ -2,14 +2,12 @@
 
 import copy
 import logging
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diffusion.checkpointing import checkpoint_writer, snapshot
-from diffusion.checkpointing.checkpoint_store import WriteProgress
+from diffusion.checkpointing import snapshot
 from diffusion.checkpointing.snapshot import ALIGNMENT, SnapshotBuffers, StateTensors, reserve_on_all_ranks
 
 
@@ -120,42 +118,6 @@ def test_memory_is_used_again_and_grows_with_the_state():
     assert grown['average'][0] == 7 and small['w'][0] == 2, 'the snapshot before is still whole'
     buffers.release()
     assert buffers.nbytes == 0 and grown['average'][0] == 7
-
-
-def test_snapshots_fill_the_tensors_of_the_one_before():
-    """New objects in the heap between two steps would slow the next step."""
-    state, buffers = {'weight': torch.ones(40, 2), 'bias': torch.ones(3)}, SnapshotBuffers()
-    buffers.reserve(StateTensors(state).nbytes)
-    buffers.place(StateTensors(state).views)
-    first = buffers.copy(state)
-    state['weight'] += 1
-    second = buffers.copy(state)
-    assert all(second[name] is first[name] for name in state)
-    torch.testing.assert_close(second, state, rtol=0, atol=0)
-    state['weight'] = torch.full((2, 40), 7.0)
-    third = buffers.copy(state)
-    assert third['weight'] is not second['weight'] and third['bias'] is second['bias']
-    torch.testing.assert_close(third, state, rtol=0, atol=0)
-
-
-def test_snapshots_are_written_with_what_is_known_of_their_tensors(tmp_path):
-    """Their shapes, which are not found out again by each save; not their values."""
-    state: dict[str, Any] = {'weight': torch.ones(40, 2), 'step': torch.tensor(1.0), 'batch': 1}
-    buffers, known = SnapshotBuffers(), []
-    for number in range(3):
-        state |= {'weight': state['weight'].add_(1), 'batch': number}
-        if number == 2:
-            state['average'] = torch.full((3,), 7.0)
-        buffers.reserve(StateTensors(state).nbytes)
-        found = buffers.copy(state)
-        path = tmp_path / str(number)
-        checkpoint_writer._write_state(found, path, WriteProgress(), buffers.reductions)
-        torch.testing.assert_close(torch.load(path), state, rtol=0, atol=0)
-        known.append([buffers.reductions[id(found[name])] for name in ('weight', 'step')])
-        assert len(buffers.reductions) == len(state) - 1
-    assert all(one is other for one, other in zip(known[0], known[1], strict=True))
-    buffers.release()
-    assert not buffers.reductions
 
 
 @pytest.mark.parametrize('available', [8000, None])

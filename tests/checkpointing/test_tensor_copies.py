@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import assert_same_tensors, recipe_writer, the_checkpointer
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
+from checkpointing.saved_runs import assert_same_tensors, recipe_writer
+from composer.core import Event, State
 
 from diffusion.checkpointing import snapshot
 from diffusion.checkpointing.snapshot import SnapshotBuffers, TensorCopies
@@ -144,31 +143,10 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     assert stalls[0] > 0.5, 'the wait before the optimizer counts as a stall'
 
 
-class Foreign(Algorithm):
-    """An algorithm of another package, which changes the weights before the forward pass."""
-
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.BEFORE_FORWARD
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        change_weights(state)
-
-
 @torch.no_grad()
 def change_weights(state: State) -> None:
     for weight in state.model.parameters():
         weight.mul_(1.0625)
-
-
-def test_with_an_algorithm_of_another_package_everything_is_copied_at_once(write, slow, tmp_path):
-    for name, asynchronous in (('blocking', False), ('overlapped', True)):
-        recipe = load(write(name, {'max_duration': '4ba'}, checkpointing={'asynchronous': asynchronous}))
-        built = build_trainer(recipe)
-        built.state.algorithms.append(Foreign())
-        built.fit()
-        built.close()
-        assert the_checkpointer(built).failed_saves.total == 0
-    assert_same_tensors(*(tmp_path / 'runs' / name / 'ba2' for name in ('overlapped', 'blocking')))
 
 
 def test_checkpoint_whose_weights_a_callback_changes_too_early_is_not_published(write, slow, caplog):

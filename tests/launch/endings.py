@@ -184,12 +184,30 @@ HANGS = [
 ]
 
 
-def mistype_a_key(case: Case, recipe: dict[str, Any]) -> None:
-    recipe['optimizer']['learning_rate'] = 1
+def changing(section: str, **values: Any) -> Prepare:
+    """Return a function that changes values of a section of the recipe."""
+    return lambda case, recipe: recipe.setdefault(section, {}).update(values)
+
+
+def both(one: Prepare, other: Prepare) -> Prepare:
+    def prepare(case: Case, recipe: dict[str, Any]) -> None:
+        one(case, recipe)
+        other(case, recipe)
+
+    return prepare
 
 
 def remove_the_data(case: Case, recipe: dict[str, Any]) -> None:
     recipe['streams']['small']['local'] = str(case.folder / 'nowhere')
+
+
+def continue_the_run(case: Case, recipe: dict[str, Any]) -> None:
+    case.run_folder()
+    recipe['trainer']['max_duration'] = '100ba'
+
+
+def import_a_sick_gpu(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['imports'] = ['tests.sick_gpu']
 
 
 def damage_every_checkpoint(case: Case, recipe: dict[str, Any]) -> None:
@@ -203,33 +221,9 @@ def lock_the_run(case: Case, recipe: dict[str, Any]) -> None:
     (folder / run_lock.LOCK).write_text(json.dumps({'owner': vars(owner), 'count': 0, 'at': time.time()}))
 
 
-def unchanged(case: Case, recipe: dict[str, Any]) -> None:
-    recipe['trainer']['max_duration'] = '12ba'
-
-
 def give_another_id(case: Case, recipe: dict[str, Any]) -> None:
     path = case.run_folder() / 'run.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | {'id': '0' * 32}))
-
-
-def change_the_objective(case: Case, recipe: dict[str, Any]) -> None:
-    case.run_folder()
-    recipe['trainer']['max_duration'] = '100ba'
-    recipe['model']['objective'] = {'prediction_type': 'sample'}
-
-
-def watch_a_sick_gpu(case: Case, recipe: dict[str, Any]) -> None:
-    recipe['imports'] = ['tests.sick_gpu']
-    recipe['callbacks'] = {'node_health': {'every': 2, 'seconds': 0.05, 'action': 'leave'}}
-
-
-def make_the_loss_nan(case: Case, recipe: dict[str, Any]) -> None:
-    recipe['optimizer']['lr'] = 1e30
-    recipe['callbacks'] = {'loss_guard': {}}
-
-
-def make_the_loss_nan_unwatched(case: Case, recipe: dict[str, Any]) -> None:
-    recipe['optimizer']['lr'] = 1e30
 
 
 def answer_of_hub(answer: str | int) -> Prepare:
@@ -265,22 +259,27 @@ def refuse_reads(status: int, words: str = 'GET shard') -> Prepare:
     return prepare
 
 
+DIVERGE = changing('optimizer', lr=1e30)
+LEAVE = changing('callbacks', node_health={'every': 2, 'seconds': 0.05, 'action': 'leave'})
+ANOTHER_OBJECTIVE = both(continue_the_run, changing('model', objective={'prediction_type': 'sample'}))
+GUARDED = both(DIVERGE, changing('callbacks', loss_guard={}))
+MISTYPED = changing('optimizer', learning_rate=1)
+SHORT = changing('trainer', max_duration='12ba')
+
 # Each of these is a job of its own.
 SINGLE = [
-    Ending('mistake in the recipe', 78, '', 'optimizer.learning_rate: unknown', NEVER, prepare=mistype_a_key),
+    Ending('mistake in the recipe', 78, '', 'optimizer.learning_rate: unknown', NEVER, prepare=MISTYPED),
     Ending('missing data', 78, 'mistake', 'nowhere has no index.json', NEVER, prepare=remove_the_data),
     Ending('all checkpoints damaged', 78, 'mistake', 'checkpoints are damaged', NEVER, prepare=damage_every_checkpoint),
     Ending('another job trains into the folder', 78, '', 'trains this run', NEVER, prepare=lock_the_run),
-    Ending('objective changed on resume', 78, 'mistake', 'prediction_type: ', NEVER, prepare=change_the_objective),
-    Ending('loss is NaN', 78, 'mistake', 'loss is nan', NEVER, prepare=make_the_loss_nan),
-    Ending(
-        'loss is NaN, without `loss_guard`', 78, 'mistake', 'loss is nan', NEVER, prepare=make_the_loss_nan_unwatched
-    ),
+    Ending('objective changed on resume', 78, 'mistake', 'prediction_type: ', NEVER, prepare=ANOTHER_OBJECTIVE),
+    Ending('loss is NaN', 78, 'mistake', 'loss is nan', NEVER, prepare=GUARDED),
+    Ending('loss is NaN, without `loss_guard`', 78, 'mistake', 'loss is nan', NEVER, prepare=DIVERGE),
     Ending('store refuses access to data (403)', 78, 'mistake', '(403)', NEVER, prepare=refuse_reads(403, 'GET index')),
     Ending(
         'memory errors of a GPU, with `node_health.action: leave`',
         *(76, 'hardware', 'rank 0: uncorrected memory errors rose', STOP),
-        prepare=watch_a_sick_gpu,
+        prepare=both(import_a_sick_gpu, LEAVE),
     ),
     Ending(
         'model hub limits requests (429)',
@@ -297,13 +296,13 @@ SINGLE = [
         'run folder moved, or its file system unmounted',
         *(1, '', 'not saved', CHECKPOINT),
         on(0, f'{FORWARD}@3', "os.rename('runs/run', 'runs/moved')"),
-        unchanged,
+        SHORT,
     ),
     Ending(
         'slow disk, but each save within the limits',
         *(0, 'done', '', NEVER),
         on(0, f'{PUBLISH}@1+', 'time.sleep(0.3)'),
-        unchanged,
+        SHORT,
     ),
     Ending(
         'store fails to serve data (500)',

@@ -24,7 +24,6 @@ from diffusion.launch.stack_report import RankReport
 from diffusion.runs import attempts, bounded_call, environment
 from diffusion.runs.stop_signals import STOP_SIGNALS
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
-from diffusion.storage.places import LocalPlace, StorePlace
 
 PROGRAM = """
     import os, signal, sys, time
@@ -248,34 +247,6 @@ def test_stacks_of_the_newest_attempts_are_kept(tmp_path):
         *(f'job-{n}' for n in range(4, 8)),
         'job-last',
     ]
-
-
-def test_listing_that_fails_at_the_start_does_not_revive_an_old_report(home, monkeypatch):
-    """Otherwise the hang of an earlier attempt of the same name would end this one."""
-    StackFolder(home, 'job-0', 1, 2).write(report(1), {})
-    kind = StorePlace if isinstance(home, str) else LocalPlace
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, 'list', lambda *_: (_ for _ in ()).throw(OSError('the store is down')))
-        later = StackFolder(home, 'job-0', 0, 2)
-        assert later.read() == {}
-    assert later.read() == {}
-    StackFolder(home, 'job-0', 1, 2).write(report(1, cause='crash'), {})
-    assert later.read()[1].cause == 'crash'
-
-
-def test_nccl_files_of_each_node_are_uploaded(store, tmp_path, monkeypatch):
-    url = store.bucket('home') + '/runs/run'
-    for number in range(2):
-        monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / f'node{number}'))
-        folder = StackFolder(url, 'job-0', number, 2)
-        folder.create()
-        Path(f'{folder.nccl_prefix}{number}').write_text(f'collectives {number}')
-        folder.wait_for_nccl([number], 0.5)
-        folder.upload_nccl()
-        folder.clean_up()
-    folder = 'runs/run/stacks/job-0'
-    expected = {f'{folder}/nccl-rank-{rank}': f'collectives {rank}'.encode() for rank in range(2)}
-    assert store.objects('home') == expected
 
 
 @pytest.mark.parametrize(

@@ -185,16 +185,11 @@ def signaled(number: int) -> Callable[[Starter], None]:
     return lambda starter: os.kill(next(iter(starter.pool.pids)), number)
 
 
-def edit_a_module(starter: Starter) -> None:
-    (starter.folder / 'changing.py').write_text('value = 2\n')
-
-
 @pytest.mark.parametrize(
     ('disturb', 'variables', 'reason'),
     [
         (signaled(signal.SIGKILL), {}, 'ended with -9'),
         pytest.param(signaled(signal.SIGSTOP), {}, 'does not respond within', marks=pytest.mark.slow),
-        pytest.param(edit_a_module, {}, 'has an earlier version of', marks=pytest.mark.slow),
         (lambda _: None, {'OMP_NUM_THREADS': '2', 'HF_HOME': '/other'}, 'was started with another value of HF_HOME'),
     ],
 )
@@ -208,15 +203,6 @@ def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb
     (line,) = starter.lines[1:]
     assert line.startswith(f'standby of local rank 0 {reason}') and line.endswith('; starting a new process')
     assert not Path(f'/proc/{pid}').exists(), 'no process is left'
-
-
-@pytest.mark.slow
-def test_standby_that_cannot_import_says_why_and_is_not_used(starter):
-    (starter.folder / 'changing.py').write_text('import missing_module\n')
-    starter.prepare()
-    (line,) = starter.lines
-    assert 'cannot be used: ModuleNotFoundError: No module named' in line and not starter.pool.pids
-    assert starter.run(starter.pool.start_rank)[0] == 7
 
 
 def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):

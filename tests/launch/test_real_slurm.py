@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 import slurm_cluster
-import yaml
 from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done
 
 from diffusion.cli import main
 from diffusion.exit_codes import BAD_HARDWARE, FAILED, PREEMPTED
-from diffusion.launch.job_checks import load_job_spec
 from diffusion.runs.attempts import ATTEMPTS, Attempt, read_attempts
-from diffusion.tasks.watch_arguments import nodes_of_job
 from tests.launch.test_local import write_files
 
 ROOT = Path(__file__).parents[2]
@@ -158,21 +155,6 @@ def undisturbed(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempP
     (only,) = job.attempts()
     assert (only.first, only.last, only.status, only.cause) == (0, 12, 0, 'done')
     return job
-
-
-def test_evaluations_get_as_many_nodes_as_are_idle(cluster, tmp_path):
-    cluster.wait_until_idle()
-    recipe = ROOT / 'yamls' / 'quickstart.yaml'
-    content = {'name': 'job', 'backend': 'slurm', 'recipe': str(recipe), 'gpu': None, 'gpus_per_node': 1}
-    (tmp_path / 'spec.yaml').write_text(yaml.safe_dump(content | {'schedule': {'queue': 'main'}}))
-    spec = load_job_spec(tmp_path / 'spec.yaml')
-    assert [nodes_of_job(spec, most) for most in (2, 8)] == [2, 3]
-    cluster.call('scontrol', 'update', 'NodeName=n1,n2', 'State=DRAIN', 'Reason=test')
-    try:
-        assert nodes_of_job(spec, 8) == 1
-    finally:
-        cluster.call('scontrol', 'update', 'NodeName=n1,n2', 'State=RESUME')
-    cluster.wait_until_idle()
 
 
 def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):

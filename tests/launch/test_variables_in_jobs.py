@@ -76,16 +76,6 @@ def test_variable_that_the_nodes_would_not_have_is_reported(write_spec):
     check_jobs(load_job_spec(path), path)
 
 
-def test_next_stage_starts_from_run_folder_by_name(write_spec):
-    stages = {'first': {'overrides': {'name': 'one'}}, 'second': {'overrides': {'name': 'two'}}}
-    path = write_spec('slurm', overrides={'runs_dir': f'/scratch/{TEXT}'}, stages=stages)
-    jobs = check_jobs(load_job_spec(path), path).jobs
-    assert f'init_from=/scratch/{TEXT}/one' in jobs[1].overrides
-    recipe = load_recipe(jobs[1].recipe, jobs[1].overrides)
-    assert recipe.init_from == f'/scratch/{SECRET}/one'
-    assert jobs[0].run_dir == f'/scratch/{SECRET}/one'  # for checks here
-
-
 @pytest.mark.parametrize(
     'changes',
     [

@@ -42,54 +42,6 @@ def write(folder: Path, name: str, code: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.cpu_seconds(10)
-def test_run_and_its_loader_worker_spin_shortly_and_say_so(tmp_path):
-    code = """
-        import sys, types
-
-        class Samples:
-            def __len__(self):
-                return 1
-
-            def __getitem__(self, index):
-                return index
-
-        def precompute(recipe):
-            from torch.utils.data import DataLoader
-
-            assert list(DataLoader(Samples(), num_workers=1, multiprocessing_context='spawn', batch_size=None)) == [0]
-
-        # The task takes long to import.
-        sys.modules['diffusion.tasks.precompute'] = types.SimpleNamespace(precompute=precompute)
-    """
-    write(tmp_path, 'task.py', code)
-    # The path of a local stream would have to exist.
-    overrides = ['task=precompute', 'imports=[task]', 'precompute.streams.openmoji.remote=s3://bucket/64px']
-    found, output = spins(tmp_path, str(ROOT / 'run.py'), RECIPE, *overrides)
-    assert found == [str(SPIN_COUNT)] * 2
-    assert output.count(f'GOMP_SPINCOUNT={SPIN_COUNT}: idle CPU threads sleep early') == 1
-
-
-@pytest.mark.slow
-def test_worker_of_preparation_spins_shortly(tmp_path):
-    code = """
-        from dataclasses import dataclass
-        from diffusion.prepare.worker_pool import run_jobs
-
-        @dataclass
-        class Job:
-            name = 'job'
-
-            def __call__(self, note):
-                load_libgomp()
-
-        if __name__ == '__main__':
-            assert list(run_jobs([Job()], workers=1)) == [None]
-    """
-    assert spins(tmp_path, write(tmp_path, 'program.py', code))[0] == [str(SPIN_COUNT)]
-
-
-@pytest.mark.slow
 def test_rank_of_a_node_spins_shortly(tmp_path):
     program = write(tmp_path, 'program.py', 'load_libgomp()')
     node = ['-m', 'diffusion.launch.node', '--', program, RECIPE]

@@ -10,7 +10,6 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from diffusion.training.step_overhead import reduce_step_overhead
@@ -113,30 +112,6 @@ def test_callbacks_without_a_method_for_an_event_are_not_called(monkeypatch):
     calls_of_a_run(fast=True)
     assert called['One', 'batch_end'] == 4
     assert called['One', 'batch_start'] == 0
-
-
-def test_fsdp_modules_are_searched_once_for_each_model(monkeypatch):
-    trainer = make_trainer()
-    reduce_step_overhead(trainer)
-    searches = []
-    search = State.__dict__['fsdp_enabled'].fget
-    monkeypatch.setattr(State, 'fsdp_enabled', property(lambda state: searches.append(1) or search(state)))
-    trainer.fit()
-    assert isinstance(trainer.state, State)
-    assert not trainer.state.fsdp_enabled
-    assert len(searches) == 1
-    trainer.state.model = nn.Sequential(ShardedModule())
-    assert trainer.state.fsdp_enabled
-    assert trainer.state.fsdp_enabled
-    assert len(searches) == 2
-    trainer.close()
-
-
-class ShardedModule(nn.Module, FSDPModule):
-    """Module of the class that fully_shard gives a module."""
-
-    def __new__(cls) -> 'ShardedModule':
-        return nn.Module.__new__(cls)
 
 
 @pytest.fixture(autouse=True)

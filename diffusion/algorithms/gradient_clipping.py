@@ -51,9 +51,7 @@ class GradientClipping(ComposerGradientClipping):
 
     @constrained
     def __init__(
-        self,
-        clipping_type: Literal['norm', 'value', 'adaptive'],
-        clipping_threshold: Annotated[float, GreaterThan(0)],
+        self, clipping_type: Literal['norm', 'value', 'adaptive'], clipping_threshold: Annotated[float, GreaterThan(0)]
     ) -> None:
         if clipping_type not in ('norm', 'value', 'adaptive'):
             raise UserError(f'clipping_type: {clipping_type!r}; use norm, value or adaptive')

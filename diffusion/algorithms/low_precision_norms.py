@@ -53,9 +53,7 @@ class _LowPrecisionNorm(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if state.precision not in (Precision.AMP_FP16, Precision.AMP_BF16):
             log.warning(
-                '%s: has no effect with precision %s; use amp_bf16 or amp_fp16',
-                type(self).__name__,
-                state.precision,
+                '%s: has no effect with precision %s; use amp_bf16 or amp_fp16', type(self).__name__, state.precision
             )
             return
         count = replace_norms(state.model.denoiser, self.plain, self.fast)  # type: ignore[arg-type]

@@ -25,13 +25,7 @@ from diffusion.data.epoch_position import is_last_batch
 from diffusion.exit_codes import INTERRUPTED, Preempted
 from diffusion.models.host_copy import HostCopy
 from diffusion.runs.environment import worker_notice_seconds
-from diffusion.runs.stop_signals import (
-    STOP_SIGNALS,
-    RepeatedInterrupt,
-    SignalThread,
-    describe_loss,
-    handled_signals,
-)
+from diffusion.runs.stop_signals import STOP_SIGNALS, RepeatedInterrupt, SignalThread, describe_loss, handled_signals
 
 log = logging.getLogger(__name__)
 

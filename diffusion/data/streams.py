@@ -226,11 +226,7 @@ class BucketedDataset(VerifiedDataset):
     def identity(self, index: int) -> dict[str, int]:
         """Return a sample's id, epoch and occurrence as batch entries; they seed its random draws on the device."""
         occurrence, sample = divmod(int(index), self.num_samples)
-        return {
-            batch_keys.SAMPLE_ID: sample,
-            batch_keys.EPOCH: self.current_epoch(),
-            batch_keys.OCCURRENCE: occurrence,
-        }
+        return {batch_keys.SAMPLE_ID: sample, batch_keys.EPOCH: self.current_epoch(), batch_keys.OCCURRENCE: occurrence}
 
     def _replacement(self, index: int, attempt: int) -> int:
         """Return the numbered id of the replacement for an undecodable sample at this attempt (1, 2, ...)."""

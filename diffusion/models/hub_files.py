@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,

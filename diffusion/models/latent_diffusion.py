@@ -33,11 +33,7 @@ from diffusion.models.objective import (
 )
 from diffusion.models.perceptual_losses import check_perceptual, load_perceptual_loss
 from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, epoch_word, random_bits
-from diffusion.models.representation_alignment import (
-    FeatureEncoder,
-    alignment_losses,
-    build_alignment,
-)
+from diffusion.models.representation_alignment import FeatureEncoder, alignment_losses, build_alignment
 from diffusion.models.sampler import (
     LatentGrid,
     as_captions,

@@ -121,12 +121,7 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
 
 
 def sample_latents(
-    denoise: Denoise,
-    scheduler: Any,
-    noise: Tensor,
-    *,
-    num_inference_steps: int,
-    seeds: Sequence[int],
+    denoise: Denoise, scheduler: Any, noise: Tensor, *, num_inference_steps: int, seeds: Sequence[int]
 ) -> Tensor:
     """Generate latents [B, C, H, W] by denoising pure noise step by step.
 

@@ -47,11 +47,7 @@ T5_LENGTH = 256
 T5_WIDTH = 4096
 HEAD_WIDTH = 64
 
-TRANSFORMER: dict[str, Any] = {
-    'sample_size': 128,
-    'patch_size': 2,
-    'attention_head_dim': HEAD_WIDTH,
-}
+TRANSFORMER: dict[str, Any] = {'sample_size': 128, 'patch_size': 2, 'attention_head_dim': HEAD_WIDTH}
 """Settings shared by all sizes. `sample_size` is the scale of the position embeddings at every resolution."""
 
 CLIP_L: dict[str, Any] = {
@@ -116,11 +112,7 @@ def sd3_objective(resolution: int) -> Objective:
 
 
 def mmdit_tokenizers(
-    *,
-    pretrained: str | None = PRETRAINED,
-    revision: str | None = None,
-    t5: bool = True,
-    t5_length: int = T5_LENGTH,
+    *, pretrained: str | None = PRETRAINED, revision: str | None = None, t5: bool = True, t5_length: int = T5_LENGTH
 ) -> list[PreTrainedTokenizerBase]:
     """Return Stable Diffusion 3's tokenizers: two for CLIP, and one for T5 unless `t5` is False.
 

@@ -13,14 +13,7 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 from typing_extensions import Unpack
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
-from diffusion.config.declarations import (
-    AtLeast,
-    MultipleOf,
-    NotArchitecture,
-    constrained,
-    defaults,
-    fixed_on_resume,
-)
+from diffusion.config.declarations import AtLeast, MultipleOf, NotArchitecture, constrained, defaults, fixed_on_resume
 from diffusion.config.model_checks import base_width_problem
 from diffusion.errors import UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -78,10 +71,7 @@ BaseWidth = Annotated[
 
 
 def prx_tokenizers(
-    *,
-    pretrained: str | None = PRETRAINED,
-    revision: str | None = None,
-    max_length: int = TEXT_LENGTH,
+    *, pretrained: str | None = PRETRAINED, revision: str | None = None, max_length: int = TEXT_LENGTH
 ) -> list[PreTrainedTokenizerBase]:
     """Return PRX's tokenizer in a list; if `pretrained` is None, it is CLIP's, built from open_clip's vocabulary."""
     if pretrained is None:

@@ -59,11 +59,7 @@ class PRX(DenoiserAdapter):
         )
 
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
-        return {
-            'timestep': timesteps,
-            'encoder_hidden_states': condition.embeds,
-            'attention_mask': condition.mask,
-        }
+        return {'timestep': timesteps, 'encoder_hidden_states': condition.embeds, 'attention_mask': condition.mask}
 
     def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
         side = pipeline.config.default_sample_size // pipeline.vae_scale_factor  # its sample_size is in pixels

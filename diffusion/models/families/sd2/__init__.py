@@ -3,10 +3,7 @@
 from diffusion.config.families import Family, Miniature, Pipeline
 
 FAMILY = Family(
-    models={
-        'sd2': 'diffusion.models.families.sd2.builder:sd2',
-        'tiny': 'diffusion.models.families.sd2.builder:tiny',
-    },
+    models={'sd2': 'diffusion.models.families.sd2.builder:sd2', 'tiny': 'diffusion.models.families.sd2.builder:tiny'},
     denoiser_class='UNet2DConditionModel',
     adapter='diffusion.models.families.sd2.denoiser:CrossAttentionUNet',
     u_net=True,

@@ -109,11 +109,7 @@ def sd2(
         encoder = CLIPTextModel(CLIPTextConfig(**TEXT_ENCODER))
     sample_size = latent_side(resolution, autoencoder)
     channels = latent_channels(autoencoder)
-    unet: dict[str, Any] = UNET | {
-        'sample_size': sample_size,
-        'in_channels': channels,
-        'out_channels': channels,
-    }
+    unet: dict[str, Any] = UNET | {'sample_size': sample_size, 'in_channels': channels, 'out_channels': channels}
     return LatentDiffusion(
         UNet2DConditionModel(**unet),
         autoencoder,
@@ -170,10 +166,5 @@ def tiny(
     )
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length)
     return LatentDiffusion(
-        denoiser,
-        autoencoder,
-        text,
-        mask_padding=mask_padding,
-        train_text_encoder=train_text_encoder,
-        **training,
+        denoiser, autoencoder, text, mask_padding=mask_padding, train_text_encoder=train_text_encoder, **training
     )

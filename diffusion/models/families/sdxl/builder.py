@@ -59,10 +59,7 @@ UNET: dict[str, Any] = {
 }
 """The published U-Net, 2,567,463,684 parameters."""
 
-VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
-    'sample_size': 1024,
-    'scaling_factor': 0.13025,
-}
+VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {'sample_size': 1024, 'scaling_factor': 0.13025}
 
 TEXT_ENCODER: dict[str, Any] = {
     'vocab_size': 49408,
@@ -153,12 +150,7 @@ def sdxl(
         sdxl_tokenizers(pretrained=pretrained, revision=revision),
         layer='penultimate',
     )
-    return LatentDiffusion(
-        UNet2DConditionModel(**unet),
-        autoencoder,
-        text,
-        **training,
-    )
+    return LatentDiffusion(UNet2DConditionModel(**unet), autoencoder, text, **training)
 
 
 def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:

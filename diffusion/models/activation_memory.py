@@ -168,10 +168,7 @@ class _Recording:
         return tensor
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
-        """Run a block, recording its inputs and what autograd keeps inside separately.
-
-        Replaces torch.utils.checkpoint.checkpoint while a forward pass is recorded.
-        """
+        """Replacement of torch.utils.checkpoint.checkpoint that records a block's inputs and what it keeps inside."""
         # The real function would only save the inputs in the forward pass. Running the block once without checkpointing
         # shows what it keeps while it is recomputed.
         for tensor in tree_leaves(args):
@@ -190,11 +187,7 @@ class _Recording:
 
 
 class _Operations(TorchDispatchMode):
-    """Dispatch mode that records the size in bytes of every operation's largest output tensor.
-
-    It also counts the operations for which torch counts FLOPs, such as matmuls and convolutions; a compiled block
-    recomputes the results of the other operations, which are cheap.
-    """
+    """Dispatch mode that records the bytes of each operation's largest output, and counts operations with FLOPs."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
@@ -212,10 +205,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Function mode for a forward pass on the CPU that keeps the same tensors for the backward pass as on a GPU.
-
-    It imitates CUDA's autocast and compiled blocks.
-    """
+    """Function mode that makes a CPU keep the same tensors as CUDA's autocast and compiled blocks."""
 
     # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
     # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule

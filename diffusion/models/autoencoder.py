@@ -36,11 +36,6 @@ class Autoencoder(ComposerModel):
 
     Training tracks a running mean and variance of the latents per channel. `finished()` writes them to the VAE's
     configuration, so that a diffusion model sees latents of mean 0 and standard deviation 1.
-
-    Args:
-        vae: Autoencoder to train.
-        l1_weight: Weight of the mean absolute error; the mean squared error has weight 1.
-        kl_weight: Weight of the KL divergence per latent element.
     """
 
     latent_mean: Tensor
@@ -97,10 +92,7 @@ class Autoencoder(ComposerModel):
 
 
 def psnr_db(images: Tensor, references: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image relative to its reference, in decibels, [B].
-
-    Pixels are clipped to [-1, 1].
-    """
+    """Return each image's peak signal-to-noise ratio in decibels, [B]; pixels are clipped to [-1, 1]."""
     error = (images.clamp(-1, 1) - references.clamp(-1, 1)) / 2
     # The clamp limits the result for identical images to 100 dB.
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()

@@ -14,11 +14,7 @@ from diffusion.models.text_conditioner import TextOutput
 
 
 def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutput | None:
-    """Return the precomputed output of the text encoders in a batch, or None if the batch has none.
-
-    Raises:
-        UserError: The denoiser needs pooled text, but the batch only has embeddings per token.
-    """
+    """Return a batch's precomputed text, or None if it has none; raise UserError if required pooled text is missing."""
     if batch_keys.TEXT_EMBEDS not in batch:
         return None
     pooled = batch.get(batch_keys.TEXT_POOLED)
@@ -33,8 +29,7 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
     """Return the padding mask, bool [B, L], if text embeddings are stored without padding, else None.
 
-    Raises:
-        UserError: The text is stored without padding, but the model attends to padding.
+    Raises UserError if such a batch is used with a model that attends to padding.
     """
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
@@ -46,11 +41,7 @@ def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | 
 
 
 def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the sizes of a batch's images, int64 [B, 6], as in `Condition.sizes`.
-
-    Raises:
-        UserError: The batch has no sizes.
-    """
+    """Return the sizes of a batch's images, int64 [B, 6], as in `Condition.sizes`; raise UserError if it has none."""
     if batch_keys.IMAGE_SIZES not in batch:
         raise UserError(
             f'batch: has no {batch_keys.IMAGE_SIZES}, which this denoiser takes; build the dataset with '
@@ -62,9 +53,7 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
     """Return sizes, int64 [B, 6], that describe images as neither resized nor cropped, as diffusers' pipeline does.
 
-    Args:
-        latents: Latents of the images to generate, [B, C, H, W].
-        cell: Side of a latent cell in pixels.
+    A latent cell has a side of `cell` pixels.
     """
     height, width = (side * cell for side in latents.shape[2:])
     return torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(len(latents), -1)

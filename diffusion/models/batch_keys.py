@@ -56,10 +56,9 @@ REPLACED = 'replaced'
 
 
 def check_batch(batch: 'Mapping[str, Tensor]') -> None:
-    """Check the keys of a batch and the shape of its images; does not read values, which would wait for the GPU.
+    """Raise UserError unless a batch is a dict with token ids and images [B, 3, H, W].
 
-    Raises:
-        UserError: The batch is not a dict with token ids, or its images are not [B, 3, H, W].
+    Values are not read, since that would wait for the GPU.
     """
     if not isinstance(batch, Mapping) or INPUT_IDS not in batch:
         has = f'has {sorted(batch)}' if isinstance(batch, Mapping) else f'is a {type(batch).__name__}'
@@ -81,11 +80,7 @@ def check_images(images: 'Tensor') -> None:
 
 
 def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
-    """Check a batch and return the device of its token ids, which every batch has.
-
-    Raises:
-        UserError: The batch lacks token ids, or its images have another shape.
-    """
+    """Check a batch and return the device of its token ids, which every batch has."""
     check_batch(batch)
     return batch[INPUT_IDS].device
 

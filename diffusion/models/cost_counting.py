@@ -72,7 +72,6 @@ class AlignmentCounter(AuxiliaryCounter):
     Args:
         encoder: Sizes of the image encoder, as in its config.json; `model_type` is one of `ENCODERS`.
         hidden_size: Width of the MLP's hidden layers.
-        token_width: Width of the denoiser's tokens.
         pixels_per_token: Side of an image token in pixels.
     """
 
@@ -233,13 +232,9 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
-        """Return the forward FLOPs for one image of a shape, by part.
+        """Return the forward FLOPs for one image, with and without token routing, by part.
 
-        Args:
-            route: Blocks of a transformer that some tokens skip in training, or None.
-
-        Returns:
-            `trained`: FLOPs of the trained modules; `image_encoder`: FLOPs of the frozen image encoder (VAE).
+        `trained` counts the trained modules, and `image_encoder` the frozen image encoder (VAE).
         """
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')

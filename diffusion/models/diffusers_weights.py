@@ -36,11 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
-    """Return the denoiser's folder within a folder that `save_pretrained` wrote for a pipeline or a denoiser.
-
-    Raises:
-        UserError: There is no denoiser.
-    """
+    """Return the denoiser's folder within a folder that `save_pretrained` wrote for a pipeline or a denoiser."""
     for name in (subfolder_of(denoiser), *DENOISERS, ''):
         if (folder / name / 'config.json').is_file():
             return folder / name
@@ -52,9 +48,7 @@ def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
 def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str) -> Path:
     """Return the Hub cache folder that contains a repository's denoiser, downloading it if necessary.
 
-    Raises:
-        UserError: The Hub denies access, or the repository has no denoiser of this class.
-        ExternalError: The Hub did not respond for several minutes.
+    Raises UserError if the repository has no such denoiser or no access is given, and ExternalError as `fetch` does.
     """
     fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
     subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
@@ -62,14 +56,9 @@ def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str
 
 
 def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
-    """Check that a repository's denoiser fits and can be downloaded; only its configuration is downloaded.
+    """Return the size in bytes of a repository's denoiser weights that are not in the cache, if the denoiser fits.
 
-    Returns:
-        Size in bytes of the weights that are not in the cache.
-
-    Raises:
-        UserError: The Hub denies access, the repository has no denoiser of this class, or its architecture differs.
-        ExternalError: The Hub did not respond.
+    Only its configuration is downloaded. Raises UserError if the architecture differs or the Hub denies access.
     """
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
     subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
@@ -80,21 +69,14 @@ def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> 
 
 
 def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
-    """Check that the denoiser in a diffusers folder fits and has its weight files; only reads its configuration.
-
-    Raises:
-        UserError: There is no denoiser, its architecture differs, or a weight file is missing.
-    """
+    """Raise UserError unless a diffusers folder has weight files of a denoiser with this class and architecture."""
     found = denoiser_folder(denoiser, folder)
     check_settings(denoiser, found / 'config.json')
     _weight_files(found)
 
 
 def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
-    """Return the subfolder for which a request to the Hub succeeds, and its result.
-
-    A repository that only has a denoiser has its files at the top level.
-    """
+    """Return the subfolder for which a request succeeds, and its result; a lone denoiser is at the top level."""
     try:
         return subfolder, request(subfolder=subfolder)
     except UserError as error:
@@ -110,14 +92,9 @@ def subfolder_of(denoiser: ModelMixin) -> str:
 
 
 def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a diffusers folder by name.
+    """Return the weights in a denoiser's folder, of config.json and safetensors files, by name.
 
-    Args:
-        denoiser: The denoiser into which the weights will be loaded.
-        folder: A denoiser's folder, with config.json and safetensors files.
-
-    Raises:
-        UserError: The class or architecture differs, or the folder has no safetensors files.
+    Raises UserError if they are missing, or are of another class or architecture than `denoiser`.
     """
     check_settings(denoiser, folder / 'config.json')
     weights: dict[str, Tensor] = {}
@@ -128,11 +105,7 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
 
 
 def check_settings(denoiser: ModelMixin, place: Path) -> None:
-    """Check that a saved configuration, the file `place`, has a denoiser's class and architecture.
-
-    Raises:
-        UserError: The class or the architecture differs.
-    """
+    """Raise UserError unless a saved configuration, the file `place`, has a denoiser's class and architecture."""
     check_config(place)
     config = json.loads(place.read_bytes())
     kind = type(denoiser).__name__
@@ -146,10 +119,7 @@ def check_settings(denoiser: ModelMixin, place: Path) -> None:
 
 
 def different_settings(denoiser: ModelMixin, config: Mapping[str, Any]) -> list[str]:
-    """Describe the settings in which a saved configuration differs from a denoiser's.
-
-    Weight shapes do not reveal all differences, such as the number of attention heads.
-    """
+    """Describe how a saved configuration differs; weight shapes do not show all settings, such as attention heads."""
     defaults = {name: each.default for name, each in inspect.signature(type(denoiser).__init__).parameters.items()}
     own: Mapping[str, Any] = denoiser.config
     names = [name for name in defaults if name in own and name not in NO_EFFECT]
@@ -168,11 +138,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files in a diffusers folder: a single file or several shards.
-
-    Raises:
-        UserError: There is no such file, or a shard is missing.
-    """
+    """Return the safetensors files in a diffusers folder: a single file or several shards."""
     index = folder / f'{WEIGHT_FILE}.index.json'
     if index.is_file():
         check_config(index)
@@ -195,11 +161,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Context manager that opens a safetensors file, whose tensors can be read one at a time.
-
-    Raises:
-        UserError: The file does not exist or is damaged.
-    """
+    """Open a safetensors file, whose tensors can be read one at a time; raise UserError if it is missing or damaged."""
     try:
         with safe_open(file, framework='pt') as opened:
             yield opened
@@ -211,11 +173,7 @@ def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[d
     """Return a model's weights with zeros for additional latent channels, and descriptions of what was added.
 
     With zeros, the first prediction equals that of the source weights: the additional input channels have no effect,
-    and the additional output channels are zero.
-
-    Args:
-        weights: Weights of the source by name.
-        own: The model's tensors by name.
+    and the additional output channels are zero. `own` are the model's tensors by name.
     """
     result, added = dict(weights), []
     for name, dimension in CHANNELS:

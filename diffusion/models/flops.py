@@ -20,12 +20,7 @@ _autocast = torch.autocast
 
 
 class FlopCount:
-    """Callable that returns the FLOPs of a denoiser's forward pass on one sample.
-
-    Args:
-        denoiser: The denoiser, which is copied without its data.
-        family: The denoiser's family; detected by default.
-    """
+    """Callable that returns the FLOPs of a denoiser's forward pass on one sample; keeps a copy without data."""
 
     def __init__(self, denoiser: nn.Module, family: DenoiserAdapter | None = None) -> None:
         self._family = family or adapter_of(denoiser)
@@ -56,10 +51,7 @@ class FlopCount:
 class TrainingFlops:
     """Counter of the FLOPs of training a LatentDiffusion on one sample, cached by the sample's shape.
 
-    Args:
-        denoiser: The denoiser, before it is compiled or sharded.
-        text: The text encoders.
-        trains_text: True if the text encoders are trained.
+    Create it before the denoiser is compiled or sharded.
     """
 
     def __init__(self, denoiser: nn.Module, text: TextConditioner, *, trains_text: bool) -> None:
@@ -171,8 +163,7 @@ def _autocast_except_on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any
 def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ()) -> nn.Module:
     """Return a copy of a module on another device, with uninitialized parameters and buffers.
 
-    Args:
-        shared: Objects that the copy shares with the module, such as tokenizers, whose copy would take a second.
+    The copy shares the objects in `shared`, such as tokenizers, whose copy would take a second.
     """
     # deepcopy looks up existing copies in its memo. Put empty tensors there, so that it never copies data.
     memo: dict[int, Any] = {id(each): each for each in shared}

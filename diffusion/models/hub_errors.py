@@ -27,11 +27,9 @@ def way_out(subfolder: str) -> str:
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:
-    """Return a clearer error to raise instead of one raised by `part.from_pretrained`.
+    """Return a clearer error to raise instead of one raised by `part.from_pretrained`; None for a bug.
 
-    Returns:
-        A UserError if a file does not exist, is not accessible, or is damaged. An OSError if the disk cannot be read.
-        None for a bug: the caller should raise the original error.
+    A UserError means that a file is missing, not accessible or damaged; an OSError that the disk cannot be read.
     """
     # `from_pretrained` raises OSError, ValueError or TypeError both for missing files and for an unreadable disk. The
     # reason is in the chain of causes, except if a tokenizer lacks files: then transformers raises a TypeError that
@@ -53,11 +51,7 @@ def loading_error(
 
 
 def check_config(path: Path) -> None:
-    """Check that a local model's configuration file, if it exists, contains a JSON object.
-
-    Raises:
-        UserError: The file contains something else, for which the errors of diffusers and transformers are unclear.
-    """
+    """Raise UserError if a configuration file is not a JSON object; diffusers' and transformers' errors are unclear."""
     if not path.is_file():
         return
     try:

@@ -56,14 +56,8 @@ def cache_folder() -> str:
 def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, weights: bool) -> str | None:
     """Ensure that the cache has the files of a model or tokenizer; return the revision to load from the cache.
 
-    No request is made if all files of the commit are in the cache.
-
-    Args:
-        part: Class to be loaded.
-        repository: Name of the repository.
-        subfolder: Subfolder of the repository; empty for its top folder.
-        revision: Commit, branch or tag; None is the main branch.
-        weights: True to fetch a model's weights too; False to fetch only its configuration.
+    No request is made if all files of the commit are in the cache. An empty subfolder is the top folder, and the
+    revision None is the main branch. Without `weights`, only a model's configuration is fetched.
 
     Raises:
         UserError: There is no such repository, revision or file on the Hub, or no access to it. Or offline mode is on,
@@ -102,20 +96,9 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
 
 
 def check_weights(part: type, repository: str, *, subfolder: str, revision: str | None) -> int:
-    """Check that `fetch` could download a model's weights; only the model's configuration is downloaded.
+    """Return the size in bytes of a model's weights that are not in the cache, which `fetch` could download.
 
-    Args:
-        part: Class of the model.
-        repository: Name of the repository.
-        subfolder: Subfolder of the repository; empty for its top folder.
-        revision: Commit, branch or tag; None is the main branch.
-
-    Returns:
-        Size in bytes of the weights that are not in the cache.
-
-    Raises:
-        UserError: As in `fetch`, or the repository lacks safetensors weights or some of their shards.
-        ExternalError: The Hub did not respond.
+    Only the model's configuration is downloaded. Raises the same errors as `fetch`.
     """
     revision = fetch(part, repository, subfolder=subfolder, revision=revision, weights=False)
     if _is_cached(part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights=True):
@@ -191,11 +174,7 @@ def _download_file(repository: str, path: str, commit: str) -> Path:
 
 
 def _weight_files(repository: str, subfolder: str, commit: str, names: Collection[str]) -> list[str]:
-    """Return the names of the weight files in a subfolder: a single file or several shards.
-
-    Raises:
-        UserError: There are no weights, or some shards listed in the index are missing.
-    """
+    """Return the names of the weight files in a subfolder: a single file or several shards."""
     where = f'{_url(repository, commit)}/{subfolder}'.rstrip('/')
     for stem in STEMS:
         if f'{stem}.safetensors' in names:
@@ -218,12 +197,7 @@ def _size(repository: str, path: str, commit: str) -> int:
 
 @contextlib.contextmanager
 def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
-    """Context that replaces errors from the Hub and its cache with those documented for `fetch`.
-
-    Args:
-        what: Description of the model or tokenizer.
-        instead: Advice on loading it without the Hub.
-    """
+    """Context that replaces errors from the Hub by those documented for `fetch`; `instead` names another source."""
     failed = f'{what} could not be loaded from the Hugging Face Hub'
     try:
         yield

@@ -265,8 +265,7 @@ class LatentDiffusion(ComposerModel):
     def place(self, device: torch.device) -> None:
         """Move the frozen parts and the model's own buffers to a device, unless they are already there.
 
-        FSDP only moves the modules that it shards, which are submodules of this one. `forward` calls this method with
-        the device of its batch.
+        FSDP only moves the modules that it shards, which are submodules of this one.
         """
         if self._placed_on == device:
             return
@@ -332,10 +331,7 @@ class LatentDiffusion(ComposerModel):
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss in float32: the weighted mean squared error, plus alignment and perceptual losses if used.
-
-        The per-sample losses are stored in `sample_losses`.
-        """
+        """Return the weighted mean squared error plus alignment and perceptual losses, float32; set `sample_losses`."""
         losses = outputs.weight * squared_error(outputs)
         if outputs.alignment is not None and self.representation_alignment is not None:
             losses = losses + self.representation_alignment.weight * outputs.alignment
@@ -357,9 +353,7 @@ class LatentDiffusion(ComposerModel):
     def route_tokens(self, route: Route) -> TokenRouter:
         """Let image tokens skip denoiser blocks in training; call this before FSDP wraps the denoiser.
 
-        Returns:
-            The router, whose `begin` and `finish` must be called before and after each batch's forward and backward
-            pass.
+        The router's `begin` and `finish` must be called before and after each batch's forward and backward pass.
         """
         assert self.adapter.token_blocks is not None, 'the family has no token blocks'
         self.router = TokenRouter(self.denoiser, self.adapter.token_blocks, route)
@@ -369,10 +363,7 @@ class LatentDiffusion(ComposerModel):
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """Return the normalized latents [B, C, H, W] of a batch, from its images or precomputed latent moments.
 
-        Args:
-            batch: Batch with images or latent moments.
-            draws: Random numbers for sampling the VAE's posterior, if the model's `posterior` is 'sample'. If None, the
-                latents are the posterior means.
+        `draws` sample the VAE's posterior if the model's `posterior` is 'sample'; without, latents are posterior means.
         """
         if batch_keys.LATENT_MOMENTS in batch:
             moments = batch[batch_keys.LATENT_MOMENTS].float()
@@ -392,13 +383,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images with the frozen VAE; return the mean and log-variance of its posterior, float32 [B, 2C, H, W].
-
-        For an autoencoder without variance, return its latents, [B, C, H, W].
-
-        Args:
-            images: uint8 [B, 3, 8H, 8W].
-        """
+        """Return the VAE's mean and log-variance for uint8 images, float32 [B, 2C, H, W], or only latents [B, C, H, W]."""
         if images.dtype != torch.uint8:
             raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
         batch_keys.check_images(images)
@@ -409,12 +394,7 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(moments)
 
     def encode_batch(self, batch: Mapping[str, Tensor], batch_size: int) -> dict[str, Tensor]:
-        """Return a batch that contains the frozen encoders' outputs, on the model's device, instead of images.
-
-        Args:
-            batch: Batch on any device. Encoder outputs that it already contains are kept.
-            batch_size: Number of samples to encode at a time.
-        """
+        """Return a batch with the frozen encoders' outputs instead of images, encoding `batch_size` samples at once."""
         batch_keys.check_batch(batch)
         encoded, device = dict(batch), self.device
         images, has_encoder = encoded.pop(batch_keys.IMAGE, None), not isinstance(self.vae, PixelSpace)
@@ -455,11 +435,7 @@ class LatentDiffusion(ComposerModel):
         self._frozen.pop('image_encoder', None)
 
     def image_features(self, images: Tensor) -> Tensor:
-        """Return the image encoder's features at each token's position in the image, float32 [B, N, F].
-
-        Args:
-            images: uint8 [B, 3, 8H, 8W].
-        """
+        """Return the image encoder's features at each token's position in the image, float32 [B, N, F]."""
         encoder = self.image_encoder
         assert encoder is not None, 'the model has no representation alignment, or its features are stored'
         height, width = (side // self.token_side for side in images.shape[2:])
@@ -632,9 +608,7 @@ class LatentDiffusion(ComposerModel):
     def _check_captions(self, input_ids: Tensor, what: str) -> None:
         """Log a warning if captions fill all tokens of the text encoder; once for training and once for prompts.
 
-        Args:
-            input_ids: Token ids, [B, E, L]. In training, only the first batch is read, since reading waits for the GPU.
-            what: `FIRST_BATCH` or `prompts`, for the message.
+        `what` is `FIRST_BATCH` or `prompts`. In training, only the first batch is read: reading waits for the GPU.
         """
         if what in self._captions_checked or input_ids.shape[1:] != self.empty_ids.shape:
             return
@@ -690,9 +664,8 @@ class LatentDiffusion(ComposerModel):
     ) -> Condition:
         """Return the conditioning inputs for token ids [B, E, L]; text is zeros for captions whose `keep` [B] is False.
 
-        The condition's mask is None without `mask_padding`. `text` is the precomputed output of the text encoders.
-        `mask` is its padding mask, if it differs from that of the token ids. `sizes` are the image sizes [B, 6] or
-        None.
+        `text` is the precomputed output of the text encoders, with its padding mask `mask` if that differs from the
+        token ids'.
         """
         text = self.embed(input_ids) if text is None else text.map(at_least_float32)
         if keep is not None:
@@ -749,10 +722,7 @@ class LatentDiffusion(ComposerModel):
         return self._empty_text
 
     def _unconditional(self, negative_prompt: str, count: int, *, sizes: Tensor | None) -> Condition:
-        """Return the condition for guidance's unconditional prediction, for images with sizes [B, 6] or None.
-
-        An empty negative prompt is embedded like a dropped caption in training.
-        """
+        """Return guidance's unconditional condition; an empty prompt is embedded like a dropped caption in training."""
         dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
         keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
         return self._condition(self._tokens([negative_prompt] * count), keep, sizes=sizes)

@@ -29,15 +29,7 @@ UPDATED = (nn.Linear, nn.Conv2d)
 
 
 def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
-    """Add a LoRA to a denoiser in place, and freeze all other weights.
-
-    Args:
-        settings: Rank, alpha and target layers.
-        seed: Seed for the initial values of A, which depend on nothing else.
-
-    Raises:
-        UserError: A target matches no layer.
-    """
+    """Add a LoRA to a denoiser in place, and freeze all other weights; A's initial values depend only on `seed`."""
     check_targets(denoiser, settings.targets)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -48,11 +40,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
 
 
 def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
-    """Check that each target is a suffix of the name of at least one linear or convolutional layer.
-
-    Raises:
-        UserError: A target matches no layer; the message lists suffixes that match a layer.
-    """
+    """Raise UserError unless each target is a suffix of a linear or convolutional layer's name."""
     # peft ignores a target that matches no layer as long as another target matches some.
     layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
     unknown = [target for target in targets if not any(f'.{name}'.endswith(f'.{target}') for name in layers)]
@@ -76,13 +64,8 @@ def save_lora(
 ) -> None:
     """Write a denoiser's LoRA to a safetensors file that diffusers pipelines can load.
 
-    Args:
-        dtype: Data type of the stored weights.
-        single_file: Use names that ComfyUI also reads. For a U-Net, these are the names of kohya's scripts instead of
-            diffusers'; for Stable Diffusion 3's transformer, both are the same.
-
-    Raises:
-        UserError: This denoiser's pipeline cannot load a LoRA.
+    With `single_file`, a U-Net's weights have the names of kohya's scripts, which ComfyUI also reads; for Stable
+    Diffusion 3's transformer, both names are the same. Raises UserError if this denoiser's pipeline loads no LoRA.
     """
     adapter = find_adapter(denoiser)
     writer = None if adapter is None else adapter.lora_writer

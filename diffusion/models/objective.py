@@ -171,10 +171,7 @@ def interpolate(latents: Tensor, noise: Tensor, *, time: Tensor) -> Tensor:
 def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor | None = None) -> Tensor:
     """Return the denoiser's training target, [B, C, H, W]: noise, latents or velocity, by path and prediction type.
 
-    Args:
-        latents: Clean latents.
-        noise: The noise that is added to them.
-        alpha_bar: Signal variance, [B]; only diffusion with v_prediction needs it.
+    Only v_prediction needs `alpha_bar`, [B].
     """
     if objective.prediction_type == 'epsilon':
         return noise
@@ -205,10 +202,9 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 
 
 def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
-    """Return the weight of each sample's squared error in a flow's loss, [B].
+    """Return the weight of each sample's squared error in a flow's loss, which is on the velocity, [B].
 
-    The loss is on the velocity. An error d in a predicted x becomes an error d / t in the velocity (x_t - x) / t, where
-    t is at least MIN_TIME.
+    An error d in a predicted x is an error d / t in the velocity (x_t - x) / t, where t is at least MIN_TIME.
     """
     return time.clamp(min=MIN_TIME) ** -2 if objective.prediction_type == 'sample' else torch.ones_like(time)
 
@@ -216,13 +212,9 @@ def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
 def flow_velocity(
     objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor, min_time: float = 0.0
 ) -> Tensor:
-    """Convert the denoiser's prediction, a flow's velocity or clean latents, to the velocity.
+    """Convert the denoiser's prediction for `noisy`, a flow's velocity or clean latents, to the velocity.
 
-    Args:
-        prediction: The denoiser's prediction.
-        noisy: The denoiser's input.
-        time: Time t, []; above 0 unless `min_time` is set.
-        min_time: Lower bound of the t that divides the difference between noisy and clean latents.
+    Time t, [], is above 0 unless `min_time` is set, the lower bound of the divisor.
     """
     if objective.prediction_type != 'sample':
         return prediction
@@ -237,11 +229,7 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | None) -> Tensor:
     """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow.
 
-    Args:
-        quantiles: Quantiles of the timesteps in [0, 1), float64 [B], provided by the loader for stratified timesteps.
-
-    Raises:
-        UserError: The timesteps are stratified, but there are no quantiles.
+    Stratified timesteps require the loader's quantiles in [0, 1), float64 [B]; UserError if there are none.
     """
     steps = objective.num_train_timesteps
     if objective.timesteps != 'stratified':

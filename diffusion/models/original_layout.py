@@ -101,11 +101,7 @@ MMDIT_QKV = {
 
 
 def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
-    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`.
-
-    Raises:
-        UserError: The layout cannot represent the U-Net.
-    """
+    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`; UserError if the layout has none."""
     if not isinstance(unet.config['layers_per_block'], int):
         raise _no_layout('layers_per_block by level', unet)
     state = unet.state_dict()
@@ -184,10 +180,8 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
     """Return the tensors of a transformers CLIP text encoder in OpenCLIP's names and layout.
 
-    Args:
-        encoder: A CLIPTextModel or CLIPTextModelWithProjection.
-        layers: Number of layers to write; None writes the encoder's. Additional layers are copies of the last one, for
-            programs that build more layers than they use.
+    If there are to be more `layers` than the encoder has, the others are copies of the last one, for programs that
+    build more layers than they use.
     """
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
@@ -257,18 +251,11 @@ def _no_layout(what: str, unet: UNet2DConditionModel) -> UserError:
 
 
 def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', 'ema']) -> dict[str, Tensor]:
-    """Return a denoiser's weights from a file in the original layout, by their diffusers names.
+    """Return a denoiser's weights from a safetensors file in the original layout, by their diffusers names.
 
-    Files in this layout have no configuration: settings that the shapes do not reveal, such as the number of attention
-    heads, cannot be compared.
-
-    Args:
-        denoiser: The U-Net or SD3Transformer2DModel into which the weights will be loaded.
-        file: A safetensors file with tensors `model.diffusion_model.*`, of Stable Diffusion 1.x, 2.x, XL or 3.
-        which: The training weights, or the averaged weights, `model_ema.*`.
-
-    Raises:
-        UserError: The file is damaged, has no denoiser or no averaged weights, or has a different architecture.
+    The file has tensors `model.diffusion_model.*` of Stable Diffusion 1.x, 2.x, XL or 3; averaged weights are
+    `model_ema.*`. It has no configuration: settings that the shapes do not reveal, such as the number of attention
+    heads, cannot be compared. Raises UserError if it is damaged or does not have fitting weights.
     """
     if isinstance(denoiser, SD3Transformer2DModel):
         return _read_mmdit(denoiser, file, which)
@@ -284,13 +271,7 @@ def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', '
 def renamed(
     denoiser: UNet2DConditionModel, stored: list[str], file: Path, which: Literal['training', 'ema']
 ) -> dict[str, str]:
-    """Return a U-Net's tensor names in a file, by their diffusers names.
-
-    Args:
-        stored: All tensor names in the file.
-        file: The file, for messages.
-        which: Which weights to take; see `read_original`.
-    """
+    """Return a U-Net's tensor names in a file with tensors `stored`, by their diffusers names."""
     inside = [name for name in stored if name.startswith(UNET_PREFIX)]
     if not inside:
         is_diffusers = 'conv_in.weight' in stored or 'proj_out.weight' in stored

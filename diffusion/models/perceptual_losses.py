@@ -63,12 +63,7 @@ class PerceptualLosses:
 
 
 class PerceptualLoss(nn.Module):
-    """Frozen networks that compute the weighted perceptual loss per image.
-
-    Args:
-        lpips: LPIPS, a function of two images; None if its weight is 0.
-        features: Image encoder for the patch features; None if their weight is 0.
-    """
+    """Frozen networks that compute the weighted perceptual loss per image; a network is None if its weight is 0."""
 
     def __init__(self, settings: PerceptualLosses, lpips: nn.Module | None, features: FeatureEncoder | None) -> None:
         super().__init__()
@@ -94,14 +89,7 @@ class PerceptualLoss(nn.Module):
 
 
 def load_perceptual_loss(settings: PerceptualLosses, encoder: FeatureEncoder | None = None) -> PerceptualLoss:
-    """Load the networks of the perceptual loss with their weights.
-
-    Args:
-        encoder: Image encoder for the patch features; None loads the encoder named in the settings.
-
-    Raises:
-        UserError: A network's weights cannot be read.
-    """
+    """Load the networks of the perceptual loss with their weights; `encoder` replaces the one named in the settings."""
     lpips = lpips_network(settings) if settings.lpips_weight else None
     if not settings.features_weight:
         return PerceptualLoss(settings, lpips, None)
@@ -112,11 +100,7 @@ def load_perceptual_loss(settings: PerceptualLosses, encoder: FeatureEncoder | N
 
 
 def lpips_network(settings: PerceptualLosses) -> nn.Module:
-    """Return LPIPS with the published linear layers, which torchmetrics ships, and backbone weights from a local file.
-
-    Raises:
-        UserError: The file cannot be read, or it belongs to another network.
-    """
+    """Return LPIPS with the published linear layers from torchmetrics, and backbone weights from a local file."""
     # Use the private class: torchmetrics' public classes download the network's weights in their constructor.
     network = _LPIPS(net=settings.lpips_network, pnet_rand=True)  # type: ignore[arg-type]
     path = Path(str(settings.lpips_backbone))

@@ -65,10 +65,8 @@ def without_weights() -> Iterator[None]:
 def checking_weights() -> Iterator[list[str]]:
     """Like `without_weights`, but in this context `load_pretrained` also checks that the weights could be loaded.
 
-    Weights on the Hub are not downloaded, and weights in a folder are not read.
-
-    Yields:
-        List to which a description of each part's weights is added, such as `vae: 335 MB to download`.
+    Weights are neither downloaded nor read. A description of each part's weights, such as `vae: 335 MB to download`,
+    is added to the list that this yields.
     """
     global _checked
     before, _checked = _checked, []
@@ -97,12 +95,10 @@ def load_pretrained(
     """Load a model or tokenizer of a diffusers pipeline with `from_pretrained`, from a folder or the Hugging Face Hub.
 
     Args:
-        part: Class to load.
-        source: Local folder in diffusers' layout, or repository on the Hub.
         subfolder: `vae`, `text_encoder` or `tokenizer`; empty if the folder itself is the part.
         revision: Commit of the repository; ignored for a local folder.
         read_config: Function that converts the content of config.json to a configuration, for transformers models whose
-            class cannot read it; by default the class reads it.
+            class cannot read it.
 
     Raises:
         UserError: The files do not exist, are not accessible, or are damaged.
@@ -187,15 +183,7 @@ def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision:
 def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
     """Return the content of a model's config.json, from a folder or the Hub; {} if a folder has no such file.
 
-    Args:
-        part: Class of the model, for messages.
-        source: Local folder in diffusers' layout, or repository on the Hub.
-        subfolder: Subfolder of the model; empty if the folder itself is the model.
-        revision: Commit of the repository; ignored for a local folder.
-
-    Raises:
-        UserError: The file is not accessible, or is not a JSON object.
-        ExternalError: The Hub did not respond for several minutes.
+    Arguments and errors are those of `load_pretrained`.
     """
     path = Path(source, subfolder, 'config.json')
     if not Path(source).is_dir():
@@ -225,10 +213,7 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator for model builders that sets `builder.tokenizers`.
-
-    This attribute is a function that builds only the model's tokenizers, from the same keywords.
-    """
+    """Return a decorator that sets a builder's `tokenizers`, which builds only those from the same keywords."""
 
     # The loader's workers tokenize captions, so they need the tokenizers but must not build the model.
     def decorate(builder: Builder) -> Builder:
@@ -239,14 +224,7 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 
 
 def check_sources(**sources: str | None) -> None:
-    """Check the folders and repositories from which a builder loads its parts, before it loads the first one.
-
-    Args:
-        sources: Sources by the builder's keyword; None if it loads nothing.
-
-    Raises:
-        UserError: A path is not a folder.
-    """
+    """Raise UserError if the path of a builder's source, given by keyword, is not a folder."""
     for name, source in sources.items():
         # A Hub repository is `org/name`, or just `name` for some old ones.
         if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
@@ -259,15 +237,9 @@ def check_sources(**sources: str | None) -> None:
 
 
 def load_vae(source: str, *, revision: str | None = None) -> Vae:
-    """Load an autoencoder.
+    """Load an autoencoder of the class that `_class_name` in its config.json names; `pixels` returns PixelSpace.
 
-    Args:
-        source: Folder or repository of the autoencoder, or of a model that has it in the subfolder `vae`; `_class_name`
-            in its config.json determines the class. `pixels` returns PixelSpace, for training on pixels.
-        revision: Commit of the repository.
-
-    Raises:
-        UserError: The files cannot be loaded, or the class is not supported.
+    The source is the autoencoder, or a model that has it in the subfolder `vae`.
     """
     if source == PIXELS:
         return PixelSpace()
@@ -308,11 +280,7 @@ def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]
 
 
 def latent_side(resolution: int, vae: Vae) -> int:
-    """Return the side of the latents for an image side of `resolution` pixels.
-
-    Raises:
-        UserError: The VAE's downsampling factor does not divide the resolution.
-    """
+    """Return the side of the latents for an image side in pixels, which the VAE's downsampling factor must divide."""
     # The annotation ensures multiples of 8, the cell size of the default VAEs, but this VAE may downsample by more.
     cell = downsampling(vae)
     if resolution % cell:
@@ -341,13 +309,6 @@ def tiny_clip_config(*, width: int, layers: int, max_length: int, **more: Any) -
 
 
 def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = False) -> TextConditioner:
-    """Return a small CLIP text encoder with random weights, and the tokenizer of the model `tiny`.
-
-    Args:
-        width: D, a multiple of 32, which is the width of the attention heads.
-        layers: Number of layers.
-        max_length: L, tokens per caption.
-        mask_padding: Mask the padding of captions in the encoder.
-    """
+    """Return a small CLIP text encoder with random weights, whose heads have width 32, and the tokenizer of `tiny`."""
     config = tiny_clip_config(width=width, layers=layers, max_length=max_length)
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)

@@ -48,10 +48,7 @@ Words = TypeVar('Words', int, Tensor)
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
-    """Return four random 32-bit words for a counter and a key, using ten rounds of Philox 4x32.
-
-    Words are Python integers, or int64 tensors that broadcast.
-    """
+    """Return four random 32-bit words, integers or int64 tensors that broadcast, using ten rounds of Philox 4x32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -158,10 +155,7 @@ def _pairs(even: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def box_muller(uniforms: Tensor, angles: Tensor) -> Tensor:
-    """Return standard normal numbers [B, 2 K] from numbers in (0, 1] and angles, [B, K] each.
-
-    Source: Box and Muller (1958).
-    """
+    """Return normal numbers [B, 2 K] from numbers in (0, 1] and angles, [B, K] each (Box and Muller 1958)."""
     radius = uniforms.log().mul_(-2.0).sqrt_()
     # Write in place: on a GPU, the cost of small draws is the number of kernels, which is six here.
     normals = torch.empty((*angles.shape, 2), dtype=angles.dtype, device=angles.device)
@@ -179,8 +173,7 @@ def _multipliers(device: torch.device) -> Tensor:
 def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return Philox counters and keys that give each purpose its number of random words, in N blocks of four words.
 
-    Returns:
-        The index of each block within its purpose, [N], and its keys for all rounds, [rounds, 2, 1, N].
+    These are the index of each block within its purpose, [N], and its keys for all rounds, [rounds, 2, 1, N].
     """
     blocks = [_blocks(count) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
@@ -217,10 +210,8 @@ class Draws:
     ) -> 'Draws':
         """Return an equal source that already holds some random numbers, drawn in one call for all purposes.
 
-        Args:
-            words: Purposes that need one number per sample.
-            normals: Number of normal random numbers per sample, by purpose.
-            draw: `random_bits` or a compiled `fusible_random_bits`.
+        It holds one number per sample for `words`, and the given number of normal numbers for `normals`; `draw` is
+        `random_bits` or a compiled `fusible_random_bits`.
         """
         counts = (*((purpose, 4) for purpose in words), *normals.items())
         bits = self._bits(counts, len(words), draw)
@@ -277,10 +268,7 @@ class Draws:
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
-        """Return standard normal noise for each sample in the batch, float32 [B, *shape], for training or sampling.
-
-        A sample's noise does not depend on its rank or on other samples.
-        """
+        """Return standard normal noise, float32 [B, *shape], independent of a sample's rank and of other samples."""
         count = math.prod(shape)
         normals = self.ready_normals.get(purpose)
         if normals is None or normals.shape[1] < count:

@@ -64,11 +64,7 @@ class RepresentationAlignment:
 
 
 class FeatureEncoder(nn.Module):
-    """Frozen image encoder that returns one feature per cell of a grid.
-
-    Args:
-        encoder: One of `ENCODERS`.
-    """
+    """Frozen image encoder, one of `ENCODERS`, that returns one feature per cell of a grid."""
 
     mean: Tensor
     std: Tensor
@@ -117,12 +113,7 @@ class FeatureProjector(nn.Sequential):
 
 
 class TokenCapture:
-    """Hook that captures the image tokens after a transformer block.
-
-    Args:
-        blocks: The family's image-token blocks.
-        block: Index of the block after which tokens are captured.
-    """
+    """Hook that captures the image tokens after a transformer block, given by its index."""
 
     def __init__(self, blocks: TokenBlocks, block: nn.Module) -> None:
         self._blocks = blocks
@@ -154,13 +145,8 @@ def build_alignment(
 ) -> tuple[FeatureEncoder, FeatureProjector, TokenCapture]:
     """Return the image encoder, the projector with random weights, and a hook that captures a denoiser's tokens.
 
-    Args:
-        denoiser: The denoiser, before FSDP wraps it.
-        width: D, width of the denoiser's tokens.
-        encoder: Image encoder; None loads the encoder named in the settings.
-
-    Raises:
-        UserError: The denoiser has no image tokens or no such block, or the encoder cannot be loaded.
+    Call it before FSDP wraps the denoiser. `width` is D, that of its tokens; `encoder` replaces the one named in the
+    settings. Raises UserError if the denoiser has no image tokens or no such block.
     """
     if family.token_blocks is None or width is None:
         raise UserError(f'representation_alignment: a {type(denoiser).__name__} has no image tokens; use a transformer')
@@ -175,16 +161,7 @@ def build_alignment(
 
 
 def load_feature_encoder(source: str, revision: str | None, *, where: str) -> FeatureEncoder:
-    """Return a pretrained image encoder.
-
-    Args:
-        source: Folder or repository on the Hub.
-        revision: Commit of the repository.
-        where: Key of the setting, for messages.
-
-    Raises:
-        UserError: The encoder cannot be loaded, or is not one of `ENCODERS`.
-    """
+    """Return a pretrained image encoder, one of `ENCODERS`; `where` is the setting's key, for messages."""
     options: dict[str, Any] = {'subfolder': '', 'revision': revision}
     # Do not use AutoConfig: it would ask in the terminal whether to run the code named in `auto_map`.
     config = read_config(PreTrainedModel, source, **options)
@@ -199,10 +176,7 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:
     """Return 1 - cosine similarity of projected tokens [B, K, F] and features [B, N, F], averaged per sample, [B].
 
-    Args:
-        projected: Outputs of the MLP for the tokens.
-        features: Features of all cells.
-        kept: Cells of the tokens, int64 [B, K]; None if there is a token for each cell.
+    The tokens are those of the cells `kept`, int64 [B, K]; None means a token for each cell.
     """
     if kept is not None:
         features = torch.take_along_dim(features, kept[:, :, None], dim=1)

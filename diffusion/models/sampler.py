@@ -43,11 +43,7 @@ class LatentGrid:
     """Side in latent cells of images that are generated without a given size."""
 
     def shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
-        """Return C, H and W of the latents for images of a height and width in pixels; None uses the default size.
-
-        Raises:
-            UserError: The denoiser cannot generate images of this size.
-        """
+        """Return C, H and W of the latents for a height and width in pixels; None uses the default size."""
         height, width = size or (self.default_side * self.cell,) * 2
         unit = self.cell * self.patch
         if min(height, width) <= 0 or height % unit or width % unit:
@@ -79,14 +75,9 @@ class LatentGrid:
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
-    """Return a diffusers scheduler with the noise schedule that the model was trained with.
+    """Return a diffusers scheduler by short or class name, with the noise schedule that the model was trained with.
 
-    Args:
-        name: Short name, such as `ddim`, or class name in diffusers.
-        objective: The model's training objective.
-
-    Raises:
-        UserError: The scheduler does not exist, does not support the schedule, or needs a package that is missing.
+    Raises UserError if it does not exist, does not support the schedule, or needs a package that is missing.
     """
     found = scheduler_class(name, flow=objective.is_flow)
     accepted = inspect.signature(found.__init__).parameters
@@ -109,11 +100,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 def scheduler_class(name: str, *, flow: bool = False) -> Any:
     """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers.
 
-    Args:
-        flow: True for a model trained with flow matching, False for diffusion.
-
-    Raises:
-        UserError: The scheduler does not exist, or does not support this kind of model.
+    Raises UserError if there is none, or if it does not support models trained with flow matching, or without.
     """
     if (problem := scheduler_problem(name, flow=flow)) is not None:
         raise UserError(f'noise_scheduler: {problem}')
@@ -123,14 +110,9 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
 def sample_latents(
     denoise: Denoise, scheduler: Any, noise: Tensor, *, num_inference_steps: int, seeds: Sequence[int]
 ) -> Tensor:
-    """Generate latents [B, C, H, W] by denoising pure noise step by step.
+    """Generate latents [B, C, H, W] by denoising standard normal noise step by step.
 
-    Args:
-        denoise: Function that maps noisy latents and a timestep to the guided prediction.
-        scheduler: A diffusers scheduler.
-        noise: Initial noise, standard normal.
-        num_inference_steps: Number of scheduler steps.
-        seeds: One seed per image, for schedulers that add noise in each step.
+    `seeds` has one seed per image, for schedulers that add noise in each step.
     """
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
@@ -160,8 +142,6 @@ def guided_denoiser(
     Args:
         predict: Function that maps noisy latents, timesteps [B] and a condition to the denoiser's prediction.
         condition: Condition for the prompts. With guidance, the batch starts with the unconditional condition.
-        scheduler: A diffusers scheduler.
-        objective: The model's training objective.
         scale: Guidance scale; 1 or less turns guidance off.
         rescale: Strength of guidance rescaling; see `guide`.
     """
@@ -189,12 +169,8 @@ def guided_denoiser(
 def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:
     """Return the prediction of classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
 
-    Args:
-        unconditional: Prediction for the negative prompt.
-        conditional: Prediction for the prompt.
-        scale: Guidance scale; 1 turns guidance off.
-        rescale: Strength in [0, 1] of rescaling to the standard deviation of `conditional` (Lin et al. 2024, equations
-            15 and 16; they use 0.7).
+    `rescale` in [0, 1] is the strength of rescaling to the standard deviation of `conditional` (Lin et al. 2024,
+    equations 15 and 16; they use 0.7).
     """
     guided = unconditional + scale * (conditional - unconditional)
     if rescale == 0:
@@ -221,11 +197,7 @@ def as_captions(prompts: Sequence[str]) -> list[str]:
 def check_sampling(
     seeds: Sequence[int], num_inference_steps: int, num_train_timesteps: int, scale: float, rescale: float
 ) -> None:
-    """Raise UserError if a seed, the number of steps, or a guidance setting is out of range.
-
-    Args:
-        num_train_timesteps: Number of training timesteps, the maximum for `num_inference_steps`.
-    """
+    """Raise UserError if a seed, the number of steps, or a guidance setting is out of range."""
     problems = {
         'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
         'num_inference_steps': steps_problem(num_inference_steps, num_train_timesteps),

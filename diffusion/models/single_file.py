@@ -45,15 +45,7 @@ class SingleFile:
     architecture: str
 
     def save(self, path: Path, *, dtype: torch.dtype, title: str, objective: Objective, resolution: int) -> None:
-        """Write the file.
-
-        Args:
-            path: The file, which should not exist.
-            dtype: Data type of the stored weights.
-            title: Model name for the header.
-            objective: The training objective; its prediction type is stored in the header.
-            resolution: Side of the images in pixels, for the header.
-        """
+        """Write the file, which should not exist; title, prediction type and resolution in pixels go to the header."""
         tensors: Tensors = {}
         written: set[int] = set()
         for name, each in self.tensors.items():
@@ -79,11 +71,7 @@ class SingleFile:
 
 
 def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is CLIP ViT-L.
-
-    Raises:
-        UserError: The layout cannot represent the pipeline.
-    """
+    """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is CLIP ViT-L."""
     encoder = _clip(pipeline.text_encoder)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SD_SCALE)
     # Only OpenAI's CLIP, the text encoder of version 1, has this activation, at any size.
@@ -106,11 +94,7 @@ def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def sdxl_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionXLPipeline in the file layout of Stable Diffusion XL base.
-
-    Raises:
-        UserError: The layout cannot represent the pipeline.
-    """
+    """Return a StableDiffusionXLPipeline in the file layout of Stable Diffusion XL base."""
     first, second = _clip(pipeline.text_encoder), _clip(pipeline.text_encoder_2)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SDXL_SCALE)
     tensors |= _prefixed('conditioner.embedders.0.transformer.', _text_model(first))
@@ -120,11 +104,7 @@ def sdxl_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusion3Pipeline in the file layout of Stable Diffusion 3 with text encoders.
-
-    Raises:
-        UserError: The layout cannot represent the pipeline.
-    """
+    """Return a StableDiffusion3Pipeline in the file layout of Stable Diffusion 3 with text encoders."""
     first, second = _clip(pipeline.text_encoder), _clip(pipeline.text_encoder_2)
     transformer = mmdit_tensors(pipeline.transformer)
     _fold_projection(transformer, first)
@@ -156,11 +136,7 @@ def _vae(vae: Any, scale: float, shift: float = 0.0) -> Tensors:
 
 
 def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
-    """Return a pipeline's text encoder if it is a CLIP model.
-
-    Raises:
-        UserError: The encoder is not a CLIP model, so programs would not recognize it.
-    """
+    """Return a pipeline's text encoder; raise UserError unless it is a CLIP model, which programs recognize."""
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection):
         raise UserError(
             f'export: a single file has a CLIP text encoder, but this model has a {type(encoder).__name__}; export a '
@@ -178,11 +154,8 @@ def _text_model(encoder: torch.nn.Module) -> Tensors:
 def _fold_projection(transformer: Tensors, encoder: Any) -> None:
     """Multiply the first CLIP's projection into Stable Diffusion 3's input layer for pooled text, in place.
 
-    ComfyUI and the original code skip this encoder's projection of pooled text, which is the identity in the published
-    model.
-
-    Raises:
-        UserError: The projection is not square, so folding it in would change the width of the layer's input.
+    ComfyUI and the original code skip this projection, which is the identity in the published model. It must be
+    square, since folding would otherwise change the width of the layer's input.
     """
     projection: Tensor = encoder.text_projection.weight.detach()
     width, pooled_width = encoder.config.hidden_size, encoder.config.projection_dim

@@ -226,10 +226,7 @@ class TextConditioner(nn.Module):
         return longest(self.tokenizers)
 
     def fills(self, input_ids: Tensor) -> Tensor:
-        """Return bool [B], True for each caption in the token ids [B, E, L] that fills the longest tokenizer.
-
-        Longer captions have been truncated to this length.
-        """
+        """Return bool [B], True for captions in token ids [B, E, L] that fill the longest tokenizer or were truncated."""
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
         index = lengths.index(max(lengths))
         tokenizer: Any = self.tokenizers[index]
@@ -281,11 +278,7 @@ class TextConditioner(nn.Module):
 
 
 def _freeze_unused_layer(encoder: Any) -> None:
-    """Freeze a CLIP encoder's last layer and final norm if only its penultimate hidden states are used.
-
-    Raises:
-        UserError: The encoder is not a CLIP text model with at least one layer.
-    """
+    """Freeze a CLIP encoder's last layer and final norm if only its penultimate hidden states are used."""
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection) or not encoder.config.num_hidden_layers:
         raise UserError(
             f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'

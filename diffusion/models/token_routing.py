@@ -50,11 +50,7 @@ class TokenRouter:
     The number of tokens in these blocks is fixed per image shape and needs no mask, so compiled blocks need no dynamic
     shapes. The hooks are active from `begin` to `finish` while gradients are enabled, and therefore not in evaluation
     or sampling. They run outside a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
-    ordinary block. A recomputed forward pass gets the same tokens.
-
-    Args:
-        denoiser: The denoiser, before FSDP wraps it.
-        blocks: The denoiser's image-token blocks.
+    ordinary block. A recomputed forward pass gets the same tokens. Create the router before FSDP wraps the denoiser.
     """
 
     def __init__(self, denoiser: nn.Module, blocks: TokenBlocks, route: Route) -> None:

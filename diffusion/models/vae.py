@@ -84,12 +84,9 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
 
 
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
-    """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1].
+    """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1], whose sides the downsampling must divide.
 
     The output is the mean and log-variance of the posterior, [B, 2C, H, W], or only latents, [B, C, H, W].
-
-    Raises:
-        UserError: The images' sides are not multiples of the VAE's downsampling.
     """
     if isinstance(vae, AutoencoderKL):
         return posterior_of(vae, pixels).parameters
@@ -98,11 +95,7 @@ def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
 
 
 def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
-    """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1].
-
-    Raises:
-        UserError: The images' sides are not multiples of the VAE's downsampling.
-    """
+    """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1]."""
     _check_sides(vae, pixels)
     return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
@@ -137,14 +130,7 @@ def downsampling(vae: Vae) -> int:
 
 
 def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
-    """Return a VAE if it is an AutoencoderKL, the only autoencoder that diffusers' pipelines can use.
-
-    Args:
-        pipeline: Class name of the pipeline, for the message.
-
-    Raises:
-        UserError: The VAE is another autoencoder.
-    """
+    """Return a VAE, or raise UserError unless it is an AutoencoderKL, the only one that diffusers' pipelines use."""
     if not isinstance(vae, AutoencoderKL):
         raise UserError(
             f'export: a {pipeline} decodes with an AutoencoderKL, but this model has an {type(vae).__name__}; '
@@ -157,15 +143,10 @@ def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
 def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> AnyVae:
     """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
 
-    diffusers' pipelines apply the scalar `scaling_factor`, and some also the scalar `shift_factor`. The 1x1
-    convolutions next to the latents can apply the rest: with normalized latents z = (m - mean) / std, `quant_conv`
-    outputs the moments of z, and `post_quant_conv` maps z back to m. A VAE without such statistics is copied unchanged.
-
-    Args:
-        pipeline_shifts: True if the pipeline applies `shift_factor`.
-
-    Raises:
-        UserError: The pipeline does not apply the VAE's statistics, and there are no convolutions to fold them into.
+    diffusers' pipelines apply the scalar `scaling_factor`, and some also the scalar `shift_factor` (set
+    `pipeline_shifts`). The 1x1 convolutions next to the latents can apply the rest: with normalized latents
+    z = (m - mean) / std, `quant_conv` outputs the moments of z, and `post_quant_conv` maps z back to m. A VAE without
+    such statistics is copied unchanged. Raises UserError if it has statistics but no such convolutions.
     """
     if isinstance(vae, PixelSpace):
         raise UserError(
@@ -195,9 +176,6 @@ def with_latent_scale(vae: AutoencoderKL, scale: float, shift: float = 0.0) -> A
     """Return a VAE for a program that normalizes latents by its own scale and shift: (m - shift) * scale.
 
     If the VAE has other statistics, the result is a copy with the difference folded into its weights.
-
-    Raises:
-        UserError: The VAE has other statistics, but no convolutions to fold them into.
     """
     mean, std = latent_statistics(vae)
     wanted_mean, wanted_std = torch.full_like(mean, shift), torch.full_like(std, 1 / scale)

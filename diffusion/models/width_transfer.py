@@ -28,16 +28,8 @@ def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> d
     Initial biases, which PyTorch also scales down with fan_in, are multiplied by ratio^(1/2). Biases and norms keep
     their learning rate. If both models have the same width, nothing changes.
 
-    Args:
-        model: The model with its initial weights.
-        base: The same model at the base width, on any device (`torch.device('meta')` allocates nothing).
-        prefix: Prefix for the returned names, such as `denoiser.`.
-
-    Returns:
-        Learning rate factors by parameter name; parameters that are not listed have the factor 1.
-
-    Raises:
-        UserError: The models differ in more than width, or a weight of unknown use grows in two dimensions.
+    The base may be on any device (`torch.device('meta')` allocates nothing). Factors are by parameter name with
+    `prefix`; parameters that are not listed have the factor 1. UserError means that more than the width differs.
     """
     shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
     if shapes.keys() != dict(model.named_parameters()).keys():
@@ -62,13 +54,7 @@ def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> d
 
 @torch.no_grad()
 def _scale_initial_weights(layer: nn.Module, ratio: float, *, is_output: bool) -> None:
-    """Scale a layer's initial weight and bias from PyTorch's parametrization to muP.
-
-    Args:
-        layer: A linear layer or a convolution.
-        ratio: fan_in divided by that of the base model.
-        is_output: True if fan_out does not depend on the width.
-    """
+    """Scale a layer's initial weight and bias from PyTorch's parametrization to muP, by its fan_in ratio."""
     if is_output:
         layer.weight.mul_(ratio**-0.5)  # type: ignore[operator]
     if layer.bias is not None:

@@ -156,17 +156,12 @@ class DenoiserAdapter(ABC):
 
     @abstractmethod
     def pipeline(self, model: Any) -> Any:
-        """Return the diffusers pipeline that generates the same images as a LatentDiffusion.
-
-        Raises:
-            UserError: The pipeline cannot represent the model.
-        """
+        """Return the diffusers pipeline that generates the same images as a LatentDiffusion, or raise UserError."""
 
     def single_file(self, model: Any) -> Any:
         """Return the model as a `models.single_file.SingleFile`, which programs such as ComfyUI read.
 
-        Raises:
-            UserError: This family has no such file layout, or the layout cannot represent the model.
+        Raises UserError if this family has no such file layout, or if the layout cannot represent the model.
         """
         raise UserError(
             f'--out: no program reads a {type(model.denoiser).__name__} from a single file; give a folder, which '
@@ -181,9 +176,7 @@ class DenoiserAdapter(ABC):
     def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
         """Return the arguments that make an exported pipeline generate images as the model was trained to.
 
-        Args:
-            negative: Negative prompt; empty for none.
-            guidance: Guidance scale; 1 or less turns guidance off.
+        An empty negative prompt is none; a guidance scale of 1 or less turns guidance off.
         """
         # Pass None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in
         # training.
@@ -194,9 +187,7 @@ class DenoiserAdapter(ABC):
     ) -> Tensor:
         """Generate images for prompts with an exported pipeline; return float32 [B, 3, height, width] in [0, 1].
 
-        Args:
-            noise: Initial noise, standard normal [B, C, H, W].
-            generators: One generator per image, for schedulers that draw noise in every step.
+        Noise is standard normal, [B, C, H, W]. Schedulers that draw noise in every step use one generator per image.
         """
         arguments |= {'latents': noise, 'generator': generators, 'output_type': 'pt', 'return_dict': False}
         images = pipeline(prompts, **arguments)[0]
@@ -219,14 +210,7 @@ class DenoiserAdapter(ABC):
     def example_inputs(
         self, denoiser: nn.Module, batch: int, height: int, width: int, text_length: int, *, device: str = 'cpu'
     ) -> tuple[tuple[Tensor], dict[str, Any]]:
-        """Return dummy inputs for counting a denoiser's costs: positional and keyword arguments.
-
-        Args:
-            batch: B.
-            height: H.
-            width: W.
-            text_length: L.
-        """
+        """Return dummy inputs for counting a denoiser's costs: positional and keyword arguments."""
         sizes = self.sizes(denoiser)
         pooled = None if sizes.pooled_width is None else torch.empty(batch, sizes.pooled_width, device=device)
         condition = Condition(
@@ -250,11 +234,7 @@ def find_adapter(module: nn.Module) -> DenoiserAdapter | None:
 
 
 def adapter_of(denoiser: nn.Module) -> DenoiserAdapter:
-    """Return the adapter of a denoiser's family.
-
-    Raises:
-        UserError: The denoiser does not belong to any family.
-    """
+    """Return the adapter of a denoiser's family; raise UserError if it belongs to none."""
     if (adapter := find_adapter(denoiser)) is not None:
         return adapter
     known = ', '.join(dict.fromkeys(each.denoiser_class for each in families.families() if each.denoiser_class))

@@ -104,8 +104,7 @@ END = '<|endoftext|>'
 def sd3_objective(resolution: int) -> Objective:
     """Return Stable Diffusion 3's objective: flow matching with logit-normal timesteps, and a shift of 3 at 1024 px.
 
-    At other resolutions the shift is proportional to the image side (Esser et al. 2024, eq. 23), but at least 1 (no
-    shift).
+    At other resolutions the shift is proportional to the image side (Esser et al. 2024, eq. 23), but at least 1.
     """
     shift = max(1.0, 3 * resolution / 1024)
     return Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', snr_shift=shift)
@@ -322,11 +321,7 @@ def tiny_mmdit(
 def transformer(
     channels: int, text: Sd3TextConditioner, *, depth: int, dual_attention_blocks: int, qk_norm: bool, **sizes: Any
 ) -> SD3Transformer2DModel:
-    """Build an MMDiT for latents with C channels and the outputs of these text encoders.
-
-    Raises:
-        UserError: `dual_attention_blocks` is larger than `depth`.
-    """
+    """Build an MMDiT for latents with C channels and the outputs of these text encoders."""
     if dual_attention_blocks > depth:
         raise UserError(
             f'dual_attention_blocks: {dual_attention_blocks} is more than depth, {depth}; use at most {depth}'

@@ -23,14 +23,10 @@ class Sd3TextConditioner(TextConditioner):
     models.
 
     Args:
-        clips: The two CLIP models.
         t5: T5's encoder; if None, zeros replace its tokens, as in the diffusers pipeline.
         tokenizers: One tokenizer per encoder. Those of the CLIP models have the same length; T5's may differ.
         width: D, which must be T5's width.
         t5_length: Number of T5 tokens, even if `t5` is None.
-
-    Raises:
-        UserError: Widths or lengths do not match.
     """
 
     equal_lengths = False

@@ -224,11 +224,7 @@ def tiny_prx(
 
 
 def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: int, **sizes: Any) -> Any:
-    """Build a PRX transformer for latents with C channels and text embeddings of width D.
-
-    Raises:
-        UserError: The width cannot be divided into heads whose channels are a multiple of 4.
-    """
+    """Build a PRX transformer; raise UserError unless its heads have a multiple of 4 channels."""
     per_head, rest = divmod(hidden_size, num_heads)
     if rest or per_head % 4:
         raise UserError(
@@ -242,11 +238,7 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
 
 
 def at_width(denoiser: PRXTransformer2DModel, width: int) -> PRXTransformer2DModel:
-    """Return a transformer with another width but the same head size, on the meta device.
-
-    Raises:
-        UserError: The width is not a multiple of the head size.
-    """
+    """Return a transformer with another width but the same head size, which must divide it, on the meta device."""
     config = denoiser.config
     problem = base_width_problem(width, config['hidden_size'], config['num_heads'])
     if problem is not None:
@@ -266,11 +258,7 @@ def _text_encoder(pretrained: str | None, revision: str | None) -> PreTrainedMod
 
 
 def _text_classes(source: str, revision: str | None) -> tuple[type[Any], type[Any], Callable[[dict[str, Any]], Any]]:
-    """Return the classes of a source's text encoder and tokenizer, and the function that reads its configuration.
-
-    Raises:
-        UserError: The text encoder is neither T5-Gemma's nor Qwen3-VL's.
-    """
+    """Return the classes of a source's text encoder and tokenizer, and the function that reads its configuration."""
     kind = read_config(T5GemmaEncoder, source, subfolder='text_encoder', revision=revision).get('model_type', '')
     if kind in ('t5gemma', 't5_gemma_module'):
         return T5GemmaEncoder, fast_tokenizer('Gemma'), _t5gemma_config

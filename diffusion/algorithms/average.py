@@ -22,10 +22,8 @@ _WRAPPERS = ('_checkpoint_wrapped_module.', '_orig_mod.')
 class WeightAverage:
     """Running average of a model's trained weights.
 
-    Under FSDP each device stores the average of its own shard. No memory is allocated before `start` or `restore`.
-
-    Attributes:
-        tensors: This device's shard of the average, by parameter name.
+    Under FSDP each device stores the average of its own shard in `tensors`, by parameter name. No memory is allocated
+    before `start` or `restore`.
     """
 
     def __init__(self) -> None:
@@ -64,10 +62,7 @@ class WeightAverage:
             average.copy_(copied)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this device's shards of the average and of the model's weights, as two lists in the same order.
-
-        Call it under no_grad, since the caller may change the weights in place.
-        """
+        """Return this device's shards of the average and of the weights, in the same order; call it under no_grad."""
         self.place(model)
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
 
@@ -76,9 +71,7 @@ class WeightAverage:
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
         """Return the full (unsharded) average by parameter name. Collective: every rank must call it.
 
-        Args:
-            keep: False to take part in the collectives but return an empty dict. This saves memory on ranks that do not
-                write.
+        Without `keep`, return an empty dict, to save memory on ranks that do not write.
         """
         self.place(model)
         gathered = {}
@@ -106,8 +99,7 @@ class WeightAverage:
     def place(self, model: nn.Module) -> None:
         """Shard the tensors loaded by `restore`, if any, like the model's weights and move them to its device.
 
-        Raises:
-            UserError: The restored tensors have other names or shapes than the model's trained weights.
+        Raises UserError if their names or shapes differ from those of the trained weights.
         """
         if not self._saved:
             return

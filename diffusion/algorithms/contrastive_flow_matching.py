@@ -64,23 +64,15 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the weighted mean squared error between predictions and the targets of other samples [B, C, H, W].
-
-    Samples without a negative contribute 0: `exists`, bool [B], is False for them.
-    """
+    """Return the weighted mean squared error between predictions and targets of other samples, where one `exists`."""
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 
 def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Return the target of another sample of the global batch for each of a device's samples; a collective.
 
-    The second tensor, bool [B], is False if all samples in the global batch are copies of the same sample.
-
-    Args:
-        targets: Targets of the device's samples, [B, C, H, W], with the same shape on all devices.
-
-    Raises:
-        UserError: The global batch is a single sample.
+    The second tensor, bool [B], is False if all samples in the global batch are copies of the same sample. Targets
+    [B, C, H, W] have the same shape on all devices. Raises UserError if the global batch is a single sample.
     """
     keys = torch.stack([draws.sample_id, draws.words(Purpose.NEGATIVE, 1)[:, 0]])
     keys = torch.cat(list(dist.all_gather(keys)), dim=1)
@@ -95,9 +87,7 @@ def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 def successors(sample_id: Tensor, words: Tensor) -> Tensor:
     """Return, for each sample, the index of the next sample with another id in a random cycle, int64 [G].
 
-    Args:
-        sample_id: Ids of the samples, int64 [G]; the cycle does not depend on their order.
-        words: A random number for each sample, int64 [G].
+    The cycle depends on the samples' ids and random numbers `words`, int64 [G] each, but not on their order.
     """
     # Sort samples by random words. Equal words are rare and are sorted by sample id.
     by_id = sample_id.argsort(stable=True)

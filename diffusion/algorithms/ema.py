@@ -164,11 +164,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if `ema_start` conflicts with the checkpoint of a resumed run.
-
-        It conflicts if averaging had started at another time, or if `ema_start` has passed but the checkpoint has no
-        averages.
-        """
+        """Raise UserError if the checkpoint's averaging started at another time, or did not although it was due."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return

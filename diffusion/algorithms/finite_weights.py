@@ -33,16 +33,10 @@ class NonFiniteWeights(UserError):
 
 
 def check_weights(state: State, where: str, remedy: str) -> None:
-    """Check that all trained weights and their averages are finite on every rank; a collective.
+    """Raise NonFiniteWeights on every rank unless all trained weights and their averages are finite; a collective.
 
-    Reads each weight once and synchronizes with the device, which takes milliseconds per save.
-
-    Args:
-        where: Start of the error message, such as `batch 7`.
-        remedy: End of the error message.
-
-    Raises:
-        NonFiniteWeights: A weight is NaN or infinite. Raised on every rank.
+    Reads each weight once and synchronizes with the device, which takes milliseconds per save. The message begins with
+    `where`, such as `batch 7`, and ends with `remedy`.
     """
     bad = state.device.tensor_to_device(count_non_finite(tensor for _, tensor in _weights(state)).float())
     dist.all_reduce(bad, reduce_operation='SUM')

@@ -74,11 +74,7 @@ class GradientClipping(ComposerGradientClipping):
 
 @torch.no_grad()
 def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -> None:
-    """Scale gradients in place by min(1, threshold / norm), without reading the norm on the host.
-
-    Args:
-        squared_norm: Squared norm over all ranks, float64 [].
-    """
+    """Scale gradients in place by min(1, threshold / norm), without reading the norm over all ranks on the host."""
     if not gradients.local:
         return
     # For unsharded gradients, compute the factor exactly as torch.nn.utils.clip_grad_norm_ does.
@@ -107,12 +103,7 @@ def _summarized(state: State) -> tuple[Gradients, Tensor]:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> None:
-    """Clip each unit's gradient in place; a collective if units are split across ranks.
-
-    Args:
-        parameters: Plain tensors or DTensors; parameters without a gradient are skipped.
-        threshold: Largest norm of a unit's gradient, as a multiple of the norm of its weights.
-    """
+    """Clip each unit's gradient in place to a multiple of its weights' norm; a collective if ranks split units."""
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
     split = [(weight, gradient) for weight, gradient in pairs if splits_units(gradient)]
     whole = [(weight, gradient) for weight, gradient in pairs if not splits_units(gradient)]

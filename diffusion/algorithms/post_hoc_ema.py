@@ -133,11 +133,7 @@ class PostHocEMA(Algorithm):
             self.restore(state['averages'])
 
     def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the weight averages of a checkpoint, given by label.
-
-        Raises:
-            UserError: The checkpoint lacks the average of one of the widths.
-        """
+        """Load the weight averages of a checkpoint, given by label; raise UserError if one of the widths is missing."""
         missing = sorted(self.widths.keys() - averages.keys())
         if missing:
             raise UserError(
@@ -187,7 +183,6 @@ class ReconstructedAverage:
 
     Attributes:
         tensors: Averaged weights by parameter name, float32.
-        width: Requested width.
         batch: Last batch included in the average.
         profile_error: Relative error |p - sum x_i p_i| / |p| between the requested profile p and the mixture of the
             snapshots' profiles p_i.
@@ -223,11 +218,7 @@ def label_of(width: float) -> str:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return the snapshots of a run's weight averages, sorted by batch and width; reads only file headers.
-
-    Raises:
-        UserError: There are no snapshots, or a file is damaged.
-    """
+    """Return the snapshots of a run's weight averages, sorted by batch and width; reads only file headers."""
     found = [_header(path) for path in sorted((run / SNAPSHOT_FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
         raise UserError(
@@ -246,9 +237,6 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
             so far, in (0, 0.2887]; 0.2887 weights all steps equally.
         at: Last batch to average over; the batch of the last snapshot by default. The coefficients have a relative L2
             error of about 20% at a batch between two snapshots.
-
-    Raises:
-        UserError: There are no snapshots, `at` is after the last one, the width is out of range, or a file is damaged.
     """
     gamma = gamma_of_width(width)
     snapshots = find_snapshots(run)

@@ -36,10 +36,7 @@ class Profile:
 def gamma_of_width(width: float) -> float:
     """Return the exponent gamma of the power-function average with a given width.
 
-    It is the only non-negative root of the cubic (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1.
-
-    Raises:
-        UserError: No exponent of at least 0 has that width.
+    It is the only root of (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1 that is at least 0; UserError if there is none.
     """
     if not 0 < width <= WIDEST:
         raise UserError(f'width={width:g} is not between 0 and {WIDEST:.4f}, the width of a uniform average')
@@ -49,10 +46,7 @@ def gamma_of_width(width: float) -> float:
 
 
 def beta(step: int, gamma: float) -> float:
-    """Return the fraction of a power-function average that its update after a step keeps; 0 for the first step.
-
-    Karras et al. 2024, eq. 2.
-    """
+    """Return the fraction of an average that a step's update keeps, 0 for the first (Karras et al. 2024, eq. 2)."""
     return (1 - 1 / step) ** (gamma + 1)
 
 
@@ -75,10 +69,8 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     """Return the coefficients of the mixture of saved profiles that is closest to a target profile.
 
     A profile is the weight that a power-function average gives to each training step. The coefficients x sum to 1 and
-    minimize |target - sum x_i kept_i|^2 (Karras et al. 2024, appendix C).
-
-    Returns:
-        The coefficients x, and the relative error |target - sum x_i kept_i| / |target|.
+    minimize |target - sum x_i kept_i|^2 (Karras et al. 2024, appendix C). The second value is the relative error
+    |target - sum x_i kept_i| / |target|.
     """
     # The paper's A x = b does not constrain the sum of x. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a
     # width of 0.07, which rescales all parameters; only networks with the paper's weight normalization are invariant to

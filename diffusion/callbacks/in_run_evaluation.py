@@ -41,11 +41,7 @@ class InRunEvaluation(Callback):
     evaluates on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
 
     A failed evaluation is logged as an error, and training continues. A stop signal aborts an evaluation in the same
-    way, since the notice period may be too short to complete it.
-
-    Args:
-        every: Interval as a Composer time string; weights are also evaluated at the end of training.
-        sharded: See `EvaluatedCheckpoint`, also for `raise_together`.
+    way, since the notice period may be too short to complete it. Weights are also evaluated at the end of training.
     """
 
     def __init__(

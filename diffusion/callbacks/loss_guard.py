@@ -163,10 +163,7 @@ class LossGuard(Callback):
             self._gradients = summarize_gradients(gradients_of(state))
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the summary of this batch's gradients and their squared norm over all ranks; a collective.
-
-        Gradient clipping calls this too, so that norms are computed and reduced only once per batch.
-        """
+        """Return the batch's summary of gradients and squared norm over all ranks; a collective, once per batch."""
         if self._gradients is None:
             return None
         return self._gradients, self._reduced_figures(state)[-1]
@@ -280,9 +277,7 @@ class LossGuard(Callback):
 def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
     """Return the losses and sample IDs of a microbatch, without a device synchronization or copy.
 
-    Args:
-        loss: Composer's `state.loss`: a tensor, a sequence of tensors, or a mapping.
-        sample_losses: Loss of each sample, [B], or None to use the mean for every sample.
+    Without `sample_losses` [B], every sample has the mean loss.
     """
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
@@ -325,13 +320,8 @@ def reduce_over_ranks(
 ) -> Tensor:
     """Reduce the values of the batch over all ranks, on the device; a collective.
 
-    Args:
-        finite: True if this rank's gradients are finite, bool []; None if they are not checked.
-        squared_norm: This rank's contribution to the squared gradient norm, []; None if unknown.
-
-    Returns:
-        Sum of the losses of all samples, number of samples, number of ranks with gradients that are not finite, and
-        squared norm of the gradients; float64 [4].
+    `finite`, bool [], is None if gradients are not checked. Returns the sum of the losses of all samples, number of
+    samples, number of ranks with gradients that are not finite, and squared norm of the gradients, float64 [4].
     """
     total = torch.stack([each.loss * len(each.sample_losses) for each in microbatches]).sum().double()
     count = torch.full_like(total, sum(len(each.sample_losses) for each in microbatches))

@@ -206,12 +206,7 @@ def row_remapping_fault(nvml: Any, gpu: Any) -> str:
 
 
 class Xids:
-    """Counter of the critical errors (Xids) that the driver reports for a GPU.
-
-    Args:
-        nvml: The module pynvml, or a substitute.
-        gpu: NVML's handle of the GPU.
-    """
+    """Counter of the critical errors (Xids) that the driver reports for a GPU; `nvml` is pynvml or a substitute."""
 
     def __init__(self, nvml: Any, gpu: Any) -> None:
         self._nvml, self._events, self._count = nvml, None, 0

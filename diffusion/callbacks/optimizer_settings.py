@@ -28,14 +28,10 @@ class OptimizerSettings(Callback):
     """Callback that records the settings an optimizer was built with, and applies changed settings on resume.
 
     If the schedule or the length of the run changes, the log reports the learning rates of the last batch before the
-    resume and the first batch after it.
+    resume and the first batch after it. Create it before the Trainer adds a scheduler to the optimizer.
 
     Settings that training itself changes, such as the learning rate under a schedule, are replaced only if the recipe
     has changed; otherwise a resumed run equals an uninterrupted one bit for bit.
-
-    Args:
-        optimizer: The optimizer, before the Trainer adds a scheduler to it.
-        schedule: Plain values that determine the learning rate schedule, compared to detect changes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, schedule: Mapping[str, Any]) -> None:
@@ -75,12 +71,7 @@ class OptimizerSettings(Callback):
             self._log_rates(state.timestamp.batch.value, saved_rate, float(groups[0]['lr']))
 
     def _log_rates(self, batch: int, saved: float, now: float) -> None:
-        """Log a change of the learning rate on resume, as a warning if it jumps.
-
-        Args:
-            batch: Number of the first batch after the resume.
-            saved: Learning rate of this batch according to the checkpoint, as if nothing had changed.
-        """
+        """Log a change of the learning rate on resume, as a warning if it jumps; see `describe_rates`."""
         if dist.get_global_rank() != 0 or math.isclose(saved, now, rel_tol=1e-9):
             return
         last = self._saved.get('last', {}).get('rate')
@@ -96,7 +87,6 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
         batch: Number of the first batch after the resume.
         last: Learning rate of the batch before; None if it was on a GPU and therefore not recorded.
         saved: Learning rate that the first batch would have had without changes.
-        now: Learning rate of the first batch.
     """
     before = saved if last is None else last
     factor = f' ({now / before:.4g} times)' if before else ''

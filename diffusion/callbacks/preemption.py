@@ -210,12 +210,9 @@ class SavesInTime(Protocol):
 def save_now(state: State, logger: Logger, *, notice_seconds: float | None = None) -> str | None:
     """Save a checkpoint immediately, unless this batch already has one; a collective.
 
-    Args:
-        notice_seconds: Seconds until this process is killed; None if it will not be killed, or if unknown on this rank.
-
-    Returns:
-        The path or remote name of the newest checkpoint: that of this batch, or an earlier one if there is only time to
-        complete a background save. None if the run does not save resumable checkpoints.
+    Returns the path or remote name of the newest checkpoint: that of this batch, or an earlier one if there is only
+    time for a background save before this process is killed, in `notice_seconds` if known on this rank. None if the run
+    saves no resumable checkpoints.
     """
     # A saver that only saves weights does not count: a run cannot resume from its files.
     savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]

@@ -41,11 +41,7 @@ class SameRun(Callback):
         return self.identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the identity (seed and data settings) in a checkpoint with this run's when the run resumes.
-
-        Raises:
-            UserError: The identities differ; a difference in data is allowed if `allow_data_change` is set.
-        """
+        """Raise UserError if a checkpoint has another seed, or other data unless `allow_data_change` is set."""
         self._compared = True
         if not state:
             return self._warn_unknown()

@@ -24,11 +24,7 @@ _DOING = {
 
 
 class RunStatus(Callback):
-    """Callback that records this node's batch number, speed and time of the last batch in the run's files.
-
-    Args:
-        run: The run's folder or URL.
-    """
+    """Callback that records this node's batch number, speed and time of the last batch in the run's files."""
 
     # The training thread only sets attributes; a background thread writes them, since file systems can hang.
 

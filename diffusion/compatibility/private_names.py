@@ -46,11 +46,7 @@ class PrivateName:
     reason: str
 
     def load(self) -> Any:
-        """Import the module and return the object with this name.
-
-        Raises:
-            UserError: The installed version does not have the name.
-        """
+        """Import the module and return the object with this name; UserError if the installed version lacks it."""
         module, _, owner = self.where.partition(':')
         try:
             found = importlib.import_module(module)
@@ -176,11 +172,7 @@ INHERITED = {
 
 
 def private_attribute(owner: Any, name: str) -> Any:
-    """Return a listed private attribute of an object, class or module of another package.
-
-    Raises:
-        UserError: The installed version does not have the attribute.
-    """
+    """Return a listed private attribute of an object, class or module; UserError if the version does not have it."""
     entry = _entry(owner, name)
     try:
         return getattr(owner, name)
@@ -189,11 +181,7 @@ def private_attribute(owner: Any, name: str) -> Any:
 
 
 def set_private_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set a listed private attribute of an object or module of another package.
-
-    Raises:
-        UserError: The installed version does not have the attribute.
-    """
+    """Set a listed private attribute of an object or module; UserError if the installed version does not have it."""
     if not hasattr(owner, name):
         raise _entry(owner, name).missing()
     setattr(owner, name, value)

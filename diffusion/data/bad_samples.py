@@ -32,25 +32,14 @@ class BadSample(DataError):
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """Return the row number of the sample, in the same shard, that replaces an undecodable sample.
-
-    Args:
-        sample_id: Id of the undecodable sample.
-        attempt: Attempt number, from 1: the sample chosen by an earlier attempt may be undecodable too.
-        samples: Number of rows in the shard.
-    """
+    """Return the row, of a shard with `samples` rows, that replaces an undecodable sample at an attempt from 1."""
     word, *_ = philox((attempt, sample_id & 0xFFFFFFFF, epoch & 0xFFFFFFFF, 0), (seed, int(Purpose.REPLACEMENT)))
     return word * samples >> 32
 
 
 @dataclass
 class SampleCounts:
-    """Counts of samples that a run has loaded and replaced so far, summed over all ranks.
-
-    Attributes:
-        served: Number of samples loaded, including replaced ones.
-        replaced: Number of samples replaced because they cannot be decoded.
-    """
+    """Counts of samples that a run has loaded (including replaced ones) and replaced so far, summed over all ranks."""
 
     served: int = 0
     replaced: int = 0
@@ -71,10 +60,6 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
 
     The file is created if it does not exist. Its folder is not created: a missing folder may mean a lost mount. If the
     file cannot be written, a warning is logged.
-
-    Args:
-        notes: One JSON object per replaced sample, as text.
-        batch: Index of the global batch in its epoch, added to each note.
     """
     try:
         with append_text(path) as file:
@@ -84,11 +69,7 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
 
 
 class ReplacedSamples(Callback):
-    """Callback that logs `data/replaced_samples`, the number of samples replaced on all ranks since the run started.
-
-    Args:
-        tally: Counts from the training loader, which stops the run if too many samples are replaced.
-    """
+    """Callback that logs `data/replaced_samples`, the number of samples replaced on all ranks since the run started."""
 
     def __init__(self, tally: SampleCounts) -> None:
         self.tally = tally

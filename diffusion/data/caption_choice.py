@@ -15,14 +15,7 @@ CAPTION_COLUMNS = 'caption_columns'
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
-    """Return a sample's captions as a list, from its column `captions` (a list) or `caption` (a string).
-
-    Args:
-        where: Stream and row of the sample, for the error message.
-
-    Raises:
-        BadSample: The sample has no captions, or they are not strings.
-    """
+    """Return a sample's captions, from its column `captions` (a list) or `caption`; raise BadSample if it has none."""
     value = sample.get('captions', sample.get('caption'))
     captions = [value] if isinstance(value, str) else value
     if not isinstance(captions, list) or not captions or not all(isinstance(text, str) for text in captions):
@@ -36,9 +29,7 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> int:
     """Return the index of the chosen caption; it also selects data stored per caption, such as text embeddings.
 
-    Args:
-        draw: Uniform random number in [0, 1), used by the rule `random`.
-        chances: Probability of each caption under `random`, from `caption_chances`; empty for equal probabilities.
+    The rule `random` uses `draw`, uniform in [0, 1), and the chances from `caption_chances`; without, they are equal.
     """
     if rule == 'longest':
         return max(range(len(captions)), key=lambda index: len(captions[index]))
@@ -55,10 +46,7 @@ def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> 
     """Return the probability of each caption of a sample, given the weights of the columns of the captions.
 
     The weights are normalized over the columns in which the sample has captions; captions from one column share its
-    weight. Empty if the dataset does not record the columns.
-
-    Raises:
-        BadSample: None of its columns has a weight.
+    weight. Empty if the dataset does not record the columns. Raises BadSample if no column has a weight.
     """
     columns = sample.get(CAPTION_COLUMNS)
     if not columns:
@@ -74,11 +62,7 @@ def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> 
 
 
 def check_caption_weights(weights: Mapping[str, float] | None, rule: CaptionChoice) -> None:
-    """Check the setting `dataset.caption_weights`.
-
-    Raises:
-        UserError: A weight is not a positive number, or captions are not chosen at random.
-    """
+    """Raise UserError unless all weights are positive numbers and captions are chosen at random."""
     if weights is None:
         return
     if rule != 'random':

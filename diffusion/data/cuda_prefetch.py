@@ -58,10 +58,7 @@ def prefetch_one(
 ) -> Iterator[Item]:
     """Yield the finished items in order, starting the work on the next item before each yield.
 
-    Args:
-        items: The items. If the iterator raises an exception, the items before it are yielded first.
-        start: Starts the work on an item and returns immediately.
-        finish: Waits for the work and returns the finished item.
+    `start` returns immediately, and `finish` waits. If `items` raises an exception, the items before are yielded first.
     """
     # Holds the item in progress, if any: empty before the first item.
     started: list[Started] = []

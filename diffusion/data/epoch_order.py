@@ -34,10 +34,7 @@ class EvaluationOrder:
     counts: NDArray[np.int64]
 
     def for_workers(self, workers: int) -> NDArray[np.int64]:
-        """Return the sample ids that each worker serves, in order, int64 [R, workers, samples].
-
-        A DataLoader takes batches from its workers in turn. Missing samples are `NO_SAMPLE`.
-        """
+        """Return the sample ids that each worker serves in turn, int64 [R, workers, samples]; `NO_SAMPLE` for none."""
         count, ranks, size = self.batches.shape
         turns = -(-count // workers)
         padded = np.full((turns * workers, ranks, size), NO_SAMPLE, dtype=np.int64)
@@ -71,11 +68,7 @@ class OccurrenceSpanner(Spanner):
 
 
 def numbered_ids(sample_ids: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
-    """Return sample + occurrence * num_samples for each sample of an epoch, int64 [N].
-
-    Args:
-        sample_ids: Ids in the order of the epoch, in [0, num_samples), int64 [N].
-    """
+    """Return sample + occurrence * num_samples for each sample of an epoch, in its order, int64 [N]."""
     if np.bincount(sample_ids).max(initial=0) <= 1:
         return sample_ids
     # Streaming's ids consist of sorted runs, which a stable sort (timsort for int64) merges quickly.

@@ -34,8 +34,7 @@ def streaming_dataset(state: State) -> StreamingDataset | None:
 def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[str, Any]:
     """Return the dataset's state dict for the timestamp's position.
 
-    Raises:
-        DataError: The dataset and the run are in different epochs, so a resumed run would continue with other samples.
+    Raises DataError if the dataset is in another epoch: a resumed run would continue with other samples.
     """
     epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = dataset.state_dict(sample, from_beginning=True)

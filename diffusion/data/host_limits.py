@@ -51,10 +51,8 @@ class HostProblem:
 def check_machine(loader: BucketedLoader) -> None:
     """Check before training that every machine has enough memory, open files and disk; log a warning per shortage.
 
-    This is a collective call: every rank must make it. One process per machine does the checks.
-
-    Raises:
-        UserError: A shortage on some machine is fatal; raised on all ranks.
+    This is a collective call: every rank must make it. One process per machine does the checks. A fatal shortage on
+    some machine raises UserError on all ranks.
     """
     problems: list[HostProblem] = []
     if dist.get_local_rank() == 0:

@@ -122,11 +122,7 @@ def read_image(
 
 
 def to_upright_srgb(image: Image.Image, *, background: str = 'white') -> Image.Image:
-    """Convert an image opened with Pillow as `read_image` does for files; the given image is not changed.
-
-    Raises:
-        UnreadableImage: The image cannot be decoded, or the range of its pixel values is unknown.
-    """
+    """Convert an image opened with Pillow as `read_image` does for files; the given image is not changed."""
     with strict_pillow(Image.MAX_IMAGE_PIXELS or MAX_PIXELS), unreadable():
         pixels = decode_other(image)
         opaque, _ = _to_opaque_srgb(pixels, image.info.get('icc_profile'), ImageColor.getrgb(background)[:3])
@@ -238,10 +234,9 @@ def _check_webp(encoded: bytes) -> None:
 
 
 def jpeg_reduction(size: tuple[int, int], resized: tuple[int, int]) -> int:
-    """Return the factor (1, 2, 4 or 8) by which to reduce a JPEG while decoding it, before it is resized.
+    """Return the factor (1, 2, 4 or 8, the fast ones of libjpeg) by which to reduce a JPEG while decoding it.
 
     The reduced image is at least MIN_OVERSAMPLING times the size to which it will be resized, unless the factor is 1.
-    These are the only factors that make libjpeg decode faster.
     """
     largest = min(size[0] / resized[0], size[1] / resized[1]) / MIN_OVERSAMPLING
     return max((factor for factor in (2, 4, 8) if factor <= largest), default=1)
@@ -250,9 +245,7 @@ def jpeg_reduction(size: tuple[int, int], resized: tuple[int, int]) -> int:
 def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image.Image, np.ndarray | None, bool]:
     """Decode a JPEG. Return the image, its pixels if it is RGB, and True if stray bytes after a scan were ignored.
 
-    The image is rejected if libjpeg warns about missing or corrupt data.
-
-    Width and height are divided by `factor` and rounded up.
+    Width and height are divided by `factor` and rounded up. If libjpeg warns about corrupt data, the image is rejected.
     """
     # Pillow ignores libjpeg's warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg
     # raises ValueError for every warning, so decode again without checks if the warning is known to be harmless.

@@ -87,10 +87,7 @@ def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
 
 
 def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return width and height at which to draw an image in a PNG, with about the area of side x side pixels.
-
-    A larger image is shrunk to the size from `size_on_sheet`; a smaller one is enlarged by an integer factor.
-    """
+    """Return an image's size in a PNG, of about side x side pixels: enlarged by an integer, or from `size_on_sheet`."""
     # Use an integer factor, so that all pixels of a small image are drawn at the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:
@@ -177,11 +174,9 @@ def _shortened(line: str, width: int, font: Any) -> str:
 
 
 def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
-    """Return figures as HTML, with images embedded at their own resolution and captions in full.
+    """Return figures as HTML, with images embedded at their own resolution and captions, escaped, in full.
 
-    Args:
-        figures: Images and captions; captions are HTML-escaped.
-        side: Display size of images, as in `draw_sheet`; None means their own resolution.
+    `side` is the display size of images, as in `draw_sheet`; None means their own resolution.
     """
     blocks = []
     for figure in figures:

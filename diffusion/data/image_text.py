@@ -97,11 +97,7 @@ class ImageTextDataset(BucketedDataset):
         self.flip = flip
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the image of a sample, its caption tokens, and its sizes if the model takes them.
-
-        Raises:
-            BadSample: The image cannot be decoded, or there is no caption.
-        """
+        """Return a sample's image, its caption tokens, and its sizes if the model takes them, or raise BadSample."""
         item = self._image(sample, index)
         if self.tokenizers:
             _, caption = self.choose_caption(sample, index)

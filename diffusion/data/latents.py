@@ -78,14 +78,7 @@ class LatentManifest:
 
     @classmethod
     def read(cls, folder: Path, where: str) -> 'LatentManifest':
-        """Read the manifest.json of a folder of precomputed latents.
-
-        Args:
-            where: Name of the stream or its URL, for the error message.
-
-        Raises:
-            UserError: The folder has no manifest, or the manifest has another version.
-        """
+        """Read the manifest.json of a folder of precomputed latents; `where` names the stream or URL in messages."""
         path = folder / MANIFEST
         if not path.exists():
             raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
@@ -136,22 +129,14 @@ def manifest_of(
 
 
 def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) -> list[int]:
-    """Return height, width and channels of the feature grid for an image's tokens, as recorded in manifests.
-
-    Args:
-        shape: Size of the image in pixels.
-        token_side: Side in pixels of the image square covered by one token.
-    """
+    """Return height, width and channels of the feature grid, as in manifests; tokens are token_side px wide."""
     return [shape.height // token_side, shape.width // token_side, encoder.width]
 
 
 def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
-    """Return the text embeddings of one caption, padded with zeros to [L, D], and their mask, bool [L].
+    """Return the text embeddings of one caption, padded with zeros to [size, D], and their mask, bool [size].
 
-    Args:
-        embeds: Embeddings of all captions of a sample, one after another, [sum of lengths, D].
-        lengths: Number of tokens of each caption.
-        size: L.
+    Embeddings of all captions of the sample are one after another, [sum of lengths, D].
     """
     start = sum(lengths[:caption])
     padded = embeds.new_zeros(size, embeds.shape[1])
@@ -231,11 +216,7 @@ class LatentsDataset(BucketedDataset):
                 raise UserError(f'model.representation_alignment: {no_features_problem(bucket.name)}')
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a sample's latent moments and caption tokens, plus text embeddings, sizes and features if used.
-
-        Raises:
-            BadSample: The stored values are not finite, or there is no caption.
-        """
+        """Return a sample's latent moments and caption tokens, plus text embeddings, sizes and features if used."""
         caption_index, caption = self.choose_caption(sample, index)
         item: dict[str, Any] = {
             batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, index).float(),
@@ -274,11 +255,10 @@ class LatentsDataset(BucketedDataset):
     def check_encoders(
         self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool, mask_padding: bool = False
     ) -> None:
-        """Check before training that the stored latents and text embeddings were made by the model's own encoders.
+        """Raise UserError unless the stored latents and text embeddings were made by the model's own encoders.
 
-        Raises:
-            UserError: The weights or the latent statistics differ, text embeddings are stored but the model trains its
-                text encoders, or the model attends to padding that is not stored.
+        Text embeddings must not be stored for a model that trains its text encoders, or without padding for one that
+        attends to it.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)
@@ -299,14 +279,7 @@ class LatentsDataset(BucketedDataset):
                     )
 
     def check_features(self, encoder: FeatureEncoder, *, token_side: int) -> None:
-        """Check before training that the stored features match the model's image encoder and token grid.
-
-        Args:
-            token_side: Side in pixels of the image square covered by one token of the denoiser.
-
-        Raises:
-            UserError: The encoder's weights or the token grid differ.
-        """
+        """Raise UserError unless the stored features match the model's image encoder and grid of tokens."""
         expected = weights_fingerprint(encoder)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if manifest.image_encoder != expected:

@@ -179,8 +179,7 @@ class BucketedLoader(StreamingDataLoader):
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
         """Return the next batch of this rank's workers, or None after the last batch of the epoch.
 
-        Raises:
-            DataError: A process on this machine has failed, or no batch arrived within `timeout_seconds`.
+        Raises DataError if a process on this machine has failed, or if no batch arrived within `timeout_seconds`.
         """
         self.dataset.check_failures()
         begin = time.monotonic()
@@ -238,12 +237,8 @@ class BucketedLoader(StreamingDataLoader):
     def _all_ranks_have_batch(self, index: int, batch: Any, problem: str | None, notes: list[str]) -> bool:
         """Return True if every rank has a batch, False if the epoch has ended on all of them; a collective call.
 
-        Args:
-            batch: This rank's batch, or None after its last.
-            problem: This rank's error message, or None.
-
-        Raises:
-            DataError: A rank has failed, the ranks do not end together, or too many samples were replaced.
+        Raises DataError on all ranks if one has a `problem`, if the ranks do not end together, or if too many samples
+        were replaced. `batch` is None after this rank's last.
         """
         # The sums below are the same on every rank, so every rank takes the same branches and makes the same further
         # collective calls. Deciding by a rank's own values instead would deadlock.
@@ -272,10 +267,9 @@ class BucketedLoader(StreamingDataLoader):
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
     def _count_replaced(self, index: int, replaced: int, notes: list[str]) -> None:
-        """Count the undecodable samples replaced in a batch and append them to the quarantine file; a collective call.
+        """Count the undecodable samples of a batch in the quarantine file; a collective.
 
-        Raises:
-            DataError: The fraction of samples replaced so far exceeds `max_bad_samples`.
+        Raises DataError if the fraction replaced so far exceeds `max_bad_samples`.
         """
         self.tally.replaced += replaced
         all_notes = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
@@ -357,9 +351,7 @@ def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str,
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a stratified timestep quantile in [0, 1) for each sample of a rank's batch, float64 [B].
 
-    Args:
-        batch: This rank's batch of B samples.
-        copies: Sample ids and occurrences of the global batch in rank order, int64 [2, G].
+    `copies` are sample ids and occurrences of the global batch in rank order, int64 [2, G].
     """
     ids, occurrences = copies
     epoch, index = (batch[name][:1].expand(len(ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))

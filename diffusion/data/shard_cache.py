@@ -158,11 +158,7 @@ class CacheBudget:
             yield
 
     def make_scratch_folder(self, path: Path, size: int) -> Path:
-        """Evict shards to make room, and create a temporary folder next to a shard's path for its download.
-
-        Args:
-            size: Size of the download in bytes, including the unpacked shard if it is compressed.
-        """
+        """Evict shards to make room for `size` bytes, and create a temporary folder for a download next to `path`."""
         with self.reserve(path, size):
             return locks.make_scratch_folder(path, size)
 
@@ -269,9 +265,7 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 class DownloadTurns:
     """Lets one process take turns with others at downloading files into shared folders.
 
-    Args:
-        name: Owner of the files, for messages, such as `streams.photos`.
-        wait: Called repeatedly while another process downloads; it may raise an exception to end the wait.
+    `wait` is called repeatedly while another process downloads; it may raise an exception to end the wait.
     """
 
     def __init__(self, name: str, wait: Callable[[], None]) -> None:
@@ -286,11 +280,8 @@ class DownloadTurns:
         """Wait while other processes download a file, then hold the right to download it during the `with` block.
 
         Yields the path that this process has locked, for naming the temporary folder: `path` itself, or `path` with a
-        number if the wait was too long. Yields None if another process has completed the file.
-
-        Args:
-            size: Size of the download in bytes.
-            is_complete: Returns True if the file exists and is undamaged; called when the file has changed.
+        number if the wait was too long. Yields None if another process has completed the file: `is_complete` returns
+        True if it exists and is undamaged, and is called when it has changed.
         """
         patience = self.patience_seconds(size)
         known = _signature(path)

@@ -35,9 +35,7 @@ TIMEOUT_SECONDS = 15.0
 class Failures:
     """Message of the first failure among a dataset's processes on this machine, shared so that all of them stop.
 
-    Args:
-        path: Path of the message file: the same in all processes of the dataset, and different from that of any other
-            dataset.
+    Each dataset has its own message file, `path`, in all of its processes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,11 +72,7 @@ class Failures:
         return self._message
 
     def check(self, *, now: bool = False) -> None:
-        """Raise DataError if a process has failed; this may be up to POLL_SECONDS late unless `now` is set.
-
-        Raises:
-            DataError: A process has failed; the message is that of the first failure.
-        """
+        """Raise DataError with the first failure's message; may be up to POLL_SECONDS late unless `now` is set."""
         message = self.message(now=now)
         if message is not None:
             raise DataError(message)
@@ -101,10 +95,7 @@ class FailureEvent(threading.Event):
 
 @contextlib.contextmanager
 def one_job_at_a_time() -> Iterator[None]:
-    """Hold a machine-wide lock while the `with` block creates a dataset; a collective call.
-
-    If the lock cannot be taken, a warning is logged and the block runs without the lock.
-    """
+    """Hold a machine-wide lock while a dataset is created; a collective. Failing to take it only logs a warning."""
     # Streaming's get_shm_prefix() searches for a free name in shared memory on each rank and claims it only later, so:
     # (1) If two jobs start on one machine at the same time, one fails with `FileExistsError`. (2) If a killed job's
     # names vanish during the search, as when ranks restart, ranks find different names. (3) Streaming also accepts a

@@ -164,19 +164,11 @@ class BucketedDataset(VerifiedDataset):
         return sample, item | self.identity(at)
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the tensors of a stored sample with this index, without its id and epoch; subclasses implement this.
-
-        Raises:
-            BadSample: The sample was read but cannot be decoded.
-        """
+        """Return the tensors of a stored sample without its id and epoch, or raise BadSample; for subclasses."""
         raise NotImplementedError
 
     def choose_caption(self, sample: dict[str, Any], index: int) -> tuple[int, str]:
-        """Return the index and the text of the caption chosen for a sample in this epoch.
-
-        Raises:
-            BadSample: The sample has no captions, or none of its captions' columns has a weight.
-        """
+        """Return index and text of the caption chosen for a sample in this epoch; raise BadSample if there is none."""
         draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
         try:
             captions = captions_of(sample, '')
@@ -264,10 +256,7 @@ class BucketedDataset(VerifiedDataset):
         super().load_state_dict(obj)
 
     def _round_to_whole_batches(self) -> None:
-        """Round the number of samples per epoch of each stream to whole global batches.
-
-        See `diffusion.config.device_checks` for the reason.
-        """
+        """Round samples per epoch of each stream to whole global batches; `config.device_checks` has the reason."""
         # Streaming computes `choose` and `proportion` of each stream, and `epoch_size` and `length` of the dataset, in
         # its constructor, but reads them only when an epoch begins or the length is requested. So they can be replaced
         # here. Every rank computes the same numbers from the same indexes.
@@ -387,11 +376,8 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
     has changed, Streaming resumes with different samples and reports nothing.
 
     Values are JSON types. Not included are paths and URLs, since data may move, the number of devices and workers, and
-    prefetching.
-
-    Args:
-        dataset: The dataset before its first epoch begins.
-        settings: Name of the dataset component and those of its arguments that affect samples, such as `crop`.
+    prefetching. Call it before the first epoch begins, with the dataset component's name and those of its arguments
+    that affect samples, such as `crop`.
     """
     order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
     sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')

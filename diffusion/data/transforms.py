@@ -93,11 +93,7 @@ class DecodedCrop(NamedTuple):
 
 
 def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> DecodedCrop:
-    """Return the decoded crop of an image, before resizing; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 size.
-
-    Raises:
-        UnreadableImage: The bytes are not an image, or the image is damaged.
-    """
+    """Return the decoded crop of an image, before resizing; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 size."""
     # Throughput for 512 px JPEGs resized to 256 px: 1219 images per CPU second with reduced decoding by simplejpeg, and
     # 203 with a full decode and bicubic resizing by Pillow.
     found = _decode_jpeg_crop(encoded, shape, crop) if isinstance(encoded, bytes) else None
@@ -127,11 +123,7 @@ def resize(pixels: Pixels, shape: Shape) -> Pixels:
 
 
 def decode(encoded: bytes | Image.Image) -> Image.Image:
-    """Decode a full image with `read_image`: upright, in sRGB, with transparency composited over white.
-
-    Raises:
-        UnreadableImage: The bytes are not an image, or the image is damaged.
-    """
+    """Decode a full image with `read_image`: upright, in sRGB, with transparency composited over white."""
     if isinstance(encoded, bytes):
         return read_image(encoded, max_pixels=MAX_PIXELS, first_frame=True).image
     return to_upright_srgb(encoded)
@@ -211,10 +203,7 @@ class ImageBlock:
     """Allocator of the memory into which the next batch's images are decoded.
 
     Each batch owns the memory block from which it is collated. The block is reused once no tensor refers to it.
-
-    Args:
-        batch_size: Images per batch. Batches with another size or order are copied, as they would be without this
-            class.
+    Batches with another size or order are copied, as they would be without this class.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -224,10 +213,7 @@ class ImageBlock:
         self._free = deque[bytearray](maxlen=MAX_FREE)
 
     def place(self, shape: Sequence[int]) -> Tensor:
-        """Return an uninitialized tensor, uint8 [3, H, W], for decoding the next image of a batch.
-
-        Images of a batch are adjacent in memory, so that `collate` can build the batch without copying.
-        """
+        """Return an empty tensor, uint8 [3, H, W], next to the batch's others so that `collate` need not copy."""
         # An image with another shape starts a new batch, since batches never mix shapes.
         if self._block is None or self._used == self.batch_size or self._block.shape[1:] != tuple(shape):
             self._block, self._used = self._new_block((self.batch_size, *shape)), 0

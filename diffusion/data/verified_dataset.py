@@ -81,12 +81,7 @@ class VerifiedDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
         """Return a sample, making sure that its shard has not changed since it was verified.
 
-        Args:
-            sample_id: Index of the sample in the dataset.
-            retry: Number of retries if the shard changed or disappeared.
-
-        Raises:
-            DataError: The shard cannot be read or downloaded, or it keeps changing.
+        If it has, up to `retry` retries follow. Raises DataError if the shard cannot be read or keeps changing.
         """
         # Another job may evict or replace the file at any time, because readers hold no lock. So read optimistically,
         # then compare the file's signature with the one stored when it was verified, and start over if they differ.
@@ -115,10 +110,8 @@ class VerifiedDataset(StreamingDataset):
     def check_again(self, shard_id: int) -> bool:
         """Verify a shard's hash again, at most once per process; return True if its file was replaced.
 
-        Call this for a sample that cannot be decoded: bits on a disk can flip without a new modification time.
-
-        Raises:
-            DataError: The shard is damaged and cannot be downloaded.
+        Call this for a sample that cannot be decoded: bits on a disk can flip without a new modification time. Raises
+        DataError if the shard is damaged and cannot be downloaded.
         """
         if shard_id in self._checked_again:
             return False
@@ -131,11 +124,7 @@ class VerifiedDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Verify a shard, and download it if missing or damaged; only one process per machine works on it at a time.
 
-        Args:
-            blocking: Wait if another process is preparing the shard, instead of returning immediately.
-
-        Raises:
-            DataError: The shard cannot be read or downloaded, or another process has failed.
+        With `blocking`, wait for a process that is preparing it. Raises DataError if that or another process failed.
         """
         # StreamingDataset's private `_shard_states` has one byte per shard, in memory shared by all ranks and workers
         # on this machine. Here, REMOTE means "not verified yet". A process claims a shard by changing REMOTE to
@@ -169,10 +158,7 @@ class VerifiedDataset(StreamingDataset):
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """If a Streaming thread ended with an exception, report it to the other processes on this machine.
-
-        Streaming registers this as a callback of the thread's future. It never raises.
-        """
+        """Callback of a Streaming thread's future: report its exception to the machine's other processes."""
         # Streaming re-raises here, but the executor only logs a callback's exceptions, so the epoch would end early.
         error = future.exception()
         if error is not None:
@@ -200,11 +186,7 @@ class VerifiedDataset(StreamingDataset):
             raise DataError(f'{self.names()}: the epoch ended after {it.yield_index} of {it.total} samples')
 
     def check_failures(self, *, now: bool = False) -> None:
-        """Raise DataError if another of the dataset's processes on this machine has failed; call this while waiting.
-
-        Raises:
-            DataError: Another process has failed; the error has that process's message.
-        """
+        """Raise DataError if another process of the dataset on this machine has failed; call this while waiting."""
         if self.failures is not None:
             self.failures.check(now=now)
 
@@ -343,12 +325,8 @@ def describe_error(error: BaseException) -> str:
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
     """Download and set each stream's index, and check that all machines have the same ones; a collective call.
 
-    One process per machine downloads the index.json files.
-
-    Raises:
-        UserError: On some machine, an index does not exist, cannot be accessed, or does not list MDS shards; raised on
-            all ranks.
-        DataError: A store does not answer, or machines have different indexes; raised on all ranks.
+    One process per machine downloads the index.json files. All ranks raise UserError if an index does not exist, cannot
+    be accessed, or does not list MDS shards, and DataError if a store does not answer or machines have different ones.
     """
     result = _fetch_indexes_once(streams) if dist.get_local_rank() == 0 else (None, [])
     # Gather even after an error: if one rank raised alone, the others would wait in this collective forever.

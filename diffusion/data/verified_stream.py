@@ -103,11 +103,8 @@ class VerifiedStream(Stream):
     def fetch_index(self) -> str:
         """Download the stream's index.json if it has changed, and return the SHA-256; call this once per machine.
 
-        If the remote cannot be reached, the local index is used if it exists.
-
-        Raises:
-            UserError: The index does not exist, cannot be accessed, or does not list MDS shards.
-            DataError: The store does not answer.
+        If the remote cannot be reached, the local index is used if it exists; otherwise DataError is raised. An index
+        that does not exist, or does not list MDS shards, is a UserError.
         """
         # A dataset rewritten at the same URL has a new index. In a cache, it gets a new folder, so that jobs still
         # reading the old version are not disturbed. In a stream's own folder, the hashes in the new index identify the
@@ -138,13 +135,9 @@ class VerifiedStream(Stream):
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Verify a shard's files, and download or unpack those that are missing or damaged.
+        """Verify a shard's files, and download or unpack those that are missing or damaged, or raise DataError.
 
-        Returns:
-            Always 0; StreamingDataset expects the change in cache size, which is not tracked this way here.
-
-        Raises:
-            DataError: A file is damaged or missing and cannot be downloaded or unpacked.
+        Returns 0: StreamingDataset expects the change in cache size, which is not tracked this way here.
         """
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
@@ -167,9 +160,7 @@ class VerifiedStream(Stream):
     def fetch_sidecar(self, name: str) -> Path:
         """Download a small file next to the shards again, such as manifest.json, and return its path.
 
-        Raises:
-            UserError: The file exists neither remotely nor locally, or cannot be accessed.
-            DataError: The file does not exist locally, and the store does not answer.
+        Raises UserError if it does not exist, or DataError if it is not local and the store does not answer.
         """
         path = self.folder / name
         if self.source is not None:
@@ -182,11 +173,7 @@ class VerifiedStream(Stream):
         return path
 
     def _download(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
-        """Download a shard to its final path, or wait for another job that is downloading it.
-
-        Raises:
-            DataError: The shard cannot be downloaded, or the disk is full.
-        """
+        """Download a shard to its final path, or wait for another job that is downloading it."""
         assert self.source is not None
         files = [raw] if zipped is None else [zipped, raw]
         size = sum(file.bytes for file in files)
@@ -255,14 +242,9 @@ class VerifiedStream(Stream):
     ) -> None:
         """Download a shard to a temporary folder, unpack it if compressed, verify it, and rename it to `path`.
 
-        Args:
-            path: Final path of the raw shard.
-            locked: Path whose lock this process holds; the lock shows others that the temporary folder is in use.
-            files: The raw file only, or the compressed file and the raw file.
-            compression: Compression algorithm of the compressed file.
-
-        Raises:
-            DamagedDownload: The file's size or hash differs from the index, or it cannot be unpacked.
+        `locked` is the path whose lock this process holds; the lock shows others that the temporary folder is in use.
+        `files` are the raw file only, or the compressed and the raw file. Raises DamagedDownload if a file's size or
+        hash differs from the index, or if it cannot be unpacked.
         """
         assert self.source is not None
         # Only complete and undamaged files may have their final name: download into a hidden folder on the same file
@@ -292,11 +274,7 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a local shard from its compressed file, after its raw file was found missing or damaged.
-
-        Raises:
-            DataError: There is no compressed file, or the compressed file is damaged.
-        """
+        """Unpack a local shard from its compressed file, after its raw file was found missing or damaged."""
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else find_damage(source, zipped, self.validate_hash) or ''
         if found:
@@ -335,11 +313,7 @@ class VerifiedStream(Stream):
         return fetched[0]
 
     def _downloaded_index(self) -> bytes:
-        """Download the remote index.json and return its content.
-
-        Raises:
-            DamagedDownload: The content is not an index of MDS shards.
-        """
+        """Download the remote index.json and return its content; raise DamagedDownload if it lists no MDS shards."""
         assert self.source is not None
         content = self.source.read(INDEX)
         # There is no hash to verify an index with. Parse it, so that a truncated index, which is not valid JSON, is
@@ -410,11 +384,7 @@ def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
 
 
 def files_in_index(index: bytes) -> list[FileInfo]:
-    """Return the name, size and hashes of all files listed in the content of an index.json.
-
-    Raises:
-        ValueError: The content is not an index of MDS shards.
-    """
+    """Return the files listed in the content of an index.json; raise ValueError if it lists no MDS shards."""
     try:
         content = json.loads(index)
         if content['version'] != 2:
@@ -428,8 +398,7 @@ def files_in_index(index: bytes) -> list[FileInfo]:
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
     """Unpack a shard next to its compressed file or into `folder`, verify the result, and return its path.
 
-    Raises:
-        DamagedDownload: The file cannot be unpacked, or the result's size or hash differs from the index.
+    Raises DamagedDownload if this fails or the result differs from the index.
     """
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:

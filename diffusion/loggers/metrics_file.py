@@ -78,11 +78,7 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
 
 
 def draw_loss_curve(metrics: Path, out: Path) -> None:
-    """Draw the training loss over batches, raw and smoothed, and the validation losses to a PNG file.
-
-    Args:
-        metrics: Path of the metrics file; nothing is drawn if it has no training loss.
-    """
+    """Draw the training loss over batches, raw and smoothed, and the validation losses, if any, to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

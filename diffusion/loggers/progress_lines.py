@@ -123,10 +123,7 @@ class ConsoleLines(LoggerDestination):
 
 
 def total_batches(state: State) -> int | None:
-    """Return the total number of batches of training; None if its duration is not given in batches or epochs.
-
-    Call it during training: the length of an epoch is that of the current data loader.
-    """
+    """Return the total batches of training, of epochs like the current one; None for durations in other units."""
     end = state.max_duration
     if end is not None and end.unit == TimeUnit.BATCH:
         return end.value

@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class _LatestMetrics(LoggerDestination):
-    """Base class that keeps the latest value of each metric on rank 0 and exports them at intervals.
-
-    Args:
-        every_seconds: Minimum time between two exports.
-    """
+    """Base class that keeps the latest value of each metric on rank 0 and exports them at intervals."""
 
     def __init__(self, *, every_seconds: float = 15.0) -> None:
         self.every_seconds = every_seconds

@@ -383,7 +383,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Return the VAE's mean and log-variance for uint8 images, float32 [B, 2C, H, W], or only latents [B, C, H, W]."""
+        """Return the VAE's mean and log-variance for uint8 images, float32 [B, 2C, H, W], or only latents."""
         if images.dtype != torch.uint8:
             raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
         batch_keys.check_images(images)

@@ -33,7 +33,6 @@ class WeightAverage:
 
     @property
     def started(self) -> bool:
-        """True once the weight average exists."""
         return bool(self.tensors) or bool(self._saved)
 
     @torch.no_grad()
@@ -149,7 +148,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside a DDP wrapper, or the model itself if it has none."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -196,7 +194,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise UserError unless a saved average has the same names and shapes as the model's parameters."""
     different: Sequence[str] = sorted(set(saved) ^ set(parameters))
     if not different:
         different = [name for name, weight in parameters.items() if saved[name].shape != weight.shape]

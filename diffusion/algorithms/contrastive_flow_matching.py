@@ -102,7 +102,6 @@ def successors(sample_id: Tensor, words: Tensor) -> Tensor:
 
 
 def _checked(model: object) -> LatentDiffusion:
-    """Return the model if it is a LatentDiffusion trained with flow matching; raise UserError otherwise."""
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'contrastive_flow_matching: a {type(model).__name__} has no denoiser; remove the algorithm')
     if (problem := contrastive_problem(vars(model.objective))) is not None:

@@ -84,7 +84,6 @@ def replace_norms(
 
 
 def _dtype(input: Tensor) -> torch.dtype:
-    """Return autocast's dtype on the input's device, or the input's dtype if autocast is off."""
     # Without a device type, is_autocast_enabled() only checks CUDA and returns False under autocast('cpu').
     device_type = input.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype

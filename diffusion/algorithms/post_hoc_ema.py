@@ -94,7 +94,6 @@ class PostHocEMA(Algorithm):
 
     @property
     def started(self) -> bool:
-        """True once the weight averages exist."""
         return all(average.started for average in self._averages.values())
 
     @property
@@ -173,7 +172,6 @@ class Snapshot:
 
     @property
     def profile(self) -> Profile:
-        """Profile of this average: how much it weights each training step."""
         return Profile(self.batch, self.gamma)
 
 
@@ -195,7 +193,6 @@ class ReconstructedAverage:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the tensors by parameter name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
@@ -291,7 +288,6 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
 
 
 def _header(path: Path) -> Snapshot:
-    """Read the batch and width of a snapshot from the header of its file."""
     with _open_snapshot(path) as file:
         header = json.loads((file.metadata() or {}).get(_KEY, '{}'))
     if header.get('version') != _VERSION:
@@ -303,7 +299,6 @@ def _header(path: Path) -> Snapshot:
 
 @contextmanager
 def _open_snapshot(path: Path) -> Iterator[Any]:
-    """Open a snapshot file for reading inside the context; raise UserError if the file is damaged."""
     try:
         with safe_open(path, framework='pt') as file:
             yield file

@@ -63,7 +63,6 @@ class TREAD(Algorithm):
             self._router.finish()
 
     def _install(self, state: State) -> None:
-        """Add the hooks to the model's denoiser, before Composer wraps it."""
         model = state.model
         if not isinstance(model, LatentDiffusion):
             raise UserError(f'tread: a {type(model).__name__} has no denoiser; remove the algorithm')

@@ -89,7 +89,6 @@ class ImageGrid(Callback):
             self._sample(state, logger)
 
     def _sample(self, state: State, logger: Logger) -> None:
-        """Sample the images on all ranks, and save and log the sheet on rank 0."""
         batch = state.timestamp.batch.value
         model = unwrapped(state.model)
         images = []

@@ -377,7 +377,6 @@ def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
 
 
 def describe_samples(ids: Sequence[int], path: Path) -> str:
-    """Format the first sample IDs and the file that lists the others, for an error message."""
     if not ids:
         return f'samples unknown, the batch has no {batch_keys.SAMPLE_ID}'
     more = f' and {len(ids) - MAX_IDS_SHOWN} more, in {path}' if len(ids) > MAX_IDS_SHOWN else ''

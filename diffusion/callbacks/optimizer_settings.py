@@ -121,7 +121,6 @@ def factors_of(scheduler: Any, state: State) -> list[float]:
 
 
 def one_batch_earlier(now: Timestamp) -> Timestamp:
-    """Return a copy of a timestamp with one batch and its samples subtracted."""
     batch, sample = now.batch.value, now.sample.value
     return now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
 

@@ -131,7 +131,6 @@ class Preemption(Callback):
         raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {outcome}')
 
     def _notice_left(self) -> float | None:
-        """Return the seconds left until this process is killed after its signal; None if unknown."""
         notice = worker_notice_seconds(os.environ)
         return None if notice is None or not self.signal else notice - (time.monotonic() - self._signaled_at)
 
@@ -172,7 +171,6 @@ class Preemption(Callback):
             )
 
     def _saved_batch(self, state: State) -> int | None:
-        """Return the batch number of the newest checkpoint to resume from, or None if there is no checkpoint."""
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
         # The checkpoint that the run resumed from counts too.
         batches = [each.last_checkpoint_batch.value for each in savers if each.last_checkpoint_batch is not None]

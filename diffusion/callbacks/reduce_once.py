@@ -46,10 +46,8 @@ def number_of_microbatches(state: State) -> int:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch, given as a mapping or a sequence of tensors."""
     return len(next(iter(batch.values() if isinstance(batch, Mapping) else ensure_tuple(batch))))
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Return the modules that FSDP2 shards and gathers separately."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -61,7 +61,6 @@ class PrivateName:
         return found
 
     def missing(self) -> UserError:
-        """Return the error to raise if the installed version does not have this name."""
         try:
             version = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:

@@ -26,7 +26,6 @@ from diffusion.errors import DataError
 
 
 def streaming_dataset(state: State) -> StreamingDataset | None:
-    """Return the dataset of the training loader if it is a StreamingDataset, otherwise None."""
     dataset = private_attribute(state, '_dataset_of')(state.train_dataloader)
     return dataset if isinstance(dataset, StreamingDataset) else None
 
@@ -62,7 +61,6 @@ def place_dataset(dataset: StreamingDataset, timestamp: Timestamp) -> None:
 
 
 def is_last_batch(state: State) -> bool:
-    """Return True if this is the last batch of training."""
     end = state.max_duration
     assert end is not None
     if state.timestamp >= end:

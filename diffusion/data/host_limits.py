@@ -208,7 +208,6 @@ def _is_owned(path: Path) -> bool:
 
 
 def _read_or_empty(path: Path) -> str:
-    """Return the content of a file in /proc, or '' if it cannot be read."""
     try:
         return path.read_text()
     except OSError:  # the process has ended, or belongs to another user

@@ -64,7 +64,6 @@ def to_images(pixels: 'Tensor') -> list[Image.Image]:
 
 
 def png_bytes(image: Image.Image) -> bytes:
-    """Encode an image as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, 'PNG')
     return buffer.getvalue()
@@ -119,7 +118,6 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
 
 
 def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
-    """Draw one section of a sheet, its title and figures, as an image of the sheet's width."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     first = section.figures[0].images
     width, height = enlarged_size(_decoded(first[0]), side)

@@ -73,7 +73,6 @@ class LatentManifest:
     version: int = VERSION
 
     def text(self) -> str:
-        """Return this record as JSON text, to write to manifest.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + '\n'
 
     @classmethod

@@ -361,7 +361,6 @@ def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: tor
 
 
 def to_data_spec(loader: BucketedLoader) -> DataSpec:
-    """Return a Composer DataSpec for evaluation with this loader."""
     # The last batch may be short, and Composer's default split_batch would warn about that.
     return DataSpec(loader, split_batch=_split)
 

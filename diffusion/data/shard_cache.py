@@ -316,17 +316,14 @@ class DownloadTurns:
                 return
 
     def record(self, size: int, seconds: float) -> None:
-        """Record that this process downloaded `size` bytes in `seconds`."""
         # Keep the highest speed: after a store outage, a low speed would mean long waits for stopped processes.
         self._bytes_per_second = max(self._bytes_per_second or 0.0, size / max(seconds, 1e-3))
 
     def patience_seconds(self, size: int) -> float:
-        """Return the time to wait for another process's download of `size` bytes."""
         own_seconds = size / (self._bytes_per_second or ASSUMED_BYTES_PER_SECOND)
         return max(PATIENCE_SECONDS, PATIENCE_FACTOR * own_seconds)
 
     def _warn(self, path: Path, seconds: float) -> None:
-        """Warn once that another process's download takes too long."""
         if self._has_warned:
             return
         self._has_warned = True

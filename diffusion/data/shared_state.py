@@ -89,7 +89,6 @@ class FailureEvent(threading.Event):
         self.failures = failures
 
     def is_set(self) -> bool:
-        """Return True if this process or another one on this machine has failed."""
         return super().is_set() or self.failures.message() is not None
 
 

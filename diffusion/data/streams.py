@@ -125,7 +125,6 @@ class BucketedDataset(VerifiedDataset):
         return self.batch_size * self._parallel_rank_world.num_ranks
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
-        """Return the tensors of a sample with its id and epoch, as `read` does."""
         return self.read(at)[1]
 
     def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,7 +178,6 @@ class BucketedDataset(VerifiedDataset):
         return chosen, captions[chosen]
 
     def _check_caption_columns(self) -> None:
-        """Raise UserError if caption weights are set but no stream records the captions' columns."""
         weights = self.caption_weights
         if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
             raise UserError(
@@ -194,7 +192,6 @@ class BucketedDataset(VerifiedDataset):
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
 
     def bucket_of(self, index: int) -> Bucket:
-        """Return the bucket (stream and image shape) of the sample with this index."""
         shard, _ = self.spanner[index]
         return self.buckets[int(self.stream_per_shard[shard])]
 
@@ -231,7 +228,6 @@ class BucketedDataset(VerifiedDataset):
         return served + occurrence * self.num_samples
 
     def _replacement_note(self, index: int, served: int, errors: Sequence[str]) -> str:
-        """Return a JSON object that describes a replaced sample, for the quarantine file."""
         shard, row = self.spanner[index]
         raw = self.shards[shard].file_pairs[0][0].basename
         key = self.get_item(index).get('key')

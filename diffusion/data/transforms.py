@@ -77,7 +77,6 @@ def decode_for_model(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Cr
 
 
 def resize_and_flip(pixels: Pixels, shape: Shape, crop: Crop) -> Pixels:
-    """Resize decoded pixels to a shape, and mirror them if the crop's `flip` is set."""
     pixels = resize(pixels, shape)
     return cv2.flip(pixels, 1) if crop.flip else pixels  # type: ignore[return-value] # cv2's stubs do not keep the dtype
 

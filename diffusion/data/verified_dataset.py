@@ -195,7 +195,6 @@ class VerifiedDataset(StreamingDataset):
         return ', '.join(f'streams.{stream.name}' for stream in self.streams)
 
     def shards_of_streams(self) -> Iterator[tuple[VerifiedStream, list[Reader]]]:
-        """Yield each stream with the list of its shards."""
         for stream, first, count in zip(
             self.streams, self.shard_offset_per_stream, self.shards_per_stream, strict=True
         ):
@@ -218,7 +217,6 @@ class VerifiedDataset(StreamingDataset):
             return True
 
     def _invalidate(self, shard_id: int) -> None:
-        """Mark a shard as unverified, so that it is verified again before it is served."""
         # Do nothing if another process has already claimed the shard.
         with self._states_locked():
             if self._shard_states[shard_id] == _ShardState.LOCAL:
@@ -253,7 +251,6 @@ class VerifiedDataset(StreamingDataset):
         return f'{shard.dirname}/{shard.split}/{shard.file_pairs[0][0].basename}'
 
     def _address(self, shard_id: int) -> str:
-        """Return a shard's stream and file name as text, for error messages."""
         return f'streams.{self._stream_of(shard_id).name}: {self.shards[shard_id].file_pairs[0][0].basename}'
 
     def _report_failure(self, error: BaseException | str) -> DataError:

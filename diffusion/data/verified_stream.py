@@ -97,7 +97,6 @@ class VerifiedStream(Stream):
 
     @property
     def folder(self) -> Path:
-        """Local folder of the stream's index and shards."""
         return Path(self.local, self.split)
 
     def fetch_index(self) -> str:

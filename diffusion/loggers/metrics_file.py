@@ -35,7 +35,6 @@ class MetricsFile(LoggerDestination):
 
     @property
     def path(self) -> Path:
-        """Path of the metrics file."""
         return self.folder / 'metrics.jsonl'
 
     def init(self, state: State, logger: Logger) -> None:
@@ -124,5 +123,4 @@ def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, flo
 
 
 def is_number(value: Any) -> bool:
-    """Return True if a metric is a number or a one-element tensor."""
     return isinstance(value, int | float) or (hasattr(value, 'numel') and value.numel() == 1)

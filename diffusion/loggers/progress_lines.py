@@ -111,7 +111,6 @@ class ConsoleLines(LoggerDestination):
             log.info('%s', self._progress(state))
 
     def _progress(self, state: State) -> str:
-        """Return batch, loss, speed and remaining time, if known, as text."""
         batch, total = state.timestamp.batch.value, total_batches(state)
         parts = [f'batch {batch}' if total is None else f'batch {batch} of {total}', f'loss {self._loss:.4f}']
         seconds = self._timer.seconds_per_batch
@@ -133,7 +132,6 @@ def total_batches(state: State) -> int | None:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f'{seconds:.0f} s'
     return f'{seconds / 60:.1f} min' if seconds < 5400 else f'{seconds / 3600:.1f} h'

@@ -39,7 +39,6 @@ class StatusLine:
         return (reported or 80) - 1
 
     def show(self, text: str) -> None:
-        """Replace the status line; an empty text removes it."""
         self._text = text
         if self._row_in_use:
             return

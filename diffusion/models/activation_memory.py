@@ -252,7 +252,6 @@ class _AsOnGPU(TorchFunctionMode):
 
 
 def _to_float32(value: Any) -> Any:
-    """Convert a 16-bit tensor to float32, and return any other value unchanged."""
     narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if narrow else value
 

@@ -86,7 +86,6 @@ class Autoencoder(ComposerModel):
         return self.vae
 
     def _update_statistics(self, latents: Tensor) -> None:
-        """Update the running mean and variance of the latents per channel from a batch."""
         self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
         self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
 

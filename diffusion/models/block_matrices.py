@@ -18,7 +18,6 @@ def is_matrix(shape: Sequence[int], *, convolutions: bool = True) -> bool:
 
 
 def trained_matrices(block: nn.Module, *, convolutions: bool = True) -> list[Tensor]:
-    """Return the trained matrices among the weights of a block's layers."""
     weights = [layer.weight for layer in block.modules() if isinstance(layer, MATRIX_LAYERS)]
     return [each for each in weights if each.requires_grad and is_matrix(each.shape, convolutions=convolutions)]
 

@@ -153,14 +153,12 @@ COUNTERS: dict[str, type[AuxiliaryCounter]] = {
 
 
 def _feature_encoder(config: Mapping[str, Any]) -> FeatureEncoder:
-    """Return an image encoder with the sizes in `config`, on the default device."""
     kind = ENCODERS[config['model_type']]
     config_class: type[PretrainedConfig] = kind.config_class  # type: ignore[assignment]
     return FeatureEncoder(kind(config_class(**{key: value for key, value in config.items() if key != 'model_type'})))
 
 
 def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """Build a registered model on the meta device, without reading its weights."""
     with without_weights(), torch.device('meta'):
         return registry.build('model', Component(name, dict(kwargs)))
 
@@ -276,7 +274,6 @@ class ModelCounter:
         return count_activations(vae.encoder, pixels, 'float32').largest // vae.dtype.itemsize
 
     def _denoiser_count(self, route: Route | None) -> FlopCount:
-        """Return the FLOP counter of the denoiser, with all tokens in all blocks or with a route."""
         if route is None:
             return self._denoiser_flops
         assert self.denoiser is not None and route.end <= len(self._token_blocks()), 'checked by TREAD'
@@ -286,21 +283,17 @@ class ModelCounter:
         return self._routed_flops[route]
 
     def _token_blocks(self) -> list[nn.Module]:
-        """Return the denoiser's image-token blocks, which tokens can skip; empty if it has none."""
         blocks = None if self.denoiser is None else adapter_of(self.denoiser).token_blocks
         return [] if blocks is None or self.denoiser is None else blocks.of(self.denoiser)
 
     @property
     def _trains_text(self) -> bool:
-        """True if the text encoders are trained."""
         return self.text is not None and any(each.requires_grad for each in self.text.parameters())
 
     def _text_flops(self) -> int:
-        """Return the FLOPs of the text encoders for one caption."""
         return text_encoder_flops(self.text, length=self.text.token_length)
 
     def _tokens(self, count: int, *, device: str = 'cpu') -> Tensor:
-        """Return the token ids of `count` empty captions, as input for the counting."""
         return torch.zeros(count, len(self.text.encoders), self.text.token_length, dtype=torch.int64, device=device)
 
     def _image_batch(self, count: int, shape: Shape, *, device: str = 'cpu') -> dict[str, Tensor]:
@@ -318,7 +311,6 @@ class _TrainedFlops(FlopCounterMode):
 
 
 def _part(model: nn.Module, name: str) -> Any:
-    """Return the model's module with this name, or None if there is none."""
     part = getattr(model, name, None)
     return part if isinstance(part, nn.Module) else None
 
@@ -344,7 +336,6 @@ def _newton_schulz_flops(denoiser: nn.Module) -> dict[str, int]:
 
 
 def _size(parameters: Iterable[Tensor]) -> int:
-    """Return the total number of elements of tensors."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -380,7 +371,6 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
-    """Return the counter for the model, or for a loss's networks, named in a request."""
     if request['name'] in COUNTERS:
         return COUNTERS[request['name']](**request['kwargs'])
     for module in request['imports']:

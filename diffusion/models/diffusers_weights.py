@@ -87,7 +87,6 @@ def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple
 
 
 def subfolder_of(denoiser: ModelMixin) -> str:
-    """Return the subfolder of a pipeline that contains a denoiser of this class: `unet` or `transformer`."""
     return 'unet' if isinstance(denoiser, UNet2DConditionModel) else 'transformer'
 
 
@@ -138,7 +137,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files in a diffusers folder: a single file or several shards."""
     index = folder / f'{WEIGHT_FILE}.index.json'
     if index.is_file():
         check_config(index)
@@ -203,14 +201,12 @@ def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> st
 
 
 def way_out(denoiser: ModelMixin) -> str:
-    """Return advice for an error message about weights that do not fit a denoiser."""
     width = denoiser.config.get('cross_attention_dim')
     family = U_NET_NAMES.get(width) if isinstance(width, int) else None
     return f'use weights of {family}, or other model settings' if family else 'use other model settings'
 
 
 def _text_width(weights: Mapping[str, Tensor]) -> int | None:
-    """Return the text embedding width of a U-Net, or None if it has no cross-attention."""
     return next((each.shape[1] for name, each in weights.items() if name.endswith('attn2.to_k.weight')), None)
 
 

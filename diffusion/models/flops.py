@@ -61,7 +61,6 @@ class TrainingFlops:
         self._counted: dict[tuple[int | bool, ...], int] = {}
 
     def route(self, route: Route) -> None:
-        """Count only kept tokens in the blocks of a route; the family must have token blocks."""
         self._denoiser.route(route)
         self._counted.clear()
 

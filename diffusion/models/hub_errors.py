@@ -63,7 +63,6 @@ def check_config(path: Path) -> None:
 
 
 def missing_tokenizer_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
-    """Return an error for the first tokenizer file missing in a local folder; None if `part` is not a tokenizer."""
     if not issubclass(part, PreTrainedTokenizerBase) or not Path(source).is_dir():
         return None
     folder = Path(source, subfolder)
@@ -75,7 +74,6 @@ def missing_tokenizer_file(part: type, source: str, subfolder: str) -> FileNotFo
 
 
 def _find_missing_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
-    """Return an error for the first required file of a model or tokenizer missing in its local folder, or None."""
     if issubclass(part, PreTrainedTokenizerBase):
         return missing_tokenizer_file(part, source, subfolder)
     return _missing_file([Path(source, subfolder, 'config.json')]) if Path(source).is_dir() else None
@@ -96,12 +94,10 @@ def _is_mistake(error: BaseException) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    """Return an error's message as a single line of at most 250 characters."""
     return textwrap.shorten(str(error) or type(error).__name__, 250, placeholder=' ...')
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, outermost first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

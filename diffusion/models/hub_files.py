@@ -115,7 +115,6 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
 
 @contextlib.contextmanager
 def retrying(policy: RetryPolicy) -> Iterator[None]:
-    """Context in which requests use another retry policy."""
     global POLICY
     before, POLICY = POLICY, policy
     try:
@@ -145,7 +144,6 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
 
 
 def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
-    """Describe the missing file that a model or tokenizer needs, given the subfolder's file names."""
     if not issubclass(part, nn.Module):
         return f'has no {_inside(subfolder, "vocabulary")}'
     if 'config.json' not in names:
@@ -168,7 +166,6 @@ def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, 
 
 
 def _download_file(repository: str, path: str, commit: str) -> Path:
-    """Download a file from a repository to the cache, and return its path there."""
     request = partial(hf_hub_download, repository, path, revision=commit, endpoint=constants.ENDPOINT)
     return Path(_ask(partial(request, cache_dir=constants.HF_HUB_CACHE), f'{_url(repository, commit)}/{path}'))
 
@@ -233,7 +230,6 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a model's local folder has weights: one safetensors file, or all shards of an index."""
     return weight_files(folder) is not None
 
 
@@ -259,7 +255,6 @@ def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
 
 
 def _is_cached(part: type, repository: str, subfolder: str, revision: str, weights: bool) -> bool:
-    """Return True if the cache has all files needed to load a model or tokenizer."""
 
     def path(name: str) -> Path | None:
         name = _inside(subfolder, name)
@@ -279,12 +274,10 @@ def _is_cached(part: type, repository: str, subfolder: str, revision: str, weigh
 
 
 def _shards(index: Path) -> set[str]:
-    """Return the names of the files listed in an index of sharded weights."""
     return set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
 
 
 def _is_needed(part: type, name: str, weights: bool) -> bool:
-    """Return True if a file in a subfolder is needed to load a model or tokenizer."""
     if issubclass(part, PreTrainedTokenizerBase):
         return name.endswith(TOKENIZER_FILES)
     return name == 'config.json' or (weights and WEIGHTS.fullmatch(name) is not None)
@@ -298,17 +291,14 @@ def _decides(part: type, name: str) -> int:
 
 
 def _inside(subfolder: str, name: str) -> str:
-    """Return the path within a repository of a file in a subfolder; an empty subfolder is the top level."""
     return f'{subfolder}/{name}' if subfolder else name
 
 
 def _url(repository: str, revision: str | None) -> str:
-    """Return the name of a repository at a revision, for messages."""
     return f'hf://{repository}@{revision or constants.DEFAULT_REVISION}'
 
 
 def _description(part: type, repository: str, subfolder: str, revision: str | None) -> str:
-    """Return the name of a model or tokenizer in a repository, for messages."""
     what = f'{"/".join(name for name in (repository, subfolder) if name)}: {part.__name__}'
     return what + (f' at revision {revision}' if revision else '')
 
@@ -319,7 +309,6 @@ def _valid(repository: str) -> bool:
 
 
 def _refusal(error: UserError, repository: str, revision: str | None) -> str:
-    """Explain why the Hub refused a request, in terms of the recipe."""
     cause = error.__cause__
     page = f'{constants.ENDPOINT}/{repository}'
     if isinstance(cause, HFValidationError):

@@ -223,7 +223,6 @@ class LatentDiffusion(ComposerModel):
         self.register_buffer('empty_ids', empty_ids, persistent=False)
 
     def _scale_for_width(self, base: ModelMixin) -> dict[str, float]:
-        """Scale the initial weights by muP, and return the learning rate factors by parameter name."""
         factors = scale_for_width(self.denoiser, base, prefix='denoiser.')
         if self.representation_alignment is not None:
             # The projector's first layer reads the denoiser's tokens, so muP's rules treat it as an output layer.
@@ -569,7 +568,6 @@ class LatentDiffusion(ComposerModel):
     # -- internals --
 
     def _normals_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
-        """Return how many normal random numbers a training step draws per sample, by purpose."""
         channels = latent_channels(self.vae)
         if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
             return {}
@@ -583,7 +581,6 @@ class LatentDiffusion(ComposerModel):
         return counts
 
     def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return the height and width of a batch's latents."""
         if batch_keys.LATENT_MOMENTS in batch:
             return tuple(batch[batch_keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
         height, width = batch[batch_keys.IMAGE].shape[2:]
@@ -591,7 +588,6 @@ class LatentDiffusion(ComposerModel):
         return height // cell, width // cell
 
     def _check_scale(self, latents: Tensor) -> None:
-        """Log a warning if the first batch's latents do not have a standard deviation of about 1."""
         # Latents that are scaled twice, or not at all, train without an error but produce unusable images. Only check
         # the first batch, since reading the value waits for the GPU. Pixels need no scaling.
         if self._scale_checked or isinstance(self.vae, PixelSpace):
@@ -644,7 +640,6 @@ class LatentDiffusion(ComposerModel):
         return self._condition(input_ids, keep, text, mask=mask, sizes=sizes)
 
     def _check_token_ids(self, input_ids: Tensor) -> None:
-        """Raise UserError unless token ids have the same shape as the empty caption's, which may replace them."""
         if input_ids.shape[1:] != self.empty_ids.shape:
             encoders, tokens = self.empty_ids.shape
             raise UserError(

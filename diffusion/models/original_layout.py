@@ -243,7 +243,6 @@ def _stems(name: str) -> Iterator[str]:
 
 
 def _no_layout(what: str, unet: UNet2DConditionModel) -> UserError:
-    """Return the error to raise for a U-Net that the original code cannot build."""
     return UserError(
         f'export: the layout of the original code has no place for {what} of this {type(unet).__name__}; export a '
         'folder instead (--out FOLDER)'
@@ -293,7 +292,6 @@ def renamed(
 
 
 def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['training', 'ema']) -> dict[str, Tensor]:
-    """Return the weights of Stable Diffusion 3's transformer from a file, by their diffusers names."""
     with open_safetensors(file) as opened:
         stored = {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(UNET_PREFIX)}  # noqa: SIM118
     if not any('.joint_blocks.' in name for name in stored):
@@ -309,7 +307,6 @@ def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['tra
 
 
 def _check_unused(unused: set[str], file: Path, denoiser: ModelMixin) -> None:
-    """Raise UserError if a file has denoiser tensors that diffusers' conversion does not know."""
     if unused:
         raise UserError(
             f'{file}: the architecture differs from the recipe: {len(unused)} unknown tensors '

@@ -236,11 +236,9 @@ class Draws:
     def _bits(
         self, counts: tuple[tuple[Purpose, int], ...], num_words: int, draw: Callable[..., RandomBits]
     ) -> RandomBits:
-        """Draw random numbers for several purposes, `counts` words for each."""
         return draw(*self._layout(counts), self.sample_id, self.epoch, self.batch_index, num_words=num_words)
 
     def _layout(self, counts: tuple[tuple[Purpose, int], ...]) -> tuple[Tensor, Tensor]:
-        """Return the Philox counters and keys for several purposes, as the function `_layout` does."""
         if not 0 <= self.seed <= _MASK:
             raise UserError(f'seed: {self.seed} is not in [0, 2**32); use another seed')
         return _layout(self.seed, counts, self.sample_id.device)
@@ -278,7 +276,6 @@ class Draws:
 
 
 def _blocks(count: int) -> int:
-    """Return the number of four-word blocks needed for a number of words."""
     return -(-count // 4)
 
 

@@ -197,7 +197,6 @@ def as_captions(prompts: Sequence[str]) -> list[str]:
 def check_sampling(
     seeds: Sequence[int], num_inference_steps: int, num_train_timesteps: int, scale: float, rescale: float
 ) -> None:
-    """Raise UserError if a seed, the number of steps, or a guidance setting is out of range."""
     problems = {
         'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
         'num_inference_steps': steps_problem(num_inference_steps, num_train_timesteps),

@@ -172,7 +172,6 @@ def _fold_projection(transformer: Tensors, encoder: Any) -> None:
 
 
 def _warn_of_schedule(objective: Objective) -> None:
-    """Log a warning if the file does not record all settings of the objective that programs need."""
     usual = Objective()
     names = ('path', 'beta_schedule', 'beta_start', 'beta_end', 'num_train_timesteps', 'snr_shift')
     different = [
@@ -189,7 +188,6 @@ def _warn_of_schedule(objective: Objective) -> None:
 
 
 def _prediction_type(objective: Objective) -> str | None:
-    """Return ModelSpec's name for the prediction type, or None if it has none."""
     return {'epsilon': 'epsilon', 'v_prediction': 'v'}.get(objective.prediction_type)
 
 

@@ -60,7 +60,6 @@ class _CachedClipTokenizer:
         self._word_ids = lru_cache(MAX_CACHED_WORDS)(_encoder(tokenizer, self._special))
 
     def token_ids(self, caption: str) -> list[int]:
-        """Return the token ids of a caption, padded and truncated."""
         room = self._length - 2  # limit for all tokens except start and end
         ids = [self._start]
         for part in self._parts(caption):
@@ -74,7 +73,6 @@ class _CachedClipTokenizer:
 
 
 def _clean(text: str) -> str:
-    """Return a text in lower case, with Unicode errors fixed by ftfy."""
     # Skip ftfy, which takes a third of the time, for printable ASCII, where it only changes entities such as &amp;.
     plain = text.isascii() and text.isprintable() and '&' not in text
     return (text if plain else ftfy.fix_text(text)).lower()
@@ -109,7 +107,6 @@ class TextOutput(NamedTuple):
     pooled: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> 'TextOutput':
-        """Return the output with a function applied to each tensor."""
         return TextOutput(function(self.embeds), None if self.pooled is None else function(self.pooled))
 
     def where(self, keep: Tensor, other: 'TextOutput') -> 'TextOutput':
@@ -133,7 +130,6 @@ def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[s
 
 
 def longest(tokenizers: Sequence[PreTrainedTokenizerBase]) -> int:
-    """Return the largest length of the tokenizers."""
     return max(tokenizer.model_max_length for tokenizer in tokenizers)
 
 

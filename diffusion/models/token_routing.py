@@ -85,7 +85,6 @@ class TokenRouter:
 
     @contextmanager
     def routing(self, draws: Draws) -> Iterator[None]:
-        """Context in which tokens are routed."""
         self.begin(draws)
         try:
             yield

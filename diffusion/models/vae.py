@@ -29,11 +29,9 @@ class PixelSpace(nn.Module):
     """Data type of the pixels. It does not follow the frozen parts' precision, so that pixels are not rounded."""
 
     def encode(self, pixels: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Return pixels [B, 3, H, W] in [-1, 1] unchanged, in a tuple."""
         return (pixels,)
 
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Return latents [B, 3, H, W] unchanged, in a tuple."""
         return (latents,)
 
 
@@ -59,7 +57,6 @@ ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 
 
 def latent_channels(vae: Vae) -> int:
-    """Return C, the number of channels of a VAE's latents."""
     return vae.config['latent_channels']
 
 
@@ -101,7 +98,6 @@ def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribu
 
 
 def _check_sides(vae: Vae, pixels: Tensor) -> None:
-    """Raise UserError unless the images' sides are multiples of the VAE's downsampling."""
     # The VAE would silently drop an incomplete cell at the right and bottom edges. Recipes are checked for multiples of
     # 8 px, but a VAE may downsample by more.
     cell, (height, width) = downsampling(vae), pixels.shape[2:]
@@ -211,5 +207,4 @@ def _fold(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
 
 
 def _float_copy(vae: AnyVae) -> AnyVae:
-    """Return a copy of a VAE in float32."""
     return copy.deepcopy(vae).float()

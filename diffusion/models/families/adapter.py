@@ -104,15 +104,12 @@ class TokenBlocks:
     """Position of the image tokens in a block's output; None if the output is only the image tokens."""
 
     def of(self, denoiser: nn.Module) -> list[nn.Module]:
-        """Return a denoiser's blocks in order."""
         return list(getattr(denoiser, self.attribute))
 
     def tokens(self, output: Any) -> Tensor:
-        """Return the image tokens from a block's output."""
         return output if self.output is None else output[self.output]
 
     def replaced(self, output: Any, tokens: Tensor) -> Any:
-        """Return a block's output with its image tokens replaced."""
         if self.output is None:
             return tokens
         return *output[: self.output], tokens, *output[self.output + 1 :]
@@ -143,7 +140,6 @@ class DenoiserAdapter(ABC):
         return True
 
     def is_block(self, module: nn.Module) -> bool:
-        """Return True if a module of the denoiser is one of its blocks."""
         return isinstance(module, self.block_classes)
 
     @abstractmethod
@@ -224,7 +220,6 @@ class DenoiserAdapter(ABC):
 
 
 def find_adapter(module: nn.Module) -> DenoiserAdapter | None:
-    """Return the adapter for a module if it is the denoiser of a family, else None."""
     # FSDP2 and peft derive classes from the denoiser's class, so compare the names of all base classes.
     classes = {each.__name__ for each in type(module).__mro__}
     for family in families.families():

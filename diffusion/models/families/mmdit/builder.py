@@ -341,7 +341,6 @@ def transformer(
 
 
 def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPTextModelWithProjection:
-    """Return the first or second CLIP text encoder; its weights are random if `pretrained` is None."""
     if pretrained is None:
         return CLIPTextModelWithProjection(CLIPTextConfig(**(CLIP_L if first else CLIP_BIG_G)))
     name = 'text_encoder' if first else 'text_encoder_2'
@@ -349,7 +348,6 @@ def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPT
 
 
 def _t5(pretrained: str | None, revision: str | None) -> T5EncoderModel:
-    """Return T5's encoder; its weights are random if `pretrained` is None."""
     if pretrained is None:
         return T5EncoderModel(T5Config(**T5_XXL))
     return load_pretrained(T5EncoderModel, pretrained, subfolder='text_encoder_3', revision=revision)

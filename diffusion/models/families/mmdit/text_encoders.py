@@ -62,7 +62,6 @@ class Sd3TextConditioner(TextConditioner):
 
     @property
     def t5(self) -> nn.Module | None:
-        """T5's encoder, or None."""
         return self.encoders[2] if len(self.encoders) == 3 else None
 
     @property

@@ -106,12 +106,10 @@ class PRX(DenoiserAdapter):
 
 
 def _is_on_pixels(pipeline: Any) -> bool:
-    """Return True for a PRXPixelPipeline, False for a PRXPipeline."""
     return type(pipeline).__name__ == 'PRXPixelPipeline'
 
 
 def _latent_pipeline(model: Any) -> Any:
-    """Return the PRXPipeline of a model that was trained on latents."""
     # Import here: training does not need pipelines, and importing them takes seconds.
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 
@@ -138,7 +136,6 @@ def _latent_pipeline(model: Any) -> Any:
 
 
 def _pixel_pipeline(model: Any) -> Any:
-    """Return the PRXPixelPipeline of a model that was trained on pixels."""
     from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
 
     if not model.objective.is_flow or model.objective.prediction_type != 'sample':

@@ -68,10 +68,7 @@ class WeightAverage:
     # -- checkpoints --
 
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return the full (unsharded) average by parameter name. Collective: every rank must call it.
-
-        Without `keep`, return an empty dict, to save memory on ranks that do not write.
-        """
+        """Return the full average by parameter name (a collective), or {} without `keep`, to save memory."""
         self.place(model)
         gathered = {}
         for name, shard in self.shards(model).items():
@@ -87,19 +84,13 @@ class WeightAverage:
         return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Load a saved average, given as full tensors or as shards allocated by `blank`.
-
-        The next method that receives the model shards the tensors and moves them to the model's device.
-        """
+        """Load a saved average, as full tensors or shards; they are placed by the next method that gets the model."""
         # `Algorithm.load_state_dict` does not receive the model, so placement waits for a method that does.
         self._saved = saved
         self.tensors = {}
 
     def place(self, model: nn.Module) -> None:
-        """Shard the tensors loaded by `restore`, if any, like the model's weights and move them to its device.
-
-        Raises UserError if their names or shapes differ from those of the trained weights.
-        """
+        """Shard restored tensors like the model's weights, if any; UserError if names or shapes differ."""
         if not self._saved:
             return
         reshard(model)

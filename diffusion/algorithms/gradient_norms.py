@@ -39,10 +39,7 @@ class GradientSource(Protocol):
 
 @torch.no_grad()
 def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
-    """Summarize this rank's gradients or gradient shards: finiteness, norms, and contribution to the total norm.
-
-    Plain tensors are the same on all ranks; DTensors are shards.
-    """
+    """Summarize this rank's gradients: plain tensors, which are the same on all ranks, or shards (DTensors)."""
     # Composer runs this in the optimizer's closure, where gradients are enabled. Without no_grad, to_local would record
     # an autograd node for every gradient, which took 8 times as long with 686 DTensors on 2 gloo ranks.
     given = [gradient for gradient in gradients if gradient is not None]

@@ -275,10 +275,7 @@ class LossGuard(Callback):
 
 
 def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
-    """Return the losses and sample IDs of a microbatch, without a device synchronization or copy.
-
-    Without `sample_losses` [B], every sample has the mean loss.
-    """
+    """Return a microbatch's losses (the mean for each sample if None are given) and IDs, without synchronization."""
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
     # Create new tensors, since Composer scales the loss in place before the backward pass.

@@ -62,10 +62,7 @@ def distribute_tied_weights(model: nn.Module, weights: dict[str, Tensor]) -> Non
 
 
 def ignore_views_of_fsdp2() -> None:
-    """Hide a warning that changing PRX's prediction in place would give wrong gradients; nothing changes it.
-
-    PyTorch 2.14 warns in each run with FSDP2. Remove this function when diffusers' PRX no longer returns a view.
-    """
+    """Hide PyTorch 2.14's warning about changing PRX's output in place, while diffusers returns a view."""
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
 
 

@@ -31,10 +31,7 @@ def streaming_dataset(state: State) -> StreamingDataset | None:
 
 
 def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[str, Any]:
-    """Return the dataset's state dict for the timestamp's position.
-
-    Raises DataError if the dataset is in another epoch: a resumed run would continue with other samples.
-    """
+    """Return the dataset's state dict for the timestamp's position; DataError if the dataset is in another epoch."""
     epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = dataset.state_dict(sample, from_beginning=True)
     # The dataset stays in the finished epoch until `place_dataset` sets it for the next one.

@@ -35,10 +35,7 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 
 
 def without_stray_bytes(jpeg: bytes) -> bytes:
-    """Return a JPEG without stray bytes between its segments; the same object if there are none.
-
-    The data of scans and everything after the last recognized segment are kept unchanged.
-    """
+    """Return a JPEG without stray bytes between its segments, except in scans; the same object if there are none."""
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
         marker = SEGMENT_MARKER.search(jpeg, at)

@@ -172,10 +172,7 @@ def _shortened(line: str, width: int, font: Any) -> str:
 
 
 def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
-    """Return figures as HTML, with images embedded at their own resolution and captions, escaped, in full.
-
-    `side` is the display size of images, as in `draw_sheet`; None means their own resolution.
-    """
+    """Return figures as HTML with embedded images; `side` is their display size, None their own resolution."""
     blocks = []
     for figure in figures:
         images = ''.join(_html_image(image, side) for image in figure.images)

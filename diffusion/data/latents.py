@@ -133,10 +133,7 @@ def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) ->
 
 
 def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
-    """Return the text embeddings of one caption, padded with zeros to [size, D], and their mask, bool [size].
-
-    Embeddings of all captions of the sample are one after another, [sum of lengths, D].
-    """
+    """Return one caption's text embeddings padded to [size, D], and their mask, from those of all captions."""
     start = sum(lengths[:caption])
     padded = embeds.new_zeros(size, embeds.shape[1])
     padded[: lengths[caption]] = embeds[start : start + lengths[caption]]

@@ -177,10 +177,7 @@ class BucketedLoader(StreamingDataLoader):
         return worker_batches
 
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
-        """Return the next batch of this rank's workers, or None after the last batch of the epoch.
-
-        Raises DataError if a process on this machine has failed, or if no batch arrived within `timeout_seconds`.
-        """
+        """Return the next batch of this rank's workers, or None at the end; DataError after a failure or timeout."""
         self.dataset.check_failures()
         begin = time.monotonic()
         while True:
@@ -267,10 +264,7 @@ class BucketedLoader(StreamingDataLoader):
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
     def _count_replaced(self, index: int, replaced: int, notes: list[str]) -> None:
-        """Count the undecodable samples of a batch in the quarantine file; a collective.
-
-        Raises DataError if the fraction replaced so far exceeds `max_bad_samples`.
-        """
+        """Record a batch's replaced samples, and raise DataError above `max_bad_samples`; a collective."""
         self.tally.replaced += replaced
         all_notes = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
         pointer = ''
@@ -302,10 +296,7 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return a message about the DataLoader workers whose death caused `error`, with the likely reasons.
-
-    The message is empty if no worker died, or None if the loader has no worker processes.
-    """
+    """Return a message about dead DataLoader workers, empty if none died, or None for a loader without workers."""
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     workers = private_attribute(worker_batches, '_workers')
@@ -349,10 +340,7 @@ def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str,
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return a stratified timestep quantile in [0, 1) for each sample of a rank's batch, float64 [B].
-
-    `copies` are sample ids and occurrences of the global batch in rank order, int64 [2, G].
-    """
+    """Return a stratified timestep quantile in [0, 1) per sample, float64 [B]; `copies` are those of all ranks."""
     ids, occurrences = copies
     epoch, index = (batch[name][:1].expand(len(ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))
     draws = Draws(seed, ids, epoch_word(epoch, occurrences), index)

@@ -62,10 +62,7 @@ def home(cache: Path, remote: str) -> Path:
 
 
 def version(home: Path, digest: str, stream: str) -> Path:
-    """Return the cache folder of one version of a dataset, to be used as a stream's local folder.
-
-    A dataset rewritten at the same URL gets a new version, identified by the SHA-256 of its index.
-    """
+    """Return the folder of one version of a dataset, identified by its index's SHA-256: a rewritten one is new."""
     # StreamingDataset rejects two streams with the same local folder, so each stream gets its own symbolic link to the
     # version's folder.
     return home / digest[:16] / 'as' / re.sub(r'[^A-Za-z0-9._-]+', '_', stream)
@@ -263,10 +260,7 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 class DownloadTurns:
-    """Lets one process take turns with others at downloading files into shared folders.
-
-    `wait` is called repeatedly while another process downloads; it may raise an exception to end the wait.
-    """
+    """Takes turns with other processes at downloading into shared folders; `wait` may raise an exception meanwhile."""
 
     def __init__(self, name: str, wait: Callable[[], None]) -> None:
         self.name = name

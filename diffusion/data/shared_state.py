@@ -33,10 +33,7 @@ TIMEOUT_SECONDS = 15.0
 
 
 class Failures:
-    """Message of the first failure among a dataset's processes on this machine, shared so that all of them stop.
-
-    Each dataset has its own message file, `path`, in all of its processes.
-    """
+    """First failure among a dataset's processes on this machine, in a message file of its own, which stops them all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -237,10 +237,7 @@ class BucketedDataset(VerifiedDataset):
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Set the position in the epoch from a checkpoint, so that a resumed run continues there.
-
-        The position is clipped to the end of the epoch and rounded down to a multiple of the current global batch.
-        """
+        """Set the position from a checkpoint, clipped to the epoch and rounded down to a global batch."""
         if self.elastic:
             # Streaming would take `num_canonical_nodes` and `shuffle_seed` from the checkpoint for the rest of the run.
             # Keep the dataset's own values: SameRun has compared them with the checkpoint's, and if the data may

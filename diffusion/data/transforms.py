@@ -105,10 +105,7 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Decod
 
 
 def resize(pixels: Pixels, shape: Shape) -> Pixels:
-    """Resize pixels to a shape with antialiased bicubic filtering, rows first.
-
-    The result differs by at most two gray levels from Pillow before version 13, which also resizes rows first.
-    """
+    """Resize with antialiased bicubic filtering, rows first: within two gray levels of Pillow before version 13."""
     # PyTorch's filter is six times as fast as Pillow's. OpenCV's `INTER_AREA` aliases like a box filter, and OpenCV's
     # other filters are not antialiased at all.
     if pixels.shape[:2] == (shape.height, shape.width):

@@ -218,10 +218,7 @@ class VerifiedStream(Stream):
         return freed > 0
 
     def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
-        """Hard-link a shard from another cached version of the dataset; return False if none has it.
-
-        A dataset extended with `diffusion prepare --append` keeps the previous version's shards unchanged.
-        """
+        """Hard-link a shard that another cached version has, as after `diffusion prepare --append`; False if none."""
         if self.home is None or not raw.hashes:
             return False
         for other in self.home.glob(f'*/{self.split}/{raw.basename}' if self.split else f'*/{raw.basename}'):
@@ -395,10 +392,7 @@ def files_in_index(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """Unpack a shard next to its compressed file or into `folder`, verify the result, and return its path.
-
-    Raises DamagedDownload if this fails or the result differs from the index.
-    """
+    """Unpack a shard next to its compressed file or into `folder`, or raise DamagedDownload; return its path."""
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:
         content = decompress(compression, path.read_bytes())

@@ -102,10 +102,7 @@ _line: StatusLine | None = None
 
 
 def install() -> bool:
-    """Reserve the terminal's last row for the status line; return False if stderr is not a terminal.
-
-    Call it before importing libraries that keep a reference to sys.stderr, such as in a logging handler.
-    """
+    """Reserve the terminal's last row, before libraries keep sys.stderr; return False if it is not a terminal."""
     global _line
     if _line is None and sys.stderr.isatty() and os.environ.get('TERM', 'dumb') != 'dumb':
         _line = StatusLine(sys.stderr)

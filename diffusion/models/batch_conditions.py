@@ -27,10 +27,7 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the padding mask, bool [B, L], if text embeddings are stored without padding, else None.
-
-    Raises UserError if such a batch is used with a model that attends to padding.
-    """
+    """Return the padding mask, bool [B, L], of text stored without padding, to which the model must not attend."""
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
         raise UserError(
@@ -51,9 +48,6 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
-    """Return sizes, int64 [B, 6], that describe images as neither resized nor cropped, as diffusers' pipeline does.
-
-    A latent cell has a side of `cell` pixels.
-    """
+    """Return sizes, int64 [B, 6], of images neither resized nor cropped, like diffusers; `cell` is in pixels."""
     height, width = (side * cell for side in latents.shape[2:])
     return torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(len(latents), -1)

@@ -56,10 +56,7 @@ REPLACED = 'replaced'
 
 
 def check_batch(batch: 'Mapping[str, Tensor]') -> None:
-    """Raise UserError unless a batch is a dict with token ids and images [B, 3, H, W].
-
-    Values are not read, since that would wait for the GPU.
-    """
+    """Raise UserError unless a batch is a dict with token ids and images [B, 3, H, W]; reads no values from the GPU."""
     if not isinstance(batch, Mapping) or INPUT_IDS not in batch:
         has = f'has {sorted(batch)}' if isinstance(batch, Mapping) else f'is a {type(batch).__name__}'
         raise UserError(

@@ -166,16 +166,13 @@ def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 class ModelCounter:
     """Counter of a model's parameters, FLOPs and activation memory.
 
-    A LatentDiffusion is counted part by part; other models are counted in a forward pass on images.
+    A LatentDiffusion (a model with `denoiser`, `vae` and `text`) is counted part by part; other models are counted in a
+    forward pass on images.
 
     Args:
-        model: Composer model on the meta device. Models with `denoiser`, `vae` and `text` are treated as a
-            LatentDiffusion.
+        model: Composer model on the meta device.
         lora: Settings of a LoRA that is trained instead of the denoiser's weights, or None. The LoRA's own FLOPs, about
             1% of the denoiser's, are not counted, as in `LatentDiffusion.flops_per_batch`.
-
-    Raises:
-        UserError: The LoRA does not fit the model.
     """
 
     def __init__(self, model: nn.Module, lora: LoraConfig | None = None) -> None:
@@ -230,10 +227,7 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
-        """Return the forward FLOPs for one image, with and without token routing, by part.
-
-        `trained` counts the trained modules, and `image_encoder` the frozen image encoder (VAE).
-        """
+        """Return the forward FLOPs for an image: `trained` modules, and frozen `image_encoder` (the VAE's)."""
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')
             with _TrainedFlops(display=False) as trained:
@@ -352,9 +346,6 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION'.
-
-    Raises:
-        UserError: No imported module registers the model, or the model cannot be built.
     """
     counter = _counter(request)
     requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]

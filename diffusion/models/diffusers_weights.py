@@ -46,20 +46,14 @@ def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
 
 
 def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str) -> Path:
-    """Return the Hub cache folder that contains a repository's denoiser, downloading it if necessary.
-
-    Raises UserError if the repository has no such denoiser or no access is given, and ExternalError as `fetch` does.
-    """
+    """Return the Hub cache folder that contains a repository's denoiser, after `hub_files.fetch`."""
     fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
     subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
     return hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision).parent
 
 
 def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
-    """Return the size in bytes of a repository's denoiser weights that are not in the cache, if the denoiser fits.
-
-    Only its configuration is downloaded. Raises UserError if the architecture differs or the Hub denies access.
-    """
+    """Check that a repository's denoiser fits; return the size in bytes of its weights that are not in the cache."""
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
     subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
     check_settings(
@@ -91,10 +85,7 @@ def subfolder_of(denoiser: ModelMixin) -> str:
 
 
 def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a denoiser's folder, of config.json and safetensors files, by name.
-
-    Raises UserError if they are missing, or are of another class or architecture than `denoiser`.
-    """
+    """Return the weights in a denoiser's folder by name; UserError for another class or architecture."""
     check_settings(denoiser, folder / 'config.json')
     weights: dict[str, Tensor] = {}
     for file in _weight_files(folder):

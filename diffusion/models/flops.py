@@ -49,10 +49,7 @@ class FlopCount:
 
 
 class TrainingFlops:
-    """Counter of the FLOPs of training a LatentDiffusion on one sample, cached by the sample's shape.
-
-    Create it before the denoiser is compiled or sharded.
-    """
+    """Counter of the FLOPs of training on one sample, for a denoiser that is not yet compiled or sharded."""
 
     def __init__(self, denoiser: nn.Module, text: TextConditioner, *, trains_text: bool) -> None:
         self._denoiser = FlopCount(denoiser)
@@ -133,10 +130,7 @@ def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
 
 
 def perceptual_flops(loss: nn.Module, *, height: int, width: int) -> int:
-    """Return the FLOPs of a PerceptualLoss in a training step, for one image of height x width pixels.
-
-    These are the forward passes on the prediction and on the image, and the backward pass to the prediction.
-    """
+    """Return a PerceptualLoss's FLOPs in a training step: forward passes on both images, and one backward pass."""
     images = torch.zeros(1, 3, height, width, device='meta')
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         empty_copy(loss, 'meta')(images.clone().requires_grad_(), images).sum().backward()
@@ -144,10 +138,7 @@ def perceptual_flops(loss: nn.Module, *, height: int, width: int) -> int:
 
 
 def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
-    """Return the FLOPs of calling a module or method, which must be on the meta device like its arguments.
-
-    `gradients` enables gradients for the call, as in training, but the backward pass is not counted.
-    """
+    """Return the FLOPs of calling a module or method on the meta device, with or without gradients enabled."""
     # Gemma's rotary embedding turns off autocast on its input's device, but the meta device has no autocast.
     autocast = mock.patch.object(torch, 'autocast', _autocast_except_on_meta)
     with torch.set_grad_enabled(gradients), autocast, FlopCounterMode(display=False) as counter:
@@ -160,10 +151,7 @@ def _autocast_except_on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any
 
 
 def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ()) -> nn.Module:
-    """Return a copy of a module on another device, with uninitialized parameters and buffers.
-
-    The copy shares the objects in `shared`, such as tokenizers, whose copy would take a second.
-    """
+    """Return a copy on a device, without data; it shares the objects in `shared`, such as tokenizers, to save time."""
     # deepcopy looks up existing copies in its memo. Put empty tensors there, so that it never copies data.
     memo: dict[int, Any] = {id(each): each for each in shared}
     for parameter in module.parameters():

@@ -96,10 +96,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
 
 
 def check_weights(part: type, repository: str, *, subfolder: str, revision: str | None) -> int:
-    """Return the size in bytes of a model's weights that are not in the cache, which `fetch` could download.
-
-    Only the model's configuration is downloaded. Raises the same errors as `fetch`.
-    """
+    """Check that `fetch` could download a model's weights; return the size in bytes of those not in the cache."""
     revision = fetch(part, repository, subfolder=subfolder, revision=revision, weights=False)
     if _is_cached(part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights=True):
         return 0

@@ -657,11 +657,7 @@ class LatentDiffusion(ComposerModel):
         mask: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Condition:
-        """Return the conditioning inputs for token ids [B, E, L]; text is zeros for captions whose `keep` [B] is False.
-
-        `text` is the precomputed output of the text encoders, with its padding mask `mask` if that differs from the
-        token ids'.
-        """
+        """Return the condition for token ids [B, E, L], or precomputed `text`; zeros where `keep` [B] is False."""
         text = self.embed(input_ids) if text is None else text.map(at_least_float32)
         if keep is not None:
             text = text.where(keep, text.map(torch.zeros_like))

@@ -169,10 +169,7 @@ def interpolate(latents: Tensor, noise: Tensor, *, time: Tensor) -> Tensor:
 
 
 def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor | None = None) -> Tensor:
-    """Return the denoiser's training target, [B, C, H, W]: noise, latents or velocity, by path and prediction type.
-
-    Only v_prediction needs `alpha_bar`, [B].
-    """
+    """Return the training target, [B, C, H, W], by path and prediction type; only v_prediction needs `alpha_bar`."""
     if objective.prediction_type == 'epsilon':
         return noise
     if objective.prediction_type == 'sample':
@@ -227,10 +224,7 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | None) -> Tensor:
-    """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow.
-
-    Stratified timesteps require the loader's quantiles in [0, 1), float64 [B]; UserError if there are none.
-    """
+    """Return a random timestep per sample, [B], int64 or (flow) float32; `quantiles` in [0, 1) if stratified."""
     steps = objective.num_train_timesteps
     if objective.timesteps != 'stratified':
         if objective.is_flow:

@@ -181,10 +181,7 @@ def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision:
 
 
 def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the content of a model's config.json, from a folder or the Hub; {} if a folder has no such file.
-
-    Arguments and errors are those of `load_pretrained`.
-    """
+    """Return a model's config.json, from a folder or the Hub, as in `load_pretrained`; {} if a folder has none."""
     path = Path(source, subfolder, 'config.json')
     if not Path(source).is_dir():
         revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=False)
@@ -254,10 +251,7 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
 
 
 def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, default: Mapping[str, Any]) -> Vae:
-    """Return the autoencoder given by a builder's keywords: `vae`, or else that of `pretrained`.
-
-    If both are None, it is an AutoencoderKL with the configuration `default` and random weights.
-    """
+    """Return the autoencoder `vae`, or else that of `pretrained`, or else one with random weights."""
     if vae is not None:
         return load_vae(vae)
     if pretrained is not None:

@@ -250,10 +250,7 @@ class Draws:
         return _fractions(self.words(purpose, 1)[:, 0])
 
     def stratified(self, stratum: Purpose, within: Purpose) -> Tensor:
-        """Return one uniform random number in [0, 1) per sample, float64 [B], with one number in each of B equal parts.
-
-        A sample's part depends on all samples of the batch, but not on their order.
-        """
+        """Return a uniform random number per sample, float64 [B], with one in each of B equal parts of [0, 1)."""
         assert len(self.sample_id) <= 2**20  # larger batches could round a number to 1
         # Sort samples by random words. Equal words are rare and are sorted by sample id.
         by_id = self.sample_id.argsort(stable=True)

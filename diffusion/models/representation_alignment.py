@@ -174,10 +174,7 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
 
 
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:
-    """Return 1 - cosine similarity of projected tokens [B, K, F] and features [B, N, F], averaged per sample, [B].
-
-    The tokens are those of the cells `kept`, int64 [B, K]; None means a token for each cell.
-    """
+    """Return 1 - mean cosine similarity per sample, [B], of tokens [B, K, F] and features [B, N, F] of cells `kept`."""
     if kept is not None:
         features = torch.take_along_dim(features, kept[:, :, None], dim=1)
     dtype = torch.promote_types(projected.dtype, torch.float32)

@@ -98,10 +98,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 
 
 def scheduler_class(name: str, *, flow: bool = False) -> Any:
-    """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers.
-
-    Raises UserError if there is none, or if it does not support models trained with flow matching, or without.
-    """
+    """Return a diffusers scheduler class by short or class name; UserError if it does not support the model's path."""
     if (problem := scheduler_problem(name, flow=flow)) is not None:
         raise UserError(f'noise_scheduler: {problem}')
     return getattr(diffusers.schedulers, scheduler_class_name(name, flow=flow))
@@ -110,10 +107,7 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
 def sample_latents(
     denoise: Denoise, scheduler: Any, noise: Tensor, *, num_inference_steps: int, seeds: Sequence[int]
 ) -> Tensor:
-    """Generate latents [B, C, H, W] by denoising standard normal noise step by step.
-
-    `seeds` has one seed per image, for schedulers that add noise in each step.
-    """
+    """Generate latents [B, C, H, W] from standard normal noise; schedulers that add noise use one seed per image."""
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
     if 'generator' in inspect.signature(scheduler.step).parameters:

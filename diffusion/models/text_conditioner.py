@@ -118,10 +118,7 @@ class TextOutput(NamedTuple):
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return the token ids of captions, padded and truncated to each tokenizer's own length, int64 [B, E, L].
-
-    L is the length of the longest tokenizer; the ids from shorter ones are padded with zeros.
-    """
+    """Return token ids, int64 [B, E, L], padded to each tokenizer's length, and with zeros to the longest one's."""
     # Convert with NumPy: torch.tensor takes ten times as long for nested lists.
     ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
     for index, tokenizer in enumerate(tokenizers):

@@ -36,10 +36,7 @@ class Route:
         return self.tokens(count) if self.start <= block < self.end else count
 
     def kept(self, draws: Draws, count: int) -> Tensor:
-        """Return the indices of the tokens that are kept, out of `count` tokens per sample, ascending [B, K].
-
-        Tokens are chosen at random without replacement; the choice depends only on the sample, its epoch and its batch.
-        """
+        """Return the indices of the kept tokens, drawn at random per sample, ascending [B, K], out of `count`."""
         order = draws.words(Purpose.ROUTING, count).argsort(dim=1, stable=True)
         return order[:, : self.tokens(count)].sort(dim=1).values
 

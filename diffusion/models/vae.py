@@ -81,10 +81,7 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
 
 
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
-    """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1], whose sides the downsampling must divide.
-
-    The output is the mean and log-variance of the posterior, [B, 2C, H, W], or only latents, [B, C, H, W].
-    """
+    """Return the posterior's mean and log-variance [B, 2C, H, W], or only latents, for images in [-1, 1]."""
     if isinstance(vae, AutoencoderKL):
         return posterior_of(vae, pixels).parameters
     _check_sides(vae, pixels)

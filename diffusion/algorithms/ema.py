@@ -15,15 +15,8 @@ from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_EVENTS = (
-    Event.INIT,
-    Event.AFTER_LOAD,
-    Event.FIT_START,
-    Event.BATCH_END,
-    Event.EPOCH_END,
-    Event.EVAL_START,
-    Event.EVAL_END,
-)
+_EVALUATION = (Event.EVAL_START, Event.EVAL_END)
+_EVENTS = (Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_END, Event.EPOCH_END, *_EVALUATION)
 DECAY = applied_on_resume('the average continues with the new decay')
 
 
@@ -101,26 +94,20 @@ class EMA(Algorithm):
         # Every event updates the reference: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for DDP
         # after it.
         self._model = state.model
-        if event == Event.INIT:
-            return
         if event == Event.AFTER_LOAD:
             self._check_start(state)
-            return
-        if event == Event.FIT_START:
+        elif event == Event.FIT_START:
             self._warn_if_never(state)
-            return
-        if event in (Event.EVAL_START, Event.EVAL_END):
+        elif event in _EVALUATION:
             if self.started and self._exchanged == (event == Event.EVAL_END):
                 self._exchange()
-            return
-        if not self.started:
-            if self._start_reached(state):
-                self._start(state)
-            return
-        unit = self.update_interval.unit
-        ends = Event.EPOCH_END if unit == TimeUnit.EPOCH else Event.BATCH_END
-        if event == ends and state.timestamp.get(unit).value % self.update_interval.value == 0:
-            self.update()
+        elif event != Event.INIT and self.started:
+            unit = self.update_interval.unit
+            ends = Event.EPOCH_END if unit == TimeUnit.EPOCH else Event.BATCH_END
+            if event == ends and state.timestamp.get(unit).value % self.update_interval.value == 0:
+                self.update()
+        elif event != Event.INIT and self._start_reached(state):
+            self._start(state)
 
     def update(self) -> None:
         """Update the average with the model's current weights."""

@@ -77,6 +77,7 @@ def _table(*rows: tuple[str, str, str, str]) -> tuple[PrivateName, ...]:
     return tuple(PrivateName(*row) for row in rows)
 
 
+_C10D = 'torch.distributed.distributed_c10d'
 _LOADER = 'torch.utils.data.dataloader'
 _STREAMING = 'streaming.base.dataset'
 
@@ -97,13 +98,8 @@ IMPORTED = {
         ('torch', 'torch', '_fused_adamw_', 'the fused kernel of AdamW without a search of its tensors in each step'),
         ('torch', 'torch._dynamo.utils', 'counters', 'numbers of graphs that were compiled, and found in a cache'),
         ('torch', 'torch', '_foreach_norm', 'norms of many tensors by one kernel, as clip_grad_norm_ does'),
-        ('torch', 'torch.distributed.distributed_c10d', '_world', 'lists the process groups of a device mesh'),
-        (
-            'torch',
-            'torch.distributed.distributed_c10d',
-            '_set_pg_timeout',
-            'timeout of a group, for torch without set_timeout',
-        ),
+        ('torch', _C10D, '_world', 'lists the process groups of a device mesh'),
+        ('torch', _C10D, '_set_pg_timeout', 'timeout of a group, for torch without set_timeout'),
         ('torch', 'torch.distributed.checkpoint.utils', '_DistWrapper', 'plans a sharded checkpoint as save() does'),
         ('torch', 'torch.distributed.checkpoint.filesystem', '_metadata_fn', 'file name of the index of a checkpoint'),
         ('torch', 'torch.utils.data._utils', 'signal_handling', 'keeps SIGCHLD from raising in a forward pass'),
@@ -123,12 +119,7 @@ ATTRIBUTES = {
         ('torch', f'{_LOADER}:_MultiProcessingDataLoaderIter', '_workers_done_event', 'ends workers; may block'),
         ('torch', f'{_LOADER}:_MultiProcessingDataLoaderIter', '_worker_pids_set', 'marks workers as watched by us'),
         ('torch', 'torch.utils.data._utils.signal_handling', '_remove_worker_pids', 'see signal_handling'),
-        (
-            'torch',
-            'torch:ops.aten',
-            '_scaled_dot_product_flash_attention_for_cpu',
-            'attention whose FLOPs count on a CPU',
-        ),
+        ('torch', 'torch:ops.aten', '_scaled_dot_product_flash_attention_for_cpu', 'attention with FLOPs on a CPU'),
         ('torch', 'torch:UntypedStorage', '_cdata', 'identifies the storage of a fake tensor, which has no address'),
         ('torch', 'torch:UntypedStorage', '_new_shared', 'shared memory for a batch, as default_collate allocates it'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_loggers', 'calls loggers only at events that they handle'),

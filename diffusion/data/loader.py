@@ -210,11 +210,9 @@ class BucketedLoader(StreamingDataLoader):
             expected = self.dataset.epoch_size // self.dataset.global_batch
         else:
             expected = len(self.dataset.evaluation_order.batches)
-        return (
-            None
-            if index == expected
-            else f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
-        )
+        if index == expected:
+            return None
+        return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
         """Share an exception's message with the other processes on this machine, so that they stop; return it."""

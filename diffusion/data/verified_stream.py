@@ -54,7 +54,6 @@ class VerifiedStream(Stream):
     """Stream whose shards are verified before use, and downloaded again if damaged.
 
     Args:
-        name: The stream's name in the recipe.
         cache: The cache folder; the stream is cached if its `local` folder is inside it.
         wait: Called repeatedly while waiting for files; it may raise an exception to end the wait.
         defaults: Values for settings that are not set on the stream.
@@ -62,7 +61,6 @@ class VerifiedStream(Stream):
     Attributes:
         cache_budget: Limit on the size of downloaded shards, set by the dataset; None means no limit.
         on_disk: The downloaded shards, set by the dataset; some are evicted when the disk is full.
-        has_warned: True after a warning that the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
         turns: Coordinates its downloads with those of other jobs and nodes.
         source: The remote folder, or None for local data.

@@ -226,10 +226,6 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
     return POLICY.run(attempt, url)
 
 
-def has_weights(folder: Path) -> bool:
-    return weight_files(folder) is not None
-
-
 def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
     """Return the variant and the safetensors files in a model's local folder: one file, or all shards of an index.
 

@@ -65,7 +65,6 @@ STEP_WORDS = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
 """Purposes for which a training step draws one random number per sample."""
 FIRST_BATCH = 'captions of the first batch'
 """Subject of the warning that captions in the first training batch are longer than the text encoder allows."""
-CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
@@ -157,7 +156,7 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout_mode = training['caption_dropout_mode']
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f'caption_dropout: {self.caption_dropout} is not a fraction in [0, 1]')
-        if self.caption_dropout_mode not in CAPTION_DROPOUT_MODES:
+        if self.caption_dropout_mode not in ('empty', 'zeros'):
             raise UserError(f'caption_dropout_mode: {self.caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
         # Composer calls this function to select the submodules that FSDP wraps.

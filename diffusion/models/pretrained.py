@@ -39,11 +39,31 @@ Builder = TypeVar('Builder', bound=Callable[..., Any])
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
 """Folder of the packaged autoencoder for 64 px OpenMoji images, trained by yamls/tiny_vae.yaml."""
 
-AUTOENCODERS: dict[str, type[AutoencoderKL] | type[AutoencoderDC]] = {
-    'AutoencoderKL': AutoencoderKL,
-    'AutoencoderDC': AutoencoderDC,
+AUTOENCODERS = {each.__name__: each for each in (AutoencoderKL, AutoencoderDC)}
+CLIP_L: dict[str, Any] = {
+    'vocab_size': 49408,
+    'hidden_size': 768,
+    'intermediate_size': 3072,
+    'num_hidden_layers': 12,
+    'num_attention_heads': 12,
+    'max_position_embeddings': 77,
+    'hidden_act': 'quick_gelu',
+    'layer_norm_eps': 1e-5,
+    'projection_dim': 768,
+    'bos_token_id': 0,
+    'eos_token_id': 2,
+    'pad_token_id': 1,
 }
-"""Supported autoencoder classes by name."""
+"""CLIP ViT-L/14, the first text encoder of Stable Diffusion XL and 3."""
+CLIP_BIG_G: dict[str, Any] = CLIP_L | {
+    'hidden_size': 1280,
+    'intermediate_size': 5120,
+    'num_hidden_layers': 32,
+    'num_attention_heads': 20,
+    'hidden_act': 'gelu',
+    'projection_dim': 1280,
+}
+"""OpenCLIP ViT-bigG/14, their second text encoder."""
 
 _without_weights = False
 _checked: list[str] | None = None
@@ -175,7 +195,7 @@ def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision:
         return f'{name}: {bytes_text(size)} to download' if size else f'{name}: in the cache'
     folder = Path(source, subfolder)
     # A missing config.json is reported when the model is loaded.
-    if (folder / 'config.json').is_file() and not hub_files.has_weights(folder):
+    if (folder / 'config.json').is_file() and hub_files.weight_files(folder) is None:
         raise UserError(f'{folder}: has no {hub_files.STEMS[issubclass(part, ModelMixin)]}.safetensors; {TO_FIX}')
     return f'{name}: in {folder}'
 

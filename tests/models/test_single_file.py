@@ -171,7 +171,7 @@ def test_published_sizes_have_the_published_names_and_shapes():
         xl = unet_tensors(UNet2DConditionModel(**sdxl_builder.UNET))
         vae = vae_tensors(AutoencoderKL(**STABLE_DIFFUSION_VAE))
         clip_h = open_clip_tensors(CLIPTextModel(CLIPTextConfig(**sd2_builder.TEXT_ENCODER)), layers=24)
-        clip_g = open_clip_tensors(CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_builder.TEXT_ENCODER_2)))
+        clip_g = open_clip_tensors(CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_builder.CLIP_BIG_G)))
     assert [len(each) for each in (sd2, xl, vae, clip_h, clip_g)] == [686, 1680, 248, 292, 389]
     shapes = {
         'input_blocks.2.1.transformer_blocks.0.attn2.to_k.weight': (320, 1024),

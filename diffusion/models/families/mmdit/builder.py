@@ -28,6 +28,8 @@ from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import (
+    CLIP_BIG_G,
+    CLIP_L,
     TINY_VAE,
     build_vae,
     check_revision,
@@ -50,31 +52,6 @@ HEAD_WIDTH = 64
 TRANSFORMER: dict[str, Any] = {'sample_size': 128, 'patch_size': 2, 'attention_head_dim': HEAD_WIDTH}
 """Settings shared by all sizes. `sample_size` is the scale of the position embeddings at every resolution."""
 
-CLIP_L: dict[str, Any] = {
-    'vocab_size': 49408,
-    'hidden_size': 768,
-    'intermediate_size': 3072,
-    'num_hidden_layers': 12,
-    'num_attention_heads': 12,
-    'max_position_embeddings': 77,
-    'hidden_act': 'quick_gelu',
-    'projection_dim': 768,
-    'bos_token_id': 0,
-    'eos_token_id': 2,
-    'pad_token_id': 1,
-}
-"""CLIP ViT-L, the first text encoder."""
-
-CLIP_BIG_G: dict[str, Any] = CLIP_L | {
-    'hidden_size': 1280,
-    'intermediate_size': 5120,
-    'num_hidden_layers': 32,
-    'num_attention_heads': 20,
-    'hidden_act': 'gelu',
-    'projection_dim': 1280,
-}
-"""OpenCLIP ViT-bigG, the second text encoder."""
-
 T5_XXL: dict[str, Any] = {
     'vocab_size': 32128,
     'd_model': T5_WIDTH,
@@ -96,7 +73,6 @@ VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
 }
 SPECIAL = ('<pad>', '</s>', '<unk>')
 """T5's special tokens, whose ids in T5 are 0, 1 and 2."""
-CLIP_LENGTH = 77
 END = '<|endoftext|>'
 """Padding token of the first CLIP tokenizer; the second pads with `!`."""
 
@@ -118,8 +94,7 @@ def mmdit_tokenizers(
     If `pretrained` is None, CLIP's tokenizers are built from open_clip's vocabulary, and T5's has one token per byte.
     """
     if pretrained is None:
-        clips = [clip_tokenizer(max_length=CLIP_LENGTH, pad_token=token) for token in (END, '!')]
-        return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
+        return tiny_mmdit_tokenizers(max_length=77, t5=t5, t5_length=t5_length)
     check_revision(pretrained, revision)
     names = ['tokenizer', 'tokenizer_2', 'tokenizer_3'] if t5 else ['tokenizer', 'tokenizer_2']
     tokenizers: list[PreTrainedTokenizerBase] = [

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from diffusion.config.declarations import AtLeast, MultipleOf, constrained
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import (
+    CLIP_L,
     TINY_VAE,
     build_vae,
     check_sources,
@@ -52,19 +53,13 @@ UNET: dict[str, Any] = {
     'use_linear_projection': True,
 }
 
-TEXT_ENCODER: dict[str, Any] = {
-    'vocab_size': 49408,
+TEXT_ENCODER: dict[str, Any] = CLIP_L | {
     'hidden_size': 1024,
     'intermediate_size': 4096,
     'num_hidden_layers': 23,  # OpenCLIP ViT-H has 24 layers; the last one is not used
     'num_attention_heads': 16,
-    'max_position_embeddings': 77,
     'hidden_act': 'gelu',
-    'layer_norm_eps': 1e-5,
     'projection_dim': 512,
-    'bos_token_id': 0,
-    'eos_token_id': 2,
-    'pad_token_id': 1,
 }
 
 

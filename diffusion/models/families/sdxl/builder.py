@@ -24,6 +24,8 @@ from diffusion.models.families.adapter import SIZES
 from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import (
+    CLIP_BIG_G,
+    CLIP_L,
     TINY_VAE,
     check_sources,
     clip_tokenizer,
@@ -39,7 +41,6 @@ from diffusion.models.vae import STABLE_DIFFUSION_VAE, Vae, latent_channels
 
 PRETRAINED = 'stabilityai/stable-diffusion-xl-base-1.0'
 REVISION = '462165984030d82259a11f4367a4eed129e94a7b'
-TEXT_LENGTH = 77
 
 UNET: dict[str, Any] = {
     'sample_size': 128,
@@ -61,31 +62,6 @@ UNET: dict[str, Any] = {
 
 VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {'sample_size': 1024, 'scaling_factor': 0.13025}
 
-TEXT_ENCODER: dict[str, Any] = {
-    'vocab_size': 49408,
-    'hidden_size': 768,
-    'intermediate_size': 3072,
-    'num_hidden_layers': 12,
-    'num_attention_heads': 12,
-    'max_position_embeddings': TEXT_LENGTH,
-    'hidden_act': 'quick_gelu',
-    'layer_norm_eps': 1e-5,
-    'projection_dim': 768,
-    'bos_token_id': 0,
-    'eos_token_id': 2,
-    'pad_token_id': 1,
-}
-"""CLIP ViT-L/14."""
-
-TEXT_ENCODER_2: dict[str, Any] = TEXT_ENCODER | {
-    'hidden_size': 1280,
-    'intermediate_size': 5120,
-    'num_hidden_layers': 32,
-    'num_attention_heads': 20,
-    'hidden_act': 'gelu',
-    'projection_dim': 1280,
-}
-"""OpenCLIP ViT-bigG/14, with its projection."""
 TINY_SIZE_WIDTH = 32
 """Width of the embedding of each image size in the model `tiny_sdxl`."""
 
@@ -98,7 +74,7 @@ def sdxl_tokenizers(
     Both have the same vocabulary, but the first pads with the end-of-text token, and the second with `!`.
     """
     if pretrained is None:
-        return _clip_tokenizers(TEXT_LENGTH)
+        return tiny_sdxl_tokenizers(max_length=77)
     return [
         load_pretrained(CLIPTokenizer, pretrained, subfolder=subfolder, revision=revision)
         for subfolder in ('tokenizer', 'tokenizer_2')
@@ -154,8 +130,8 @@ def sdxl(
 
 
 def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
-    """Return the two tokenizers of `tiny_sdxl`, with CLIP's vocabulary and up to `max_length` tokens per caption."""
-    return _clip_tokenizers(max_length)
+    """Return two tokenizers with CLIP's vocabulary: the first pads with the end-of-text token, the second with `!`."""
+    return [clip_tokenizer(max_length=max_length, pad_token=token) for token in ('<|endoftext|>', '!')]
 
 
 @tokenizes_with(tiny_sdxl_tokenizers)
@@ -214,17 +190,12 @@ def tiny_sdxl(
     )
 
 
-def _clip_tokenizers(max_length: int) -> list[PreTrainedTokenizerBase]:
-    """Return two tokenizers with CLIP's vocabulary: the first pads with the end-of-text token, the second with `!`."""
-    return [clip_tokenizer(max_length=max_length, pad_token=token) for token in ('<|endoftext|>', '!')]
-
-
 def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
     """Return CLIP ViT-L and OpenCLIP ViT-bigG; their weights are random if `pretrained` is None."""
     if pretrained is None:
         return [
-            CLIPTextModel(CLIPTextConfig(**TEXT_ENCODER)),
-            CLIPTextModelWithProjection(CLIPTextConfig(**TEXT_ENCODER_2)),
+            CLIPTextModel(CLIPTextConfig(**CLIP_L)),
+            CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_BIG_G)),
         ]
     return [
         load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision),

@@ -1,28 +1,22 @@
 """U-Nets conditioned on pooled text and image sizes: Stable Diffusion XL (Podell et al. 2023)."""
 
-import logging
+from dataclasses import replace
 from typing import Any
 
-from diffusers.loaders.lora_pipeline import StableDiffusionLoraLoaderMixin
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 from diffusion.errors import UserError
-from diffusion.models.families.adapter import SIZES, Condition, DenoiserAdapter, DenoiserSizes
+from diffusion.models.families.adapter import SIZES, Condition, DenoiserSizes
+from diffusion.models.families.sd2.denoiser import CrossAttentionUNet
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
-log = logging.getLogger(__name__)
 
-
-class SDXLUNet(DenoiserAdapter):
+class SDXLUNet(CrossAttentionUNet):
     """Adapter of UNet2DConditionModel with pooled text and image sizes, exported as a StableDiffusionXLPipeline."""
 
-    block_classes = (ResnetBlock2D, Transformer2DModel)
     takes_text_mask = False
-    lora_writer = StableDiffusionLoraLoaderMixin, 'unet_lora_layers'
     takes_sizes = True
 
     def owns(self, denoiser: UNet2DConditionModel) -> bool:
@@ -30,14 +24,9 @@ class SDXLUNet(DenoiserAdapter):
 
     def sizes(self, denoiser: UNet2DConditionModel) -> DenoiserSizes:
         config = denoiser.config
-        return DenoiserSizes(
-            in_channels=config['in_channels'],
-            out_channels=config['out_channels'],
-            text_width=config['cross_attention_dim'],
-            # The network embeds each of the sizes, and concatenates the embeddings with the pooled text.
-            pooled_width=config['projection_class_embeddings_input_dim'] - SIZES * config['addition_time_embed_dim'],
-            sample_size=config['sample_size'],
-        )
+        # The network embeds each of the sizes, and concatenates the embeddings with the pooled text.
+        pooled_width = config['projection_class_embeddings_input_dim'] - SIZES * config['addition_time_embed_dim']
+        return replace(super().sizes(denoiser), pooled_width=pooled_width)
 
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
         return {

@@ -14,7 +14,6 @@ from diffusion.compatibility.private_names import _foreach_lerp_
 from diffusion.errors import UserError
 
 FSDP1 = 'FSDP1 is not supported; use FSDP2 (FSDP2Config), whose reshard_after_forward=False is SHARD_GRAD_OP'
-"""Error message for a user's own program whose Trainer uses FSDP1."""
 _WRAPPERS = ('_checkpoint_wrapped_module.', '_orig_mod.')
 """Prefixes that activation checkpointing and torch.compile insert into parameter names."""
 

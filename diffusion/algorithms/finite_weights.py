@@ -17,7 +17,6 @@ from diffusion.compatibility.private_names import _foreach_norm, private_attribu
 from diffusion.errors import UserError
 
 MAX_NAMES_SHOWN = 3
-"""Maximum number of parameter names in an error message."""
 NOT_SAVED = (
     'they are not saved, and earlier checkpoints are kept; resume from one with a smaller optimizer.lr or clipped '
     'gradients (algorithms.gradient_clipping); callbacks.loss_guard finds the batch'

@@ -86,7 +86,6 @@ def copies_of_shard(gradient: DTensor) -> int:
 
 
 def gradients_of(state: State) -> list[Tensor | None]:
-    """Return the gradients of all parameters that a Trainer's optimizers update."""
     return [parameter.grad for parameter in trained_parameters(state)]
 
 

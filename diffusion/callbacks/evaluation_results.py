@@ -18,9 +18,7 @@ from diffusion.storage.places import files_of_run
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 30.0
-"""Interval between checks for new results."""
 LOGGED = f'{EVALUATIONS}/logged.json'
-"""File that lists the results that have been logged."""
 RESULTS = re.compile(r'ba\d+\.json')
 
 

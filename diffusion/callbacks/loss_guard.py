@@ -352,7 +352,6 @@ def find_problem(loss: float, gradients_finite: bool, limit: float, history: Seq
 
 
 def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Samples:
-    """Return the losses and IDs of this rank's samples on the CPU, ready to be gathered over all ranks."""
     losses = torch.cat([each.sample_losses for each in microbatches]).tolist()
     ids = [int(i) for each in microbatches if each.sample_ids is not None for i in each.sample_ids.tolist()]
     total = torch.stack([each.loss for each in microbatches]).sum()

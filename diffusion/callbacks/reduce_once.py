@@ -39,7 +39,6 @@ class ReduceOnce(Callback):
 
 
 def number_of_microbatches(state: State) -> int:
-    """Return the number of microbatches that Composer splits this device's batch into."""
     size = state.device_train_microbatch_size
     assert size is not None
     return -(-samples_in(state.batch) // int(size))

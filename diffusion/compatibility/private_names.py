@@ -109,7 +109,6 @@ IMPORTED = {
         ('torchmetrics', 'torchmetrics.functional.image.lpips', '_LPIPS', 'LPIPS of single images, with gradients'),
     )
 }
-"""Classes, functions and modules by name."""
 
 ATTRIBUTES = {
     (each.where.rpartition('.')[2].rpartition(':')[2], each.name): each

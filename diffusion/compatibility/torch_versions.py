@@ -19,19 +19,13 @@ from diffusion.planning.gpus import missing_kernels_message
 
 
 def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
-    """Set the timeout of a group's collectives.
-
-    PyTorch 2.7 only has a private function for this. Remove this function when support for PyTorch 2.7 is dropped.
-    """
+    """Set the timeout of a group's collectives; to be removed with PyTorch 2.7, which has only a private function."""
     set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def average_by_summing(module: FSDPModule, ranks: int) -> None:
-    """Make FSDP2 sum a module's gradients over ranks and then divide the sum.
-
-    PyTorch 2.9 has a setting for this. Remove this function when support for PyTorch 2.7 is dropped.
-    """
+    """Make FSDP2 sum gradients over ranks, then divide; to be removed with PyTorch 2.7, which lacks the setting."""
     request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
     if request_sum is not None:
         request_sum(True)

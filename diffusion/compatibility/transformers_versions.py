@@ -78,11 +78,7 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
 
 
 def word_model(tokenizer: CLIPTokenizer) -> BPE:
-    """Return the model that splits a word into CLIP's tokens.
-
-    The tokenizer of transformers 5 has such a model, which saves the 0.2 s for building one. Remove the branch for
-    transformers 4 when support for it is dropped.
-    """
+    """Return the model that splits words into CLIP's tokens; transformers 4 has none, and building it takes 0.2 s."""
     parts: Any = tokenizer
     if hasattr(parts, 'bpe_ranks'):
         return BPE(*byte_pairs(tokenizer), end_of_word_suffix='</w>', unk_token=str(tokenizer.unk_token))
@@ -90,10 +86,7 @@ def word_model(tokenizer: CLIPTokenizer) -> BPE:
 
 
 def clip_features(output: Any) -> Tensor:
-    """Return the features [B, D] in a result of CLIP's get_image_features or get_text_features.
-
-    transformers 5 wraps them in another object. Remove this function when support for transformers 4 is dropped.
-    """
+    """Return the features [B, D] in a result of CLIP; to be removed with transformers 4, which does not wrap them."""
     return output if isinstance(output, Tensor) else output.pooler_output
 
 

@@ -43,7 +43,6 @@ class EvaluationOrder:
 
 
 def evaluation_order(samples: Sequence[NDArray[np.int64]], *, ranks: int, batch_size: int) -> EvaluationOrder:
-    """Return the order of an evaluation, from the sample ids of each stream."""
     size = ranks * batch_size
     batches, counts = [], []
     for ids in samples:

@@ -226,10 +226,7 @@ def _batch_bytes(loader: BucketedLoader) -> int:
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:
-    """Return the number of samples that are shuffled together per machine; the cache should hold all their shards.
-
-    Without shuffling, return the number of samples that all processes of the machine download ahead.
-    """
+    """Return the number of samples that are shuffled together, or else downloaded ahead, per machine."""
     dataset = loader.dataset
     if not dataset.shuffle:
         return (dataset.predownload or 0) * _processes(loader)

@@ -218,7 +218,6 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    """Raise UnreadableImage if a PNG file has no end chunk, or if the checksum of a chunk is wrong."""
     # Pillow checks these only in `verify`, not when decoding. `verify` leaves the image unusable, so open it
     # separately.
     if PNG_END not in encoded:

@@ -196,5 +196,4 @@ def _html_image(image: Image.Image | bytes, side: int | None) -> str:
 
 
 def _decoded(image: Image.Image | bytes) -> Image.Image:
-    """Return a figure's image as a PIL image, to measure or draw it; encoded bytes (JPEG or PNG) are decoded first."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

@@ -29,7 +29,6 @@ from diffusion.models.vae import Vae, latent_statistics
 
 MANIFEST = 'manifest.json'
 VERSION = 2
-"""Version of the manifest format; latents with another version are rejected."""
 TEXT_LENGTHS = 'text_lengths'
 """Column with the number of tokens per caption, present if text embeddings are stored without padding."""
 

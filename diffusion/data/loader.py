@@ -84,8 +84,6 @@ class BucketedLoader(StreamingDataLoader):
         timeout: Maximum wait for a batch from a worker, in seconds; 0 means no limit.
         max_bad_samples: Maximum fraction of samples replaced because they cannot be decoded.
         quarantine: JSON Lines file in which each replaced sample is listed.
-        num_workers: Worker processes per device.
-        settings: Keyword arguments for StreamingDataLoader.
     """
 
     dataset: BucketedDataset  # type: ignore[reportIncompatibleVariableOverride]
@@ -321,7 +319,6 @@ LIKELY_CAUSES = {
 
 
 def describe_exit(exit_code: int) -> str:
-    """Describe how a process ended and why, from its nonzero exit code (negative for a signal)."""
     if exit_code > 0:
         return f'exited with status {exit_code}'
     return f'was killed by {signal.Signals(-exit_code).name}{LIKELY_CAUSES.get(signal.Signals(-exit_code), "")}'

@@ -185,8 +185,7 @@ class CacheBudget:
                         log.warning(
                             '%s: another process has held its lock for %.0f s; limiting its size without the lock. '
                             'If nodes share the folder, check for a stopped node',
-                            folder,
-                            seconds,
+                            *(folder, seconds),
                         )
                     self._without_lock.add(folder)
             yield
@@ -324,9 +323,7 @@ class DownloadTurns:
         log.warning(
             '%s: %s: another process has not finished its download in %.0f s; downloading it here too. '
             'If nodes share the folder, check for a node that is stopped or has a slow network',
-            self.name,
-            path,
-            seconds,
+            *(self.name, path, seconds),
         )
 
 

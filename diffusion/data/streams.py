@@ -66,7 +66,6 @@ class BucketedDataset(VerifiedDataset):
     id (`diffusion.data.epoch_order`) as `index`; for the first copy of a sample in an epoch, it equals the sample id.
 
     Args:
-        buckets: The streams.
         batch_size: Samples per device per batch.
         columns: Columns that every sample must have; of each tuple, one column is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
@@ -75,9 +74,7 @@ class BucketedDataset(VerifiedDataset):
             the same order (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded with others from the same shard
             (`diffusion.data.bad_samples`).
-        caption_choice: Caption to use if there are several.
         caption_weights: For the random choice, weights of the captions' source columns; None means uniform.
-        streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
     """
 
     copies = 'each with its own crop, caption, timestep and noise'
@@ -196,7 +193,6 @@ class BucketedDataset(VerifiedDataset):
         return self.buckets[int(self.stream_per_shard[shard])]
 
     def where(self, index: int) -> str:
-        """Return the stream, row and shard of a sample as text, for error messages."""
         shard, row = self.spanner[index]
         reader = self.shards[shard]
         sample = index % self.num_samples

@@ -1,7 +1,6 @@
 """StreamingDataset that serves only verified shards and, if one of its processes fails, stops all of them."""
 
 import contextlib
-import logging
 import math
 import os
 import tempfile
@@ -29,8 +28,6 @@ from diffusion.errors import DataError, UserError
 from diffusion.storage.local_files import user_folder
 from diffusion.storage.mds import file_signature
 
-log = logging.getLogger(__name__)
-
 TOUCH_INTERVAL_SECONDS = 60.0
 """Minimum interval between updates of a shard's access time, which decides what the cache evicts."""
 
@@ -44,7 +41,6 @@ class VerifiedDataset(StreamingDataset):
     Args:
         cache_folder: Cache folder, which jobs may share; holds the shards of streams whose `local` folder is inside it.
         cache_limit: Maximum total size of downloaded shards, such as `500gb`.
-        streaming: Keyword arguments for StreamingDataset.
     """
 
     streams: list[VerifiedStream]  # type: ignore[reportIncompatibleVariableOverride]
@@ -191,7 +187,6 @@ class VerifiedDataset(StreamingDataset):
             self.failures.check(now=now)
 
     def names(self) -> str:
-        """Return the names of all streams as text, such as `streams.a, streams.b`, for error messages."""
         return ', '.join(f'streams.{stream.name}' for stream in self.streams)
 
     def shards_of_streams(self) -> Iterator[tuple[VerifiedStream, list[Reader]]]:

@@ -132,10 +132,7 @@ class VerifiedStream(Stream):
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Verify a shard's files, and download or unpack those that are missing or damaged, or raise DataError.
-
-        Returns 0: StreamingDataset expects the change in cache size, which is not tracked this way here.
-        """
+        """Verify a shard's files, and download or unpack those that are missing or damaged, or raise DataError."""
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
             found = find_damage(path, raw, self.validate_hash)
@@ -155,10 +152,7 @@ class VerifiedStream(Stream):
             shard_cache.touch(path)
 
     def fetch_sidecar(self, name: str) -> Path:
-        """Download a small file next to the shards again, such as manifest.json, and return its path.
-
-        Raises UserError if it does not exist, or DataError if it is not local and the store does not answer.
-        """
+        """Download a small file next to the shards again, such as manifest.json, and return its path."""
         path = self.folder / name
         if self.source is not None:
             try:
@@ -209,9 +203,7 @@ class VerifiedStream(Stream):
             log.warning(
                 'streams.%s: the disk of %s is full; %s of the least recently used shards were removed. They are '
                 'downloaded again when they are needed. Set loader.cache_limit to less than the disk holds',
-                self.name,
-                path.parent,
-                bytes_text(freed),
+                *(self.name, path.parent, bytes_text(freed)),
             )
         return freed > 0
 

@@ -1,7 +1,6 @@
 """Logger that appends a run's metrics to a JSON lines file and draws its loss curve."""
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,6 @@ from composer.utils import dist
 
 from diffusion.storage.local_files import opener
 from diffusion.storage.text_tables import json_objects
-
-log = logging.getLogger(__name__)
 
 TRAIN_LOSS = 'loss/train/total'
 

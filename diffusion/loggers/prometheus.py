@@ -92,10 +92,7 @@ class JSONLines(_LatestMetrics):
 
 
 def exposition(run: str, metrics: dict[str, float]) -> str:
-    """Return metrics as gauges in Prometheus's text format, version 0.0.4.
-
-    If two names become equal after replacing the characters that Prometheus does not allow, the later one is kept.
-    """
+    """Return metrics in Prometheus's text format 0.0.4; of names that become equal in it, the later one counts."""
     label = run.replace('\\', r'\\').replace('"', r'\"').replace('\n', r'\n')
     gauges = {'diffusion_' + re.sub('[^a-zA-Z0-9_]', '_', name): value for name, value in metrics.items()}
     lines = []

@@ -78,7 +78,6 @@ class TrainingFlops:
         encodes_text: bool,
         encodes_features: bool,
     ) -> int:
-        """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
         # The backward pass takes two passes, for gradients of activations and of weights, but only one if the weights
         # are frozen.
         passes = 2 if model.denoiser_is_frozen else 3

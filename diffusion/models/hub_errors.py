@@ -15,7 +15,6 @@ TO_FIX = (
     'use a local folder written by save_pretrained instead, with the subfolders vae/, text_encoder/ and tokenizer/ '
     '(model.pretrained=/path/to/folder)'
 )
-"""Advice in error messages on how to load pretrained models without the Hub."""
 TOKENIZER_FILE = 'tokenizer.json'
 
 

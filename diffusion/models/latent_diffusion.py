@@ -613,10 +613,7 @@ class LatentDiffusion(ComposerModel):
         if count:
             log.warning(
                 '%s: %d of %d fill all %d tokens of the text encoder; longer ones are cut to that',
-                what,
-                count,
-                len(input_ids),
-                self.text.token_length,
+                *(what, count, len(input_ids), self.text.token_length),
             )
 
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:

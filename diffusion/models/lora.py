@@ -25,7 +25,6 @@ from diffusion.models.families.adapter import find_adapter
 NAME = 'default'
 """peft's name for a denoiser's only LoRA."""
 UPDATED = (nn.Linear, nn.Conv2d)
-"""Layers that a LoRA can update."""
 
 
 def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:

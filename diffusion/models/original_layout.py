@@ -178,11 +178,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
 
 
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
-    """Return the tensors of a transformers CLIP text encoder in OpenCLIP's names and layout.
-
-    If there are to be more `layers` than the encoder has, the others are copies of the last one, for programs that
-    build more layers than they use.
-    """
+    """Return CLIP's tensors in OpenCLIP's names and layout; `layers` beyond the encoder's are copies of the last."""
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
     own: int = encoder.config.num_hidden_layers  # type: ignore[assignment,union-attr]

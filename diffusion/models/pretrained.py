@@ -254,10 +254,7 @@ def check_sources(**sources: str | None) -> None:
 
 
 def load_vae(source: str, *, revision: str | None = None) -> Vae:
-    """Load an autoencoder of the class that `_class_name` in its config.json names; `pixels` returns PixelSpace.
-
-    The source is the autoencoder, or a model that has it in the subfolder `vae`.
-    """
+    """Load an autoencoder or a model's subfolder `vae`, of the class in its config.json; `pixels` is PixelSpace."""
     if source == PIXELS:
         return PixelSpace()
     subfolder, config = _vae_config(source, revision)

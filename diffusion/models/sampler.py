@@ -75,10 +75,7 @@ class LatentGrid:
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
-    """Return a diffusers scheduler by short or class name, with the noise schedule that the model was trained with.
-
-    Raises UserError if it does not exist, does not support the schedule, or needs a package that is missing.
-    """
+    """Return a diffusers scheduler, by short or class name, with the noise schedule of training, or UserError."""
     found = scheduler_class(name, flow=objective.is_flow)
     accepted = inspect.signature(found.__init__).parameters
     config = objective.scheduler_config()

@@ -117,8 +117,7 @@ def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
         log.warning(
             'export: trained with path %s and prediction_type %s, but programs assume that a single file of '
             'Stable Diffusion 3 has a flow that predicts the velocity',
-            objective.path,
-            objective.prediction_type,
+            *(objective.path, objective.prediction_type),
         )
     elif objective.snr_shift != 3:
         log.info(

@@ -36,7 +36,6 @@ class PixelSpace(nn.Module):
 
 
 Vae = AutoencoderKL | AutoencoderDC | PixelSpace
-"""Autoencoders that LatentDiffusion can use."""
 AnyVae = TypeVar('AnyVae', bound=nn.Module)
 
 STABLE_DIFFUSION_VAE: dict[str, Any] = {
@@ -53,7 +52,6 @@ STABLE_DIFFUSION_VAE: dict[str, Any] = {
 }
 """Configuration of Stable Diffusion 2's AutoencoderKL, on which later models' configurations are based."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
-"""Classes of encoder blocks."""
 
 
 def latent_channels(vae: Vae) -> int:

@@ -61,7 +61,6 @@ VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
 }
 """The autoencoder of FLUX.1, with 16 channels."""
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
-"""PRX's training objective for latents."""
 BaseWidth = Annotated[
     int | None,
     AtLeast(1),

@@ -69,10 +69,7 @@ TINY_SIZE_WIDTH = 32
 def sdxl_tokenizers(
     *, pretrained: str | None = PRETRAINED, revision: str | None = REVISION
 ) -> list[PreTrainedTokenizerBase]:
-    """Return Stable Diffusion XL's tokenizers, built from open_clip's vocabulary if `pretrained` is None.
-
-    Both have the same vocabulary, but the first pads with the end-of-text token, and the second with `!`.
-    """
+    """Return Stable Diffusion XL's tokenizers, built from open_clip's vocabulary if `pretrained` is None."""
     if pretrained is None:
         return tiny_sdxl_tokenizers(max_length=77)
     return [
@@ -191,7 +188,6 @@ def tiny_sdxl(
 
 
 def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
-    """Return CLIP ViT-L and OpenCLIP ViT-bigG; their weights are random if `pretrained` is None."""
     if pretrained is None:
         return [
             CLIPTextModel(CLIPTextConfig(**CLIP_L)),

@@ -36,7 +36,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
-        """Initialize the average with a copy of the model's current weights."""
         reshard(model)
         self._parameters = trained_parameters(model)
         self.tensors = {name: local_shard(weight).clone() for name, weight in self._parameters.items()}

@@ -86,7 +86,6 @@ def load(path: Path) -> None:
 
 
 def compiled_graphs() -> int:
-    """Return the number of graphs that this process has compiled, or found in a cache."""
     return counters['stats']['unique_graphs']
 
 

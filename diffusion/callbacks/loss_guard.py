@@ -297,7 +297,6 @@ def append_bad_batch(
     history: Sequence[float] = (),
     action: Literal['skip', 'stop'] = 'stop',
 ) -> None:
-    """Append a line that describes a bad batch to `bad_batches.jsonl`."""
     line = {
         'batch': batch,
         'epoch': epoch,
@@ -380,7 +379,6 @@ def describe_samples(ids: Sequence[int], path: Path) -> str:
 
 
 def describe_checkpoint(saved: str | None, *, started_here: bool) -> str:
-    """Describe for an error message the checkpoint from which a stopped run can resume."""
     if started_here:
         return 'no update was made since this run started'
     return f'the weights before this batch are in {saved}' if saved else 'nothing is saved: there is no save_folder'

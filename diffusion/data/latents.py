@@ -140,7 +140,6 @@ def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: in
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
-    """Read the manifest.json of a stream of precomputed latents, from the stream's remote if it has one."""
     assert isinstance(bucket.stream, VerifiedStream)
     return LatentManifest.read(bucket.stream.fetch_sidecar(MANIFEST).parent, f'streams.{bucket.name}')
 
@@ -292,7 +291,6 @@ class LatentsDataset(BucketedDataset):
                 )
 
     def _check_text(self, text: TextConditioner, train_text_encoder: bool) -> None:
-        """Raise UserError if the model trains its text encoders, or if other ones made the stored embeddings."""
         names = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         if train_text_encoder:
             raise UserError(

@@ -202,7 +202,6 @@ class BucketedLoader(StreamingDataLoader):
             self._iterator = None
 
     def _early_end(self, index: int) -> str | None:
-        """Return an error message if the epoch ended too early, just before batch number `index`, otherwise None."""
         # Streaming silently ends an epoch early if a shard is missing, so count the batches.
         if self.dataset.elastic:
             expected = self.dataset.epoch_size // self.dataset.global_batch

@@ -69,7 +69,6 @@ def version(home: Path, digest: str, stream: str) -> Path:
 
 
 def create_version(home: Path, digest: str, stream: str) -> Path:
-    """Create and return the cache folder of one version of a dataset, to be used as a stream's local folder."""
     alias = version(home, digest, stream)
     alias.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -165,7 +164,6 @@ class CacheBudget:
             return sum(shard.size for shard in _evict(self._shards_and_reservations()[0], size))
 
     def used_bytes(self) -> int:
-        """Return the total size of all downloaded shards in bytes, including downloads in progress."""
         shards, reserved = self._shards_and_reservations()
         return sum(shard.size for shard in shards) + sum(reserved.values())
 

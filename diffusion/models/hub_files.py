@@ -48,11 +48,6 @@ COMMIT = re.compile(r'[0-9a-f]{40}')
 Answer = TypeVar('Answer')
 
 
-def cache_folder() -> str:
-    """Return the Hub's cache folder. Pass it to every `from_pretrained`: transformers may default to another one."""
-    return constants.HF_HUB_CACHE
-
-
 def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, weights: bool) -> str | None:
     """Ensure that the cache has the files of a model or tokenizer; return the revision to load from the cache.
 
@@ -168,7 +163,6 @@ def _download_file(repository: str, path: str, commit: str) -> Path:
 
 
 def _weight_files(repository: str, subfolder: str, commit: str, names: Collection[str]) -> list[str]:
-    """Return the names of the weight files in a subfolder: a single file or several shards."""
     where = f'{_url(repository, commit)}/{subfolder}'.rstrip('/')
     for stem in STEMS:
         if f'{stem}.safetensors' in names:

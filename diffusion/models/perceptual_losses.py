@@ -129,7 +129,6 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
 
 
 def check_perceptual(vae: Vae, objective: Objective) -> None:
-    """Raise UserError unless the model is on pixels and its predictions imply a clean image, for perceptual losses."""
     if not isinstance(vae, PixelSpace):
         raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
     if (problem := clean_image_problem(vars(objective))) is not None:

@@ -134,7 +134,9 @@ def load_pretrained(
             check_config(Path(source, subfolder, 'config.json'))
     else:
         revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=weights)
-        options = {'revision': revision, 'local_files_only': True, 'cache_dir': hub_files.cache_folder()}
+        # transformers may default to another cache folder.
+        cache_dir = hub_files.constants.HF_HUB_CACHE
+        options = {'revision': revision, 'local_files_only': True, 'cache_dir': cache_dir}
     if weights:
         options['use_safetensors'] = True  # unpickling a downloaded file could run arbitrary code
         options['output_loading_info'] = True

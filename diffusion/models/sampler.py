@@ -52,7 +52,6 @@ class LatentGrid:
         return self.channels, height // self.cell, width // self.cell
 
     def check_patches(self, height: int, width: int) -> None:
-        """Raise UserError unless a height and width in latent cells can be divided into the denoiser's patches."""
         if height % self.patch or width % self.patch:
             raise UserError(
                 f"streams: latents of {width}x{height} cells do not divide into the denoiser's patches of "

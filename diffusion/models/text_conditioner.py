@@ -249,7 +249,6 @@ class TextConditioner(nn.Module):
         return TextOutput(torch.cat(embeds, dim=-1), torch.cat(pooled, dim=-1) if pooled else None)
 
     def _check_ids(self, input_ids: Tensor) -> None:
-        """Raise UserError unless token ids have the shape [B, E, L], with no more tokens than the encoders allow."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '

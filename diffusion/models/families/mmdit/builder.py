@@ -172,7 +172,6 @@ def mmdit(
         pos_embed_max_size: Maximum image side in patches of 16 px; the size of the position embedding table.
         objective: Training objective; by default flow matching with logit-normal timesteps and a shift of 3 at 1024 px,
             proportional to the resolution.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -249,7 +248,6 @@ def tiny_mmdit(
         t5: Use T5; False uses zeros in place of its tokens.
         t5_length: Number of T5 tokens, one per byte of the caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

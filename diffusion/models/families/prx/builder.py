@@ -125,7 +125,6 @@ def prx(
         mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
             rates from this width to `hidden_size`. null means that all layers have the same learning rate.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -195,7 +194,6 @@ def tiny_prx(
         mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
             rates from this width to `hidden_size`. null means that all layers have the same learning rate.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

@@ -94,7 +94,6 @@ def sd2(
         revision: Commit of the repository `pretrained`.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     autoencoder = build_vae(vae, pretrained, revision, default=STABLE_DIFFUSION_VAE)
@@ -142,7 +141,6 @@ def tiny(
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

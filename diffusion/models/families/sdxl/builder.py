@@ -100,7 +100,6 @@ def sdxl(
         vae: Source of the VAE if it is not `pretrained`, whose VAE overflows in float16: a folder or repository with an
             AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
         vae_revision: Commit of the repository `vae`.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if vae is None and pretrained is None:
@@ -156,7 +155,6 @@ def tiny_sdxl(
         text_width: Width of each of the two text encoders and of the pooled text, a multiple of 32.
         text_layers: Number of layers of each text encoder.
         max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
-        training: Keyword arguments that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from composer.core import Callback, State
+from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
@@ -113,12 +113,16 @@ def factors_of(scheduler: Any, state: State) -> list[float]:
     # Composer steps a scheduler before it counts the batch that has just ended, so batch n + 1 gets the rate for time
     # n. Evaluate the schedule one batch earlier here too; the next batch then has the same rate as without the restart.
     now = state.timestamp
-    batch, sample = now.batch.value, now.sample.value
-    state.timestamp = now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
+    state.timestamp = one_batch_earlier(now)
     try:
         return [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     finally:
         state.timestamp = now
+
+
+def one_batch_earlier(now: Timestamp) -> Timestamp:
+    batch, sample = now.batch.value, now.sample.value
+    return now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

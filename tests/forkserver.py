@@ -46,10 +46,6 @@ class Process:
     """Process forked by a server.
 
     Args:
-        path: The server's socket.
-        command: Arguments of `python`.
-        environ: The process's environment variables.
-        folder: The process's working folder.
         outputs: File descriptors of its stdout and stderr.
         double: True trains in float64.
         death: Number of the file operation before which the process kills itself, and the folder of the files; see

@@ -32,17 +32,27 @@ HALF = 2.0**-8
 """Relative rounding error of bfloat16."""
 
 
+def backends() -> list[bool | str]:
+    """Return the settings: TF32 in matrix products, TF32 in convolutions, and cuDNN's benchmark mode."""
+    cudnn = torch.backends.cudnn
+    return [torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark]
+
+
 @pytest.fixture(autouse=True)
-def _compile_fast(monkeypatch):
-    """Compile without Inductor: whole models test tracing and autograd; Inductor's kernels are tested by block."""
-    monkeypatch.setattr(performance, 'BACKEND', 'aot_eager')
+def _fast_compiler_and_restored_settings(request, monkeypatch):
+    """Compile without Inductor, which takes minutes for a model on a CPU: tracing and autograd are tested."""
+    if 'cuda' not in request.node.name:
+        monkeypatch.setattr(performance, 'BACKEND', 'aot_eager')
     monkeypatch.setattr(logging.getLogger('torch.__trace'), 'disabled', True)  # pytest would capture megabytes of it
     names = ('recompile_limit', 'accumulated_recompile_limit', 'optimize_ddp', 'specialize_float')
-    before = {name: getattr(torch._dynamo.config, name) for name in names}
+    config: Any = torch._dynamo.config
+    before, (products, convolutions, benchmark) = {name: getattr(config, name) for name in names}, backends()
     yield
     torch._dynamo.reset()
     for name, value in before.items():
-        setattr(torch._dynamo.config, name, value)
+        setattr(config, name, value)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+    torch.backends.cudnn.benchmark = benchmark
 
 
 def with_parts(*parts: str) -> SpeedConfig:
@@ -210,21 +220,6 @@ def test_optimizer_is_fused_if_possible_unless_the_recipe_decides(write_recipe, 
     assert build_optimizer(recipe, make_model()).defaults.get('fused') == fused
 
 
-def backends() -> list[bool | str]:
-    """Return the settings: TF32 in matrix products, TF32 in convolutions, and cuDNN's benchmark mode."""
-    cudnn = torch.backends.cudnn
-    return [torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark]
-
-
-@pytest.fixture
-def _restore_backends():
-    products, convolutions, benchmark = backends()
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
-    torch.backends.cudnn.benchmark = benchmark
-
-
-@pytest.mark.usefixtures('_restore_backends')
 def test_backends_are_set_on_a_gpu_only():
     on = with_parts('tf32', 'conv_benchmark')
     set_backends(NOTHING, on_gpu=True)

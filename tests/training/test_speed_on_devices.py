@@ -1,36 +1,24 @@
 """Each part of `speed` in bfloat16 against the plain path, on the CPU and on a GPU."""
 
-import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from diffusion.config.recipe import SPEED_PARTS, SpeedConfig
-from diffusion.training import performance
 from diffusion.training.performance import apply_speed, set_backends
-from tests.training.test_performance import HALF, NOTHING, backends, batch_of, largest_error, overall_error, with_parts
+from tests.training.test_performance import (
+    HALF,
+    NOTHING,
+    _fast_compiler_and_restored_settings,  # noqa: F401
+    batch_of,
+    largest_error,
+    overall_error,
+    with_parts,
+)
 
 Gradients = tuple[float, dict[str, torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _restore_compiler_and_backends(request, monkeypatch):
-    # On a CPU, Inductor takes minutes for a model.
-    if 'cuda' not in request.node.name:
-        monkeypatch.setattr(performance, 'BACKEND', 'aot_eager')
-    monkeypatch.setattr(logging.getLogger('torch.__trace'), 'disabled', True)  # pytest would capture megabytes of it
-    names = ('recompile_limit', 'accumulated_recompile_limit', 'optimize_ddp', 'specialize_float')
-    config: Any = torch._dynamo.config
-    before, (products, convolutions, benchmark) = {name: getattr(config, name) for name in names}, backends()
-    yield
-    torch._dynamo.reset()
-    for name, value in before.items():
-        setattr(config, name, value)
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
-    torch.backends.cudnn.benchmark = benchmark
 
 
 def gradients(make_model, device: str, parts: SpeedConfig, *, half: bool) -> Gradients:

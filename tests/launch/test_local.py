@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from endings import FORWARD
 from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done, free_port, two_free_ports
 
@@ -24,6 +23,7 @@ from diffusion.launch.standby.in_place import STANDBY
 from diffusion.runs import attempts
 from diffusion.runs.run_status import inspect_run
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
+from tests.launch.endings import FORWARD
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, '-c', 'import sys; from diffusion.cli import main; sys.exit(main())', 'launch']

@@ -28,14 +28,7 @@ Choice = Literal['both', 'replace', 'finish']
 
 
 class BackgroundSave:
-    """A save whose files are written by a background thread. Its methods are collectives unless noted.
-
-    Args:
-        save: The save; it must have a snapshot.
-        batch: Composer's batch number at the save.
-        stall_seconds: Time for which the save has blocked training so far.
-        pause: Seconds to pause per second of the thread's CPU time, until `wait` or `choose` is called.
-    """
+    """A save whose files are written by a background thread; the methods are collectives unless noted."""
 
     def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float, pause: float = 0.0) -> None:
         self.save, self.batch, self.stall_seconds = save, batch, stall_seconds
@@ -82,11 +75,7 @@ class BackgroundSave:
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
-        """Estimate the seconds until all ranks have written their files; a collective.
-
-        Args:
-            expected_seconds: Duration of the previous save; None if there was none.
-        """
+        """Estimate the seconds until all ranks have written their files; a collective."""
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
@@ -97,13 +86,7 @@ class BackgroundSave:
         return max(dist.all_gather_object(own))
 
     def choose(self, notice_seconds: float | None, expected_seconds: float | None) -> Choice:
-        """Decide with `choose_when_stopping` what to save before the run stops; a collective.
-
-        Args:
-            notice_seconds: Seconds until this process is killed; None if it will not be killed, or if unknown on this
-                rank.
-            expected_seconds: Duration of the previous save; None if there was none.
-        """
+        """Decide with `choose_when_stopping` what to save before the run stops; a collective."""
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
@@ -152,8 +135,6 @@ def choose_when_stopping(*, remaining: float, synchronous: float, notice: float 
     the current batch. `finish` only completes the running save, because a new save would take too long.
 
     Args:
-        remaining: Expected seconds until the running save is complete.
-        synchronous: Expected duration of saving the current batch, in seconds.
         notice: Seconds until the process is killed; None if it will not be killed.
     """
     if notice is None or remaining + synchronous <= notice:

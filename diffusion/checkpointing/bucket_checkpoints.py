@@ -83,9 +83,6 @@ def delete_checkpoint(url: str) -> None:
 def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Download a checkpoint's files into a local folder and verify them; intact local files are kept.
 
-    Args:
-        files: Expected size and hash of each file by name.
-
     Raises:
         DamagedCheckpoint: An object is missing or damaged.
         UserError: The store refuses access.

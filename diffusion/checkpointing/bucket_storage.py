@@ -59,12 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class BucketStorage:
-    """Storage of a run's checkpoints in an object store; see `RunStorage` for the methods.
-
-    Args:
-        url: URL of the run, such as s3://bucket/runs/phase1.
-        folder: Working folder of this node; `working_folder` provides the default.
-    """
+    """Storage of a run's checkpoints in an object store; see `RunStorage` for the methods."""
 
     def __init__(self, url: str, folder: Path | None = None) -> None:
         self.place = url.rstrip('/')
@@ -222,12 +217,7 @@ class BucketStorage:
         return bool(copies)
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
-        """Download files of the checkpoint that this run resumes from, unless this node already has them.
-
-        Raises:
-            DamagedCheckpoint: An object is damaged.
-            OSError: The store cannot be read, or the local disk is full.
-        """
+        """Download files of the checkpoint that this run resumes from, unless this node already has them."""
         with _as_storage_fault():
             receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
             wanted = {name: receipt['files'][name] for name in names}
@@ -245,13 +235,7 @@ class BucketStorage:
         return self._published
 
     def _restore(self, batch: int) -> Path:
-        """Download and verify a checkpoint on the nodes that need its files, and return the local folder; a collective.
-
-        Raises:
-            DamagedCheckpoint: The checkpoint is damaged. Raised on every rank.
-            UserError: It belongs to another run.
-            OSError: The store cannot be read, or a local disk is full.
-        """
+        """Download and verify a checkpoint on the nodes that need its files; return the local folder. A collective."""
         url, checkpoint = self.name_of(batch), self.folder / checkpoint_name(batch)
 
         def read() -> bytes:
@@ -300,9 +284,6 @@ def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict
     whole checkpoint. A node needs the shards of its own ranks and those of rank 0, which include the unsharded tensors.
     If the number of ranks has changed, each shard is only verified here, by one rank. Which shards a rank reads is
     known once the model is built (`sharded_state.read_tensors`).
-
-    Args:
-        node_ranks: Ranks of this node, in order.
     """
     files: dict[str, FileRecord] = receipt['files']
     rank, world_size = dist.get_global_rank(), dist.get_world_size()

@@ -115,7 +115,6 @@ def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
     repeated with the checkpoint that is newest then.
 
     Args:
-        url: URL of a checkpoint; for a run or its `latest`, the newest checkpoint is used.
         folders: Additional folders of the run to download, such as snapshots.
 
     Raises:
@@ -182,7 +181,6 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
     A checkpoint outside a run's folder is not claimed, since nothing removes it.
 
     Args:
-        place: Path of a checkpoint, or of a run's folder to use its newest checkpoint.
         purpose: Reason for the claim, such as `export`, for people who read it.
 
     Raises:

@@ -54,11 +54,7 @@ class SaveAbandoned(Exception):
 
 
 class WriteProgress:
-    """Counts the bytes that a save has written on this rank, paces it, and can stop it at its next write.
-
-    Args:
-        total_bytes: Number of bytes that the save will write on this rank.
-    """
+    """Counts the bytes that a save has written on this rank, paces it, and can stop it at its next write."""
 
     def __init__(self, total_bytes: int = 0) -> None:
         self.total_bytes = total_bytes
@@ -71,11 +67,7 @@ class WriteProgress:
         self._resumed_at: float | None = None
 
     def pace(self, pause: float) -> None:
-        """Pause between writes until `hurry`, so that the thread takes less CPU time from training.
-
-        Args:
-            pause: Seconds to pause per second of the writing thread's CPU time.
-        """
+        """Pause between writes until `hurry`: `pause` seconds per second of the writing thread's CPU time."""
         self._pause, self._resumed_at = pause, None
 
     def hurry(self) -> None:
@@ -83,11 +75,7 @@ class WriteProgress:
         self._hurries.set()
 
     def add(self, count: int) -> None:
-        """Count bytes that are about to be written, after a pause if the save is paced.
-
-        Raises:
-            SaveAbandoned: The save has been abandoned.
-        """
+        """Count bytes that are about to be written, after any pause; raise SaveAbandoned if the save is abandoned."""
         if self._pause and not self._hurries.is_set():
             self._wait()
         self.check()
@@ -130,11 +118,7 @@ class FileRecord:
 
 
 class HashingWriter:
-    """A binary file that computes the hash of the data written to it.
-
-    Args:
-        progress: Counts the bytes and stops an abandoned save at its next write; None does neither.
-    """
+    """A binary file that computes the hash of the data written to it."""
 
     # Hash the data while writing it: reading a large checkpoint back would double its I/O.
     def __init__(self, file: IO[bytes], progress: WriteProgress | None = None) -> None:
@@ -226,11 +210,7 @@ def unfinished_path(folder: Path, batch: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of a run's checkpoints, newest first; empty if the folder does not exist.
-
-    Raises:
-        OSError: The folder exists but cannot be listed.
-    """
+    """Return a run's checkpoints, newest first; empty without the folder. Raise OSError if it cannot be listed."""
     # Do not use Path.glob, which hides errors: the run would seem to have no checkpoints and start from scratch.
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -242,14 +222,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-    """Complete a checkpoint: write its receipt, rename its folder to the final path, and point `latest` to it.
-
-    Args:
-        work: The temporary folder, whose files must already be flushed.
-        final: The final path; an existing checkpoint there is replaced.
-        files: Size and hash of each file, by name.
-        about: Additional fields of the receipt, such as the batch.
-    """
+    """Write a checkpoint's receipt with the fields `about`, rename its folder, and point `latest` to it."""
     with (work / RECEIPT).open('w', encoding='utf-8') as file:
         file.write(receipt_text(files, about))
         flush(file)

@@ -189,10 +189,6 @@ def is_sharded(path: Path) -> bool:
 def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tensor], Weights]:
     """Return a checkpoint's weights by parameter name, and their kind, `ema` (averaged) or `training`.
 
-    Args:
-        which: Averaged weights, training weights, or None for averaged weights if there are any, otherwise training
-            weights.
-
     Raises:
         UserError: The checkpoint is damaged, or has no averaged weights; the message says when averaging starts.
     """
@@ -228,12 +224,6 @@ def check_architecture(
 ) -> None:
     """Check that a model's tensors have the same names and shapes as those of a checkpoint.
 
-    Args:
-        own: Shapes of the model's tensors by name.
-        stored: Shapes of the checkpoint's tensors by name.
-        where: The checkpoint, for messages.
-        way_out: End of the error message: what to do.
-
     Raises:
         UserError: The architectures differ; the message lists the first differences.
     """
@@ -263,13 +253,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Adapt weights to a model: drop tensors of `TRAINING_ONLY` that it lacks, and use its own values for missing ones.
-
-    Args:
-        weights: Weights of another model, by name.
-        own: The model's tensors by name.
-        where: The source of the weights, for the log.
-    """
+    """Adapt weights to a model: drop tensors of `TRAINING_ONLY` that it lacks; missing ones keep its own values."""
     extra = {name for name in weights.keys() ^ own.keys() if name.startswith(TRAINING_ONLY)}
     if extra:
         log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))

@@ -44,11 +44,7 @@ class SaveFailed(OSError):
 
 
 def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
-    """Describe a storage fault in words, such as `no space left on runs/a: 13.85 GiB needed, 2.10 GiB free`.
-
-    Args:
-        needed_bytes: Size of the checkpoint.
-    """
+    """Describe a storage fault in words, such as `no space left on runs/a: 13.85 GiB needed, 2.10 GiB free`."""
     if fault.errno not in DISK_FULL_ERRORS:
         reason = fault.strerror or str(fault)
         return f'{reason}: {fault.filename}' if fault.filename is not None else reason
@@ -72,13 +68,7 @@ def _gib(size: float) -> str:
 
 
 class Collected(NamedTuple):
-    """The part of a checkpoint that a single rank writes.
-
-    Args:
-        content: The content of state.pt; empty on ranks other than 0.
-        sharded: The write of the sharded tensors, if each rank writes its shards.
-        sharded_bytes: Total size of the sharded tensors over all ranks.
-    """
+    """The part of a checkpoint that a single rank writes; `sharded_bytes` counts the shards of all ranks."""
 
     content: Mapping[str, Any]
     sharded: ShardedWrite | None
@@ -91,12 +81,7 @@ class Collected(NamedTuple):
 
 
 def collect(state: State, folder: Path, progress: WriteProgress | None = None, *, sharded_tensors: bool) -> Collected:
-    """Collect what this rank writes to a checkpoint of this state; a collective.
-
-    Args:
-        folder: Folder for the checkpoint's files; nothing is written yet.
-        sharded_tensors: True if each rank writes its shards, False if rank 0 writes all tensors.
-    """
+    """Collect this rank's part of a checkpoint: its shards, or all tensors on rank 0. A collective."""
     content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
     sharded = ShardedWrite(tensors, folder, progress) if sharded_tensors else None
     content = content if dist.get_global_rank() == 0 else {}
@@ -113,12 +98,6 @@ class SaveInProgress:
 
     Most of a snapshot is copied during the next batch, before the optimizer changes the weights: training must call
     `start_copy` when the batch starts and `end_copy` before the optimizer's step. `write` waits for the copies.
-
-    Args:
-        storage: The opened storage of the run, or a tier.
-        sharded_tensors: True if each rank writes its shards of the tensors, False if rank 0 writes all of them.
-        recipe_text: The resolved recipe, stored as recipe.yaml; empty for none.
-        buffers: Memory for a snapshot of the state; with None no snapshot is taken.
 
     Raises:
         SaveFailed: A rank hit a storage fault. Raised on every rank.
@@ -293,11 +272,7 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a substitute for the `pickle` module whose pickler pauses, so that the training thread can run.
-
-    Args:
-        reductions: `SnapshotBuffers.reductions`, which it completes.
-    """
+    """Return a `pickle` whose pickler pauses for the training thread, and completes `SnapshotBuffers.reductions`."""
 
     class Pickler(pickle.Pickler):
         # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us (half of that if
@@ -319,11 +294,7 @@ def _yielding_pickle(reductions: dict[int, Any]) -> Any:
 def _write_state(
     content: Mapping[str, Any], path: Path, progress: WriteProgress, reductions: dict[int, Any] | None
 ) -> FileRecord:
-    """Write the content of state.pt to a file, and return its size and hash.
-
-    Args:
-        reductions: `SnapshotBuffers.reductions` if a snapshot is written while another thread trains; otherwise None.
-    """
+    """Write the content of state.pt to a file, and return its size and hash."""
     with open_for_writing(path) as file:
         writer = checkpoint_store.HashingWriter(file, progress)
         chosen = pickle if reductions is None else _yielding_pickle(reductions)

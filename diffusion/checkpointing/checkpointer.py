@@ -301,14 +301,7 @@ class Checkpointer(CheckpointSaver):
             self.failed_saves.continue_after(error, logger)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save a checkpoint that the run cannot continue without, with retries; a collective.
-
-        Composer and `save_now` call this too.
-
-        Raises:
-            SaveFailed: Every try failed. Raised on every rank; the message names the newest checkpoint and how to fix
-                it.
-        """
+        """Save a checkpoint that the run needs, with retries; a collective, which Composer and `save_now` call too."""
         if self._running is not None:
             self._finish_running(logger)
             if self.last_checkpoint_batch == state.timestamp.batch:
@@ -331,12 +324,8 @@ class Checkpointer(CheckpointSaver):
         """Save a checkpoint and remove old ones, or start a save in the background; a collective.
 
         Args:
-            in_background: If saves are asynchronous, only start the save.
             made_room: True if old checkpoints were already removed from a full disk for this save; this is not
                 repeated.
-
-        Raises:
-            SaveFailed: A rank hit a storage fault. Raised on every rank.
         """
         began = time.monotonic()
         try:
@@ -418,7 +407,6 @@ class Checkpointer(CheckpointSaver):
         """Record a published checkpoint, and remove old ones; a collective.
 
         Args:
-            batch: Composer's batch number at the save.
             began: Value of time.monotonic() at the start of the save, plus any time that did not block training.
         """
         self._write_seconds = save.write_seconds

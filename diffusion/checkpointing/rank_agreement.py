@@ -47,10 +47,6 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     of another program, the user's mistake, damage, a storage fault.
 
     The block must not contain a collective in which the other ranks would wait for a failed rank.
-
-    Args:
-        where: Start of the error messages.
-        logs: Log the error on the rank that failed.
     """
     error: BaseException | None = None
     try:
@@ -123,18 +119,7 @@ def wait_for_all_ranks(done: threading.Event) -> None:
 
 
 def run_on_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result | None:
-    """Run a function on rank 0 only; it may take longer than the timeout of collectives. A collective.
-
-    Args:
-        work: The function; it must not contain collectives.
-        where: Start of the error messages.
-
-    Returns:
-        The result on rank 0, None on the other ranks.
-
-    Raises:
-        Exception: The function's error, on every rank as in `raise_on_all_ranks`.
-    """
+    """Run a function on rank 0 only, as `run_on_each_rank` does; return its result there, None on the other ranks."""
     return run_on_each_rank(work if dist.get_global_rank() == 0 else lambda: None, where, logs=logs)
 
 
@@ -150,11 +135,6 @@ def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = Tru
 
     Args:
         work: The function; it must not contain collectives of the default group.
-        where: Start of the error messages.
-        logs: Log the error on the rank that failed.
-
-    Returns:
-        The result of this rank.
 
     Raises:
         Exception: The function's error, on every rank as in `raise_on_all_ranks`.

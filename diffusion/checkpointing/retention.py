@@ -75,11 +75,7 @@ def prune(folder: Path, rules: KeepConfig) -> list[Path]:
 
 
 def make_room(folder: Path, rules: KeepConfig, batch: int) -> list[Path]:
-    """Remove the checkpoints that the rules would no longer keep after a save of `batch`, except the newest one.
-
-    Raises:
-        OSError: As in `prune`.
-    """
+    """Remove the checkpoints that the rules would no longer keep after a save of `batch`, except the newest one."""
     infos = read_infos(folder, rules)
     newest = max((each.batch for each in infos), default=batch)
     after = [*(each for each in infos if each.batch != batch), CheckpointInfo(batch, time.time())]
@@ -87,11 +83,7 @@ def make_room(folder: Path, rules: KeepConfig, batch: int) -> list[Path]:
 
 
 def read_infos(folder: Path, rules: KeepConfig) -> list[CheckpointInfo]:
-    """Return the facts about a run's checkpoints; receipts are read only if a rule needs their times.
-
-    Raises:
-        OSError: The folder or a receipt cannot be read.
-    """
+    """Return the facts about a run's checkpoints; receipts are read only if a rule needs their times."""
     claimed = claimed_batches(folder)
     needs_times = bool(rules.hourly or rules.daily)
     return [

@@ -41,11 +41,7 @@ class Copied(NamedTuple):
 
 
 class RunMirror:
-    """The small files of a run, in a working folder and in an object store.
-
-    Args:
-        exclude: Names of top-level files of the run that are not copied.
-    """
+    """The small files of a run, in a working folder and in an object store."""
 
     def __init__(self, folder: Path, url: str, *, exclude: Collection[str] = NOT_MIRRORED) -> None:
         self.folder, self.url, self.exclude = folder, url, {*exclude, STATE_FILE}
@@ -56,13 +52,6 @@ class RunMirror:
         """Download the run's top-level files that another node has written since this node last copied them.
 
         A file that has only changed here is kept: a process may have been killed before uploading it.
-
-        Args:
-            folders: Names of folders whose files are downloaded too.
-
-        Raises:
-            UserError: The store refuses the request.
-            OSError: The store cannot be read.
         """
         prefix = object_store.split(self.url)[1].rstrip('/') + '/'
         objects = object_store.list_folder(self.url)[1]
@@ -87,9 +76,6 @@ class RunMirror:
 
     def push(self, retry: RetryPolicy = object_store.DEFAULT, *, since: float = 0.0) -> None:
         """Upload the files that have changed.
-
-        Args:
-            since: Time in seconds since 1970; files last modified before it are not uploaded.
 
         Raises:
             UserError: The store refuses the request.
@@ -155,17 +141,6 @@ def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
     """Copy a run's small files from the store before the `with` block, and to the store during and after it.
 
     If the store does not respond during training, this is logged and retried at the next copy.
-
-    Args:
-        folder: The working folder; created if it does not exist.
-        url: URL of the run; with None nothing is copied.
-
-    Yields:
-        The files; None if nothing is copied.
-
-    Raises:
-        UserError: The store refuses the request before the block.
-        OSError: The store cannot be read before the block.
     """
     if url is None:
         yield None

@@ -45,9 +45,7 @@ class SaveTarget(Protocol):
     the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks call `finish`.
 
     Attributes:
-        place: The folder or URL, for messages.
         folder: Local folder: the shared folder, or a folder of this node.
-        run_id: The run's id; empty before the storage is open.
     """
 
     place: str
@@ -67,9 +65,6 @@ class SaveTarget(Protocol):
 
         Args:
             every_rank: True if all ranks write into it, False if only rank 0 does.
-
-        Raises:
-            OSError: A storage fault. Raised on every rank.
         """
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
@@ -78,27 +73,14 @@ class SaveTarget(Protocol):
         Every rank calls it; a rank that has no files or could not write them passes none.
 
         Args:
-            files: Size and hash of each file by name.
             check: Called repeatedly during the upload; raises an exception if the save has been abandoned.
-
-        Raises:
-            OSError: A storage fault.
         """
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        """Make a checkpoint exist once all ranks have stored their files; called on rank 0, not a collective.
-
-        Args:
-            files: Size and hash of each file of all ranks by name.
-            about: Additional fields of the receipt.
-        """
+        """Make a checkpoint exist once all ranks have stored their files; called on rank 0, not a collective."""
 
     def finish(self, work: Path, batch: int) -> None:
-        """Complete the save on every rank after `publish` has succeeded on rank 0; a collective.
-
-        Raises:
-            OSError: The checkpoint does not exist after all. Raised on every rank.
-        """
+        """Complete the save on every rank after `publish` on rank 0, or raise OSError on every rank; a collective."""
 
     def discard(self, work: Path) -> None:
         """Remove the files of a save that failed; every rank calls this, but it is not a collective."""
@@ -137,30 +119,15 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
     def prune(self, rules: KeepConfig) -> None:
-        """Remove the checkpoints that the rules do not keep; only call it on rank 0.
-
-        Raises:
-            OSError: A storage fault; checkpoints that could not be removed stay.
-        """
+        """Remove the checkpoints that the rules do not keep; only call it on rank 0."""
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        """Free space on a full disk before a save is retried; called on every rank, not a collective.
-
-        Args:
-            rules: Rules for checkpoints to keep; None keeps all.
-
-        Returns:
-            True if this rank has removed something.
-        """
+        """Free space for a retried save; return True if this rank removed something. Not a collective."""
         ...
 
 
 class FolderStorage:
-    """Storage of a run's checkpoints in a folder shared by all nodes.
-
-    Args:
-        run_id: The run's id, if the folder is already open.
-    """
+    """Storage of a run's checkpoints in a folder shared by all nodes."""
 
     def __init__(self, folder: Path, run_id: str = '') -> None:
         self.folder, self.place, self.run_id = folder, str(folder), run_id
@@ -273,8 +240,6 @@ def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
     """Check that all ranks share a folder: each rank reads a new file written by rank 0. A collective.
 
     Args:
-        folder: The folder; rank 0 creates it if it does not exist.
-        where: Recipe key that sets the folder, for messages.
         begun: True if the run has begun, in which case all ranks shared the folder then.
 
     Raises:

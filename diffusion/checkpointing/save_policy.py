@@ -49,11 +49,7 @@ def check_interval(interval: object) -> None:
 
 
 def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
-    """Return the interval object for a time such as `10m` or for `auto`; None for Composer's durations. A collective.
-
-    Args:
-        run: The run's folder or URL.
-    """
+    """Return the interval object for a time such as `10m` or `auto`; None for Composer's durations. A collective."""
     if isinstance(interval, str) and interval == AUTO:  # comparing a Time with 'auto' would raise
         return AutoInterval(run)
     seconds = seconds_of(interval)
@@ -61,11 +57,7 @@ def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
 
 
 class TimedInterval:
-    """Save interval in seconds of training, the same on all ranks; a `save_interval` for Composer's CheckpointSaver.
-
-    Args:
-        seconds: Time between the starts of two saves.
-    """
+    """Save interval in seconds of training, the same on all ranks; a `save_interval` for Composer's CheckpointSaver."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -93,9 +85,6 @@ class AutoInterval(TimedInterval):
 
     It is chosen from the duration of the latest saves and the expected time between failures. The latter depends on the
     number of devices and on the attempts recorded in the run's attempts.jsonl.
-
-    Args:
-        run: The run's folder or URL.
     """
 
     def __init__(self, run: Path | str) -> None:
@@ -149,11 +138,7 @@ class AutoInterval(TimedInterval):
 
 
 class FailedSaves:
-    """Counts the failed saves of a process, equally on all ranks, and reports them on rank 0.
-
-    Args:
-        on_failure: Called on rank 0 with the message of each failed save.
-    """
+    """Counts the failed saves of a process, equally on all ranks, and reports them on rank 0."""
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
         self.on_failure = on_failure
@@ -176,11 +161,7 @@ class FailedSaves:
         self._report(f'{error}; training continues to the next save ({count})')
 
     def end_after(self, error: SaveFailed, logger: Logger, newest: str) -> SaveFailed:
-        """Count and report a failed save that ends the run; return the error to raise.
-
-        Args:
-            newest: The run's newest checkpoint, for the message.
-        """
+        """Count and report a failed save that ends the run; return the error to raise."""
         self._count(logger)
         row = f' ({self._in_a_row} saves in a row have failed)' if self._in_a_row > 1 else ''
         message = f'{error}{row}; newest checkpoint: {newest}; {way_out(error.errno)}'
@@ -199,14 +180,7 @@ class FailedSaves:
 
 
 def make_room_after(error: SaveFailed, storage: RunStorage, keep: KeepConfig | None, batch: int) -> bool:
-    """If a save failed on a full disk, remove checkpoints that the run would not keep after it; a collective.
-
-    Args:
-        keep: Rules for checkpoints to keep; None keeps all.
-
-    Returns:
-        True if something was removed on any rank, so that a retry may succeed.
-    """
+    """After a save failed on a full disk, remove old checkpoints; return True if a retry may succeed. A collective."""
     # The ranks may have hit different faults, but they must make room and retry together.
     if not any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS)):
         return False

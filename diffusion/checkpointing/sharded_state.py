@@ -57,7 +57,6 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
     """Load a sharded checkpoint into these tensors and DTensors; every rank must call this with the same names.
 
     Args:
-        tensors: Tensors to load into, by name.
         fetch: Called with the files that this rank will read, before any rank reads.
 
     Raises:
@@ -214,12 +213,6 @@ class ShardedWrite:
 
     The constructor, a collective, plans which rank writes which shard. `write` writes this rank's shards. `write_index`
     writes the index on rank 0, from the results of all ranks.
-
-    Args:
-        tensors: Tensors and DTensors by name; the same names on every rank.
-
-    Raises:
-        CheckpointException: A rank cannot plan its write. Raised on every rank.
     """
 
     # torch.distributed.checkpoint.save() runs these steps within one collective call. The calls here follow
@@ -245,11 +238,7 @@ class ShardedWrite:
         """The DTensor shards and plain tensors that this rank writes, by name; a snapshot may replace them."""
 
     def write(self) -> list[WriteResult]:
-        """Write the tensors in `shards` to this rank's file, and return the index data; not a collective.
-
-        Raises:
-            OSError: A storage fault.
-        """
+        """Write the tensors in `shards` to this rank's file, and return the index data; not a collective."""
         self._planner.shards = self.shards
         if all(each.device.type == 'cpu' for each in self.shards.values()):
             # Copying ahead would make the thread wait for the CUDA stream on which training runs.

@@ -48,10 +48,6 @@ class TensorCopies:
 
     The copies have the values at the time of `start`, provided that nothing changes the tensors before
     `wait_before_change` returns.
-
-    Args:
-        pairs: Pairs of a destination and a source tensor.
-        threads: Number of threads that copy CPU tensors.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
@@ -99,11 +95,7 @@ class TensorCopies:
         return unchanged
 
     def wait(self) -> None:
-        """Wait until `start` has been called and all copies are complete; callable from any thread.
-
-        Raises:
-            Exception: A copy has failed.
-        """
+        """Wait for `start` and all copies; raise the error of a copy that failed. Callable from any thread."""
         self._started.wait()
         self._join()
         for stream in self._streams.values():
@@ -169,11 +161,7 @@ def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 
 class StateTensors:
-    """The distinct tensors of a state, found in a single pass, which takes 20 ms for thousands of tensors.
-
-    Args:
-        state: Nested containers, which must stay alive as long as this object.
-    """
+    """The distinct tensors of a state, which must stay alive, found in one pass of 20 ms for thousands of tensors."""
 
     def __init__(self, state: object) -> None:
         self.views: dict[Key, Tensor] = {}
@@ -273,11 +261,7 @@ class SnapshotBuffers:
         return self.copy_but(state, StateTensors(state), ())[0]
 
     def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
-        """Return a copy like `copy`, and the pending copies of some of its tensors, which must be made later.
-
-        Args:
-            later: Addresses of the tensors to copy later.
-        """
+        """Return a copy like `copy`, and the pending copies of some of its tensors, which must be made later."""
         self._end_preparation()  # the copies touch the rest of the memory anyway
         if self._gpu is not None and not self._pinned:
             self._pin()

@@ -118,10 +118,6 @@ def load_checkpoint(
 ) -> list[dict[str, Any]] | None:
     """Load a checkpoint into a trainer's state, after FSDP but before DDP wraps the model; every rank must call it.
 
-    Args:
-        fetch: Function that ensures that files of a sharded checkpoint are present, given the checkpoint's folder and
-            the files' names.
-
     Returns:
         The states of torch's random generators, one per rank of the run that saved the checkpoint; None if it has none.
 

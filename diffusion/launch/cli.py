@@ -185,11 +185,7 @@ def _checked(options: JobOptions) -> CheckedSpec:
 
 
 def _prepare(path: str, overrides: Sequence[str]) -> tuple[CheckedSpec, Rendered]:
-    """Check a job spec and its recipes, and render the jobs to files; return the checked spec and the files.
-
-    Raises:
-        RecipeError: The spec, its recipes or the rendered files have mistakes; the message lists them.
-    """
+    """Check and render a job spec; return both, or raise RecipeError with all mistakes."""
     checked = check_jobs(load_job_spec(path, overrides), path)
     rendered = checked.backend.render(checked.jobs)
     try:

@@ -46,13 +46,7 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
 
 
 def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit | None = None) -> NodeExit:
-    """Return how an attempt ended: the exit record of the node that failed first, or this node's own.
-
-    The record's machine is empty unless the cause is due to that machine.
-
-    Args:
-        first: Exit record of the node that failed first, if known; None reads it from the exit file.
-    """
+    """Return the exit record of the first failed node or this node; it names a machine only if that is to blame."""
     first = first or failure_elsewhere(environ)
     # When another node fails, this node is stopped or crashes in a collective. Its own cause is then only a
     # consequence, and would be misleading in attempts.jsonl.

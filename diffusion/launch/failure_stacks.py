@@ -63,11 +63,7 @@ class NodeReport:
 
 
 def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
-    """Return this attempt's name, the same on all nodes, such as `4711-2`: the job and its number of restarts.
-
-    Args:
-        restarts: Number of restarts in place (by the node entry point itself).
-    """
+    """Return this attempt's name, the same on all nodes, such as `4711-2`: the job and its number of restarts."""
     # A local job has no id, but its exit file is in a temporary folder with a unique name.
     exits = environ.get(environment.EXIT_FILE)
     job = job_id(environ) or (Path(exits).parent.name if exits else environ.get(environment.JOB, ''))
@@ -76,11 +72,7 @@ def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
 
 
 class StackFolder:
-    """Folder for the stacks of one attempt; see the module's docstring.
-
-    Args:
-        name: Result of `attempt_name`.
-    """
+    """Folder for the stacks of one attempt; see the module's docstring."""
 
     def __init__(self, run: Path | str, name: str, node: int, nodes: int) -> None:
         self.node, self.nodes = node, nodes
@@ -103,11 +95,7 @@ class StackFolder:
         return self._shared.locate(self._folder)
 
     def write(self, report: NodeReport, stacks: Mapping[int, str]) -> None:
-        """Write the stacks of this node's ranks and its report.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Write the stacks of this node's ranks and its report."""
         self._written = True
         text = ''
         for each in report.ranks:
@@ -155,11 +143,7 @@ class StackFolder:
         _poll(lambda: names <= self._new_dumps(), seconds, POLL_SECONDS / 5)
 
     def upload_nccl(self) -> None:
-        """Upload the files of NCCL's flight recorder on this node, if the run is in an object store.
-
-        Raises:
-            OSError: The store cannot be written.
-        """
+        """Upload the files of NCCL's flight recorder on this node, if the run is in an object store."""
         if self.in_bucket:
             for name in sorted(self._new_dumps()):
                 self._write(name, self._local.read(name) or b'')
@@ -282,7 +266,6 @@ def keep_stacks(
     stacks of the other nodes, and they wait for its summary. The other nodes return ''.
 
     Args:
-        cause: Cause of the failure, a key of `attempts.CAUSES`.
         begin: Start time of the workers, on the clock of time.monotonic().
     """
     position = workers.position

@@ -97,7 +97,6 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     Args:
         nvml: The module pynvml or a substitute; None if there is no driver.
         kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` skips the check.
-        count: Number of GPUs that the job uses.
     """
     if kind == 'none':
         return

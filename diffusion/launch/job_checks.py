@@ -60,11 +60,6 @@ def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
     """Check a job spec and its recipes as far as possible without a cluster; return the spec with its jobs.
 
-    Args:
-        spec: Result of `load_job_spec`.
-        path: Path of the spec, for messages.
-        environ: Environment variables at submission (default: those of this process).
-
     Raises:
         RecipeError: The spec or its recipes have mistakes; the message lists all of them.
     """

@@ -127,10 +127,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Job:
-    """One job to submit to the scheduler: a stage of a job spec, or the whole spec if it has no stages.
-
-    Stages are jobs that run one after the other; a stage takes the settings that it omits from the spec.
-    """
+    """One job to submit to the scheduler: a stage of a job spec, or the whole spec if it has no stages."""
 
     name: str
     """Name of the spec, followed by the name of the stage if the spec has stages."""
@@ -180,11 +177,7 @@ def override_words(overrides: Mapping[str, Any], prefix: str = '') -> tuple[str,
 
 
 def seconds_of(duration: str) -> int:
-    """Return a time limit such as 90m, 12h or 3d in seconds.
-
-    Raises:
-        UserError: The text is not a time limit.
-    """
+    """Return a time limit such as 90m, 12h or 3d in seconds; raise UserError for any other text."""
     found = re.fullmatch(r'(\d+)([smhd])', duration)
     if found is None or int(found[1]) == 0:
         raise UserError(f'{duration!r} is not a duration; use a number and a unit, such as 90m, 12h or 3d')

@@ -21,12 +21,7 @@ from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
 from diffusion.errors import ExternalError, UserError, exit_status
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, INTERRUPTED, PREEMPTED
 from diffusion.launch import liveness
-from diffusion.launch.exit_file import (
-    earlier_attempt_has_begun,
-    end_of_attempt,
-    failure_elsewhere,
-    report_exit,
-)
+from diffusion.launch.exit_file import earlier_attempt_has_begun, end_of_attempt, failure_elsewhere, report_exit
 from diffusion.launch.failure_stacks import HangListener, StackFolder, attempt_name, keep_stacks
 from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings, fetch_secrets
@@ -88,9 +83,6 @@ def _main(words: list[str], environ: dict[str, str]) -> int:
 
 def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the preflight on this node, together with all other nodes of the job; return the exit status.
-
-    Args:
-        environ: Environment variables as set by a launch backend: preflight level, GPU model, number of processes.
 
     Raises:
         UserError: The recipe is wrong, or the environment variables contradict each other.
@@ -278,11 +270,7 @@ class Node:
         return []
 
     def _attempt(self, number: int) -> Outcome:
-        """Run the preflight and then the recipe once; record the attempt and return its outcome on this node.
-
-        Args:
-            number: Index of the attempt within the run.
-        """
+        """Run the preflight and then the recipe once; record the attempt and return its outcome on this node."""
         records = self._records
         gpu = {'any': '', 'none': 'cpu'}.get(kind := self.environ.get(environment.GPU, ''), kind)
         attempt = Attempt(number, records.clock.now(), devices=self.position.world_size, gpu=gpu)

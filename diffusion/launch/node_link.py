@@ -52,11 +52,7 @@ class Agreement:
 
 
 class NodeLink:
-    """Connection of a node to the first node of its job.
-
-    Args:
-        job: Name of the job; nodes of other jobs are refused.
-    """
+    """Connection of a node to the first node of its job."""
 
     def __init__(self, position: NodePosition, job: str, say: Callable[[str], None]) -> None:
         self._position, self._job, self._say = position, job, say
@@ -94,14 +90,7 @@ class NodeLink:
             return self._failures.get(attempt)
 
     def agree(self, attempt: int, end: NodeExit, problem: str, poll: Callable[[], bool]) -> Agreement:
-        """Report that all ranks of this node have ended, and wait for the decision of all nodes.
-
-        Args:
-            attempt: Index of the attempt in this job.
-            end: Exit record of this node.
-            problem: Reason why this node cannot restart in place, or an empty string.
-            poll: Called about once per second; the wait ends when it returns True.
-        """
+        """Report that this node's ranks have ended; wait for the decision, or until `poll` (once a second) is true."""
         if unsent := self._send({'event': 'ended', 'attempt': attempt, 'problem': problem, **asdict(end)}):
             return Agreement(False, reason=unsent)
         until = time.monotonic() + AGREE_SECONDS + RETRY_SECONDS
@@ -170,11 +159,7 @@ class NodeLink:
 
 
 class _Hub:
-    """Server on the first node, which forwards failures to the other nodes and decides about restarts.
-
-    Raises:
-        OSError: The port is not free.
-    """
+    """Server on the first node, which forwards failures to the other nodes and decides about restarts."""
 
     def __init__(self, port: int, nodes: int, job: str) -> None:
         self._nodes, self._job = nodes, job

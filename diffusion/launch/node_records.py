@@ -21,7 +21,6 @@ class NodeRecords:
     if the storage does not respond.
 
     Args:
-        run: The run's folder or URL.
         owns_run: True on the first node of a training run; only that node records the attempts.
     """
 

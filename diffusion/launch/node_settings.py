@@ -33,11 +33,7 @@ class Settings:
 
     @staticmethod
     def from_environ(environ: Mapping[str, str]) -> 'Settings':
-        """Return the settings of the job from the environment variables that a launch backend has set.
-
-        Raises:
-            UserError: A variable has an invalid value.
-        """
+        """Return the settings from the variables that a launch backend has set; raise UserError if one is invalid."""
         on_exit = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
         words = [entry.partition('=') for entry in on_exit.split(',')]
         actions = {status: action for status, _, action in words}

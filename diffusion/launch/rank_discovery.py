@@ -47,9 +47,6 @@ class _SchedulerValues:
 def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> NodePosition:
     """Return the rank of this node, the size of its job and the address of the first node.
 
-    Args:
-        resources: Path of the file in which SageMaker lists the hosts of a job.
-
     Raises:
         UserError: The scheduler's variables are incomplete, or contradict the job spec.
         ExternalError: scontrol does not respond, or SageMaker's file cannot be read.
@@ -197,11 +194,7 @@ def _skypilot(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank of this node, the number of nodes and the first node, read from SageMaker's resource file.
-
-    Raises:
-        ExternalError: The file does not exist, or does not list this node.
-    """
+    """Return this node's rank, the number of nodes and the first node, read from SageMaker's resource file."""
     # Read the file, because SM_* variables exist only in images with the SageMaker training toolkit. Keep the file's
     # order for the ranks: sorted by name, algo-10 would come before algo-2.
     try:

@@ -46,15 +46,11 @@ class RankReport:
     """Last known state of a rank at the time when its node collected stacks.
 
     Attributes:
-        rank: Global rank.
-        node: Rank of the node.
-        machine: Name of the machine.
         batch: Number of batches completed at the last heartbeat; -1 before the first batch.
         silent_seconds: Time since the last heartbeat, or since the start if there was none.
         place: Label of the main thread's `Place`; empty if the rank has written no stack.
         waits: True if the rank waits, or may wait, for other ranks.
         problem: Description of a process without a stack, such as `is stopped (SIGSTOP)`.
-        ended: True if the process has ended.
     """
 
     rank: int
@@ -83,11 +79,7 @@ def main_thread(text: str) -> list[Frame]:
 
 
 def find_place(stack: Sequence[Frame]) -> Place:
-    """Return a thread's position: the collective, data loader or backward pass it is in, else its innermost own code.
-
-    Args:
-        stack: Calls of the thread, innermost first.
-    """
+    """Return a thread's position: its collective, data loader or backward pass, else the innermost own code."""
     for index, frame in enumerate(stack):
         outside, inside = stack[index + 1 :], stack[:index]
         if frame.file.endswith(_COLLECTIVES):
@@ -158,12 +150,7 @@ def suspects(reports: Sequence[RankReport]) -> list[RankReport]:
 
 
 def describe_hang(reports: Sequence[RankReport], missing_nodes: Sequence[int] = ()) -> str:
-    """Return one sentence about the ranks of a hanging run: where most of them wait, and which ranks differ.
-
-    Args:
-        reports: The ranks of all nodes that have written a report.
-        missing_nodes: Node ranks of the nodes that have not.
-    """
+    """Return one sentence about the ranks of a hanging run: where most of them wait, and which ranks differ."""
     found = {each.rank for each in suspects(reports)}
     running = [each for each in reports if not each.ended and not each.problem]
     others = [each for each in running if each.rank not in found]

@@ -48,14 +48,7 @@ class Outcome:
 
 @dataclass
 class Workers:
-    """Worker processes of a node, one per GPU, each in a process group with its children.
-
-    Args:
-        command: run.py and its arguments.
-        environ: Environment of all processes.
-        folder: Folder for the heartbeats, stacks and output of the processes.
-        start: Function that starts a worker process; None means `start_rank`.
-    """
+    """Worker processes of a node, one per GPU, each in a process group with its children."""
 
     position: NodePosition
     command: Sequence[str]
@@ -121,10 +114,7 @@ class Workers:
         return {first + local: process for local, process in enumerate(self.processes)}
 
     def write_stacks(self) -> dict[int, str]:
-        """Make every responsive worker process write the stacks of its threads; return them by rank.
-
-        Waits at most STACK_SECONDS.
-        """
+        """Make responsive workers write their threads' stacks; return them by rank, after STACK_SECONDS at most."""
         before = heartbeats.read_stacks(self.folder)
         self.signal(heartbeats.STACK_DUMP_SIGNAL)
         until, found = time.monotonic() + STACK_SECONDS, before
@@ -170,11 +160,7 @@ class Workers:
         return stuck
 
     def reap_orphans(self, others: Collection[int] = ()) -> None:
-        """Reap orphaned processes if this process is PID 1 in a container and therefore inherits them.
-
-        Args:
-            others: Process ids of children that are neither worker processes nor orphans.
-        """
+        """As PID 1 in a container, reap orphaned processes; `others` are the ids of children that are not orphans."""
         if os.getpid() != 1:
             return
         # Orphans stay zombies until waitpid(), and the container would run out of process ids. Only Popen.poll() may
@@ -191,19 +177,11 @@ class Workers:
 def start_rank(
     local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a worker process.
-
-    Args:
-        output: File for the process's stdout; None to use this process's stdout.
-    """
+    """Start a worker process."""
     # A new session makes each rank the leader of a process group, so that kill() can end it together with its data
     # loader workers, and Ctrl-C reaches only this process, which forwards it once.
     return subprocess.Popen(
-        [sys.executable, *command],
-        env=environ,
-        stdout=output,
-        start_new_session=True,
-        preexec_fn=die_with_parent,
+        [sys.executable, *command], env=environ, stdout=output, start_new_session=True, preexec_fn=die_with_parent
     )
 
 

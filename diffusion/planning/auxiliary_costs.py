@@ -52,9 +52,7 @@ def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, 
     """Return the sizes of an image encoder, from a folder's config.json or the table of published encoders.
 
     Args:
-        source: Folder or repository.
         notes: List to which a note is appended if the sizes are unknown and assumed.
-        where: Key of the setting.
 
     Raises:
         UserError: A folder's config.json cannot be read, or belongs to a different kind of model.
@@ -89,12 +87,7 @@ class AlignmentCosts(CountedCosts):
         self.block: int = settings['block']
 
     def training_flops(self, shape: Shape, route: TokenRoute | None, *, encodes: bool) -> float:
-        """Return the FLOPs per image of this shape; the MLP sees only the tokens that the aligned block sees.
-
-        Args:
-            route: Blocks that some tokens skip, or None.
-            encodes: True if the image encoder runs in training, False if its features are stored.
-        """
+        """Return the FLOPs per image of this shape; the MLP sees only the tokens that the aligned block sees."""
         flops = self.flops(str(shape))
         return encodes * flops['encoder'] + self.seen(route) * flops['projector']
 

@@ -33,11 +33,8 @@ class Sizes:
     """Sizes of a checkpoint in bytes, without and with optimizer states and averaged weights."""
 
     weights: int
-    """Size of the weights alone."""
     with_optimizer: int
-    """Size of weights and optimizer states."""
     with_averages: int
-    """Size of weights, optimizer states and averaged weights (EMA)."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,13 @@ class Resilience:
     restart_seconds: float
     """Time from a failure to the next batch."""
     interval_seconds: float
-    """Optimal save interval (`best_interval`)."""
     goodput: float
     """Fraction of wall-clock time spent on training, at the optimal interval."""
     interval_batches: int
-    """Optimal save interval in batches."""
     recipe_interval_seconds: float | None
     """The recipe's trainer.save_interval; None if it is neither in batches nor in seconds."""
     recipe_goodput: float | None
-    """Goodput at the recipe's interval."""
     batch_seconds: float
-    """Duration of a batch."""
     run_seconds: float
     """Duration of all batches together."""
 
@@ -127,10 +120,6 @@ def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> f
 
     The prior counts like an observation of at most PRIOR_HOURS with at most one failure, so that the run's own failures
     outweigh it within a day.
-
-    Args:
-        prior_hours: Mean time between failures in hours, expected from the size of the cluster.
-        hours: Hours that the run has been observed for, in which these failures occurred.
     """
     seen = min(PRIOR_HOURS, prior_hours)
     return (seen + hours) / (seen / prior_hours + failures)
@@ -156,12 +145,7 @@ def resilience_of(
     stall_seconds: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Resilience:
-    """Return a training phase's optimal save interval, and the goodput at this and at the recipe's interval.
-
-    Args:
-        images_per_second: Throughput of all GPUs together.
-        stall_seconds: Time that a save blocks training; None derives it from the checkpoint size.
-    """
+    """Return a training phase's optimal save interval, and the goodput at this and at the recipe's interval."""
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
     run_seconds = phase.batches * batch_seconds
@@ -212,12 +196,7 @@ def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptChec
 
 
 def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
-    """Return the largest number of checkpoints that exist at the same time; None if unknown.
-
-    Args:
-        rules: Rules for the checkpoints that the run keeps; None keeps all.
-        saves: Number of saves during the run; None if unknown.
-    """
+    """Return the largest number of checkpoints that exist at the same time; None if unknown."""
     if rules is None:
         return saves
     multiples = batches // rules.every_batches if rules.every_batches else 0

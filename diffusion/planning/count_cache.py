@@ -43,9 +43,6 @@ class ModelKey:
     """Cache key of a model: all settings that determine its FLOPs, parameters and activations.
 
     Attributes:
-        name: The registered name.
-        kwargs: The keyword arguments that change the architecture.
-        imports: Modules that the recipe imports, one of which may register the model.
         contents: Contents of the configuration files to which `kwargs` refers.
         lora: Rank and target layers of the LoRA that is trained instead of the denoiser's weights, if any.
     """
@@ -75,10 +72,7 @@ class ModelKey:
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return the library versions and a hash of the model's source, which are stored with the model's counts.
-
-        Cached FLOPs and activations are invalid if any of these has changed.
-        """
+        """Return library versions and a hash of the model's source, without which cached counts are invalid."""
         target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -105,10 +99,6 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
 
     Args:
         flops: Shapes for which to count FLOPs, such as '640x384'.
-        activations: Pairs of shape and precision for which to count activations.
-
-    Returns:
-        The new counts by section: facts, flops and activations.
 
     Raises:
         UserError: The model cannot be built with the recipe's settings.
@@ -133,11 +123,7 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
 
 
 def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run `diffusion.models.cost_counting` in a separate process without GPUs, and return the counts.
-
-    Raises:
-        CountingFailed: The process failed.
-    """
+    """Run `diffusion.models.cost_counting` in a process without GPUs, and return the counts or raise CountingFailed."""
     # `-m` puts the working directory first in sys.path, where a folder named `diffusion` could shadow this package;
     # PYTHONSAFEPATH turns that off. Pass on the rest of sys.path for the modules that the recipe imports.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])

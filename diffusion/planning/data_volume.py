@@ -22,7 +22,6 @@ class Storage:
 
     bytes_per_sample: float
     samples: int
-    """Number of distinct images."""
     images: int
     """Number of images that training reads, counting repetitions."""
     images_per_second: float
@@ -133,9 +132,6 @@ def reads_per_epoch(recipe: Recipe, stored_bytes: float, *, nodes: int) -> Epoch
     counts as no cache, which gives an upper bound. Not counted are repeated reads within an epoch if the cache is
     smaller than a shuffle block; restarts on other nodes or in another order of nodes, which read as much as the first
     epoch; and `loader.epoch_size`, with which each epoch draws samples from all shards.
-
-    Args:
-        recipe: The recipe, which determines the order of samples and `loader.cache_limit`.
     """
     limit = recipe.loader.cache_limit
     cache = float('inf') if limit is None else parse_bytes(limit)

@@ -105,10 +105,8 @@ def save_strategies(
     seconds.
 
     Args:
-        stall: Duration of a synchronous save.
         restart: Time from a failure to the next batch, including reading a checkpoint from durable storage.
         recipe_interval: The recipe's save interval; None leaves out this strategy.
-        batch: Duration of a batch, which is the shortest interval.
         run: Duration of all batches, which is the longest interval.
     """
 
@@ -144,7 +142,6 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
     The failures are the same for all strategies and calls.
 
     Args:
-        mtbf: Mean time between failures in seconds.
         restart: Seconds from a failure to the next batch if the checkpoint is read from durable storage.
     """
     clock, tiers = 0.0, strategy.tiers

@@ -44,11 +44,7 @@ class GPU:
     """Name of the GPU on the command line."""
 
     def peak_flops(self, precision: str) -> float:
-        """Return the peak FLOP/s of the GPU in a precision (bf16, fp16 or fp32), without sparsity.
-
-        Raises:
-            UserError: The GPU does not support this precision.
-        """
+        """Return the peak FLOP/s in bf16, fp16 or fp32, without sparsity; raise UserError if it is not supported."""
         if precision not in self.peak_tflops:
             raise UserError(
                 f'--gpu {self.name} does not support {precision} (supported: {", ".join(self.peak_tflops)}); '
@@ -158,11 +154,7 @@ OLDER_TORCH = 'use torch 2.7 with CUDA 12.6 (make install STACK=resolvable; docs
 
 
 def capability_of(text: str) -> Capability:
-    """Return a compute capability such as 9.0 or 10.3 as a pair of integers.
-
-    Raises:
-        ValueError: The text is not a compute capability.
-    """
+    """Return a compute capability such as 9.0 or 10.3 as a pair of integers, or raise ValueError."""
     found = re.fullmatch(r'(\d+)\.(\d)', text)
     if found is None:
         raise ValueError(f'{text!r} is not a compute capability; use the format 9.0')
@@ -235,7 +227,6 @@ def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
     """Return a message if a build of torch has no kernels for a GPU, else None.
 
     Args:
-        gpu: The GPU; it is not checked if it has no compute capability (a GPU from the user's own file).
         version: Version of torch, such as 2.9 or 2.7.0+cu128; None means the installed torch.
 
     Raises:
@@ -250,11 +241,7 @@ def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
 
 
 def missing_kernels_message(gpu: str, capability: Capability, architectures: Iterable[str], version: str) -> str | None:
-    """Return a message if none of the architectures of a build of torch runs on a GPU, else None.
-
-    Args:
-        architectures: Architectures of the build, as in torch.cuda.get_arch_list().
-    """
+    """Return a message if none of the architectures of a build of torch runs on a GPU, else None."""
     names = tuple(architectures)
     if has_kernels(capability, names):
         return None

@@ -34,7 +34,6 @@ class Memory:
     weights: int
     """Weights of the denoiser and other trained modules in float32, or the device's shard of these."""
     optimizer: int
-    """Optimizer states."""
     averages: int
     """Averaged weights (EMA)."""
     encoders: int
@@ -158,11 +157,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
 
 
 def optimizer_elements(optimizer: Component, model: ModelCosts, *, auxiliary: int = 0) -> int:
-    """Return the number of elements in the optimizer's states: two per parameter, or one if Muon updates it.
-
-    Args:
-        auxiliary: Number of trained parameters outside the model, which do not belong to a block.
-    """
+    """Return the number of elements in the optimizer's states: two per parameter, or one if Muon updates it."""
     states = ADAM_STATES + bool(optimizer.kwargs.get('amsgrad'))
     return states * (model.trained_parameters + auxiliary) - _muon_parameters(optimizer, model)
 
@@ -193,12 +188,7 @@ def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
 
 
 def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Setup]:
-    """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself.
-
-    Args:
-        devices_per_node: Number of devices per node. If given, and there are several nodes, the list includes sharding
-            within each node.
-    """
+    """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself."""
     current = setup.parallelism
     others = [
         replace(current, strategy='ddp', replicas=1),
@@ -216,11 +206,7 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return changes of settings, each of which makes an oversized run fit in GPU memory; empty if there are none.
-
-    Args:
-        gpus: All known GPUs; the smallest GPU that is large enough is suggested.
-    """
+    """Return changes of settings, each of which makes an oversized run fit in GPU memory; empty if there are none."""
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:

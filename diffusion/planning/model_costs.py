@@ -63,9 +63,6 @@ class CountedCosts:
     def require(self, flops: Sequence[str] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
         """Count all requested values that are still unknown, in one process.
 
-        Args:
-            flops: Names of the FLOPs to count: a shape, or a shape and a token route.
-
         Raises:
             UserError: The model cannot be built.
             CountingFailed: The forward pass failed.
@@ -150,9 +147,6 @@ class ModelCosts(CountedCosts):
         route: TokenRoute | None = None,
     ) -> None:
         """Count the model's FLOPs and activations that are still unknown, all in one separate process.
-
-        Args:
-            route: Token route whose FLOPs are needed in addition to those without a route, or None.
 
         Raises:
             UserError: A side of a shape is not a multiple of the latent cell, or the model cannot be built.

@@ -18,15 +18,7 @@ from diffusion.planning.checkpoints import (
 )
 from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.gpus import GPU
-from diffusion.planning.memory import (
-    GIB,
-    Setup,
-    fits_in_memory,
-    largest_microbatch,
-    memory_of,
-    strategies,
-    ways_out,
-)
+from diffusion.planning.memory import GIB, Setup, fits_in_memory, largest_microbatch, memory_of, strategies, ways_out
 from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
 from diffusion.planning.throughput import (
     NO_COST,
@@ -150,16 +142,7 @@ def load_phases(
     samples: Sequence[int | None] = (),
     encoding: Encoding | None = None,
 ) -> list[Phase]:
-    """Load recipes, and return the amount of work in each. The data's location may be missing (`???`).
-
-    Args:
-        overrides: `key=value` settings, applied to every recipe.
-        samples: Number of distinct images in each recipe's data; a single number applies to all recipes.
-        encoding: Form in which samples are stored; None means as in each recipe.
-
-    Raises:
-        UserError: A recipe is wrong, or a value that the plan needs is missing.
-    """
+    """Load recipes, and return the amount of work in each. The data's location may be missing (`???`)."""
     if len(samples) not in (0, 1, len(paths)):
         raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; pass one, or one per recipe')
     counts = list(samples) * len(paths) if len(samples) == 1 else list(samples) or [None] * len(paths)
@@ -177,10 +160,6 @@ def make_plan(
     phases: Sequence[Phase], given: Assumptions, *, gpus: dict[str, GPU], today: datetime.date | None = None
 ) -> Plan:
     """Return the plan of training phases that run one after another on the same GPUs.
-
-    Args:
-        gpus: All known GPUs; a larger GPU is suggested if a phase does not fit.
-        today: Date for computing the age of the price (default: the current date).
 
     Raises:
         RecipeError: A global batch cannot be divided evenly among the GPUs.

@@ -56,11 +56,7 @@ def recommended(fits: Sequence[Fit]) -> Fit | None:
 
 
 def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
-    """Return which strategy is recommended and why, and the settings to change; None for one device or if none fits.
-
-    Args:
-        fits: All strategies, the recipe's own first.
-    """
+    """Return which strategy is recommended and why, and the settings to change; None for one device or if none fits."""
     best = recommended(fits)
     if best is None or best.setup.devices == 1:
         return None

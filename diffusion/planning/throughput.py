@@ -45,7 +45,6 @@ class Speed:
     """Throughput of a training phase, and the source of the number."""
 
     images_per_second: float
-    """Throughput of all GPUs together."""
     mfu: float
     """Model FLOPs utilization: FLOP/s of model and online encoders, without recomputation, over the peak."""
     source: str
@@ -58,9 +57,7 @@ class MeasuredSpeed:
 
     images_per_second_per_device: float
     flops_per_image: float
-    """FLOPs per image in that run, including online encoders."""
     source: str
-    """Description of the source, as printed in the plan."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,7 @@ class Assumptions:
 
 
 def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
-    """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed.
-
-    Args:
-        encoding: Form in which samples are stored, which determines the online encoders; None means as in the recipe.
-    """
+    """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed."""
     encoding = encoding or phase.encoding
     model_flops = phase.flops(encoding)
     executed_flops = phase.executed_flops(encoding)
@@ -200,7 +193,6 @@ class Cost:
     """Wall-clock hours, GPU-hours and dollars of a training run or of precomputing."""
 
     hours: float
-    """Wall-clock hours."""
     gpu_hours: float
     usd: float | None
     """US dollars; None if the price is unknown."""

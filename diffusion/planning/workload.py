@@ -42,9 +42,7 @@ class Phase:
     route: TokenRoute | None = None
     """Blocks that some tokens skip (TREAD), or None."""
     alignment: AlignmentCosts | None = None
-    """Costs of representation alignment (REPA), or None."""
     perceptual: PerceptualCosts | None = None
-    """Costs of perceptual losses, or None."""
     optimizer_flops: int = 0
     """FLOPs of Muon's orthogonalization per optimizer step, over all devices; 0 for other optimizers."""
 
@@ -70,11 +68,7 @@ class Phase:
         return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """Return the `speed` settings on GPUs, with nulls resolved and settings that the strategy does not support off.
-
-        Args:
-            strategy: Parallelism strategy, such as `ddp`; the recipe's by default.
-        """
+        """Return the `speed` settings on GPUs, nulls resolved, without those that the strategy does not support."""
         return effective_parts(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
@@ -207,11 +201,6 @@ class Phase:
 
 def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
     """Return a recipe together with its amount of work: batches, images, shapes and FLOPs.
-
-    Args:
-        recipe: A recipe with task `train`; the location of its data may be missing (`???`).
-        samples: Number of distinct images; by default it is read from the shards if they are local.
-        encoding: Form in which samples are stored; None takes it from the recipe.
 
     Raises:
         UserError: A value that the plan needs is missing, or the model cannot be built.

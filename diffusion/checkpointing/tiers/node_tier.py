@@ -45,7 +45,6 @@ class NodeTier:
     """Recent checkpoints of a run, in a folder on each node; a `SaveTarget` for `SaveInProgress`.
 
     Args:
-        name: Name for messages: `memory` or `disk`.
         folder: The run's folder on this node; it must not be on a file system shared by nodes.
         replicate: True keeps a copy of each file on another node.
         recipe_text: The resolved recipe. When resuming from a checkpoint with another recipe, each node gets all of its
@@ -78,11 +77,7 @@ class NodeTier:
         return self.node_ranks[0] == dist.get_global_rank()
 
     def kept_bytes(self, written: Sequence[int]) -> int:
-        """Return the bytes that this node keeps because of this rank: its own files and its peer's.
-
-        Args:
-            written: Number of bytes that each rank writes, in rank order.
-        """
+        """Return the bytes of this rank's and its peer's files, given the bytes that each rank writes."""
         return written[dist.get_global_rank()] + (0 if self._peers is None else written[self._peers.source])
 
     def open(self, *, begun: bool) -> None:
@@ -198,9 +193,6 @@ class NodeTier:
 def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: bool) -> list[tuple[NodeTier, str]]:
     """Open a recipe's tiers; return them, fastest first, with their save intervals; a collective.
 
-    Args:
-        begun: True if the run has checkpoints; a missing folder is then a node's fault, not a mistake.
-
     Raises:
         UserError: A tier's folder does not exist on a node, belongs to another user, or is writable by others.
     """
@@ -231,12 +223,7 @@ def _slurm_block(address: str) -> str:
 
 
 def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
-    """Create a run's folder and hold a lock on it while this process lives.
-
-    Raises:
-        UserError: It cannot be created, or belongs to another user: its files would be unpickled.
-        OSError: The disk is broken.
-    """
+    """Create a run's folder and lock it while this process lives; raise UserError if others may write to it."""
     try:
         # Do not create parents: the disk's mount may be missing.
         folder.parent.mkdir(mode=0o700, exist_ok=True)

@@ -33,24 +33,20 @@ class Peers:
     """The rank that stores copies of this rank's files, and the rank whose files this rank stores."""
 
     to: int
-    """Global rank that stores copies of this rank's files."""
     source: int
-    """Global rank whose files this rank stores copies of."""
 
 
 def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: int) -> Peers | None:
     """Return a rank's peers: the ranks at its position on two other nodes, in other failure domains if possible.
+
+    The result is None if there is only one node, or if the nodes have different numbers of ranks.
 
     The nodes form a ring, sorted by domain. Each node sends its files n nodes ahead, where n is the size of the largest
     domain, so the target is in another domain. If one domain has more than half of the nodes, some pairs are in the
     same domain.
 
     Args:
-        nodes: The ranks of each node, in order.
         domains: The failure domain of each node, such as its rack; equal strings if unknown.
-
-    Returns:
-        The peers; None if there is only one node, or the nodes have different numbers of ranks.
     """
     if len(nodes) < 2 or len({len(each) for each in nodes}) != 1:
         return None
@@ -79,7 +75,6 @@ def exchange_files(
     Both peers must call this too. A rank that has nothing to send, or whose save has failed, passes no files.
 
     Args:
-        files: Size and hash of each of this rank's files by name.
         group: A group of all ranks that no other thread uses.
         check: Called before each chunk; if it raises an exception, the exchange still completes before raising it.
 
@@ -108,11 +103,7 @@ def exchange_files(
 
 
 def send_file(path: Path, record: FileRecord, to: int, group: ProcessGroup | None) -> None:
-    """Send a file to a rank, which must call `receive_file`.
-
-    Raises:
-        OSError: The file cannot be read; the receiver raises an error too.
-    """
+    """Send a file to a rank, which must call `receive_file`; both raise OSError if it cannot be read."""
     files = {path.name: record}
     with closing(_Outgoing(path.parent, files, lambda: None)) as outgoing:
         for chunk_size in _chunk_sizes(files):
@@ -122,11 +113,7 @@ def send_file(path: Path, record: FileRecord, to: int, group: ProcessGroup | Non
 
 
 def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGroup | None) -> None:
-    """Receive a file from a rank, verify it and write it to a path.
-
-    Raises:
-        OSError: The sender could not read the file, it cannot be written, or its content is not as expected.
-    """
+    """Receive a file from a rank and write it; raise OSError if its content is not as expected."""
     unfinished = f'.{path.name}.unfinished'
     with closing(_Incoming(path.parent, {unfinished: expected})) as incoming:
         for chunk_size in _chunk_sizes({path.name: expected}):

@@ -52,14 +52,6 @@ class _Transfer(NamedTuple):
 def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | None:
     """Return the newest undamaged checkpoint of a run, from a tier or its storage, as a local folder; a collective.
 
-    Args:
-        storage: The run's storage, already open.
-        tiers: Tiers of the nodes, already open, fastest first.
-
-    Returns:
-        The newest checkpoint in a tier if it is at least as new as those in the storage, else the newest in the
-        storage; None if there is none.
-
     Raises:
         UserError: All checkpoints in the storage are damaged, or the newest belongs to another run.
         OSError: The storage cannot be read for several minutes.
@@ -79,11 +71,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
 
 
 def stored_batches(storage: RunStorage) -> list[int]:
-    """Return the batches of the checkpoints in a run's storage, newest first; a collective.
-
-    Raises:
-        OSError: The storage cannot be read for several minutes. Raised on every rank.
-    """
+    """Return the batches of the checkpoints in a run's storage, newest first; a collective."""
     return from_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)
 
 
@@ -91,10 +79,8 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
     """Return the newest complete and verified checkpoint in a tier, with the files that each node needs; a collective.
 
     Args:
-        tiers: Tiers of the nodes, fastest first.
         stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if its `base` is among
             them: otherwise the user has deleted the base to go back.
-        at_least: Smallest batch to consider.
     """
     candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
     # Try the newest first. Sorting is stable, so for equal batches the fastest tier comes first.
@@ -138,12 +124,7 @@ def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
-    """Verify a tier's checkpoint on all nodes, and give each node the files it needs; a collective.
-
-    Returns:
-        The checkpoint's folder on this node, or None if some files are on no node, or if a node has no room for its
-        files.
-    """
+    """Verify a tier's checkpoint, and give each node the files it needs; None if this fails. A collective."""
     began = time.monotonic()
     checkpoint = tier.folder / checkpoint_name(candidate.batch)
     name = tier.name_of(candidate.batch)
@@ -233,11 +214,8 @@ def plan_transfers(
 ) -> list[_Transfer]:
     """Return the transfers that give each node its missing files, in an order that is equal on all ranks.
 
-    The first rank of each node sends and receives. If several nodes have a file, they take turns sending it.
-
-    Args:
-        needs: The files that each rank needs on its node.
-        held: The intact files of each node, keyed by the node's first rank.
+    The first rank of each node sends and receives; `held` has the node's intact files under this rank. If several nodes
+    have a file, they take turns sending it.
     """
     transfers: list[_Transfer] = []
     for node in nodes:
@@ -249,11 +227,7 @@ def plan_transfers(
 
 
 def _exchange(
-    checkpoint: Path,
-    tier: NodeTier,
-    receipt: bytes,
-    files: dict[str, FileRecord],
-    transfers: Sequence[_Transfer],
+    checkpoint: Path, tier: NodeTier, receipt: bytes, files: dict[str, FileRecord], transfers: Sequence[_Transfer]
 ) -> str:
     """Send and receive this rank's files; return a description of the first error, or an empty string."""
     rank = dist.get_global_rank()

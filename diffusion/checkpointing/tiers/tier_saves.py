@@ -40,11 +40,6 @@ class TierSaves:
 
     Only one save runs at a time, and none during a save to the run's storage. A failed save is only reported, since the
     run does not depend on its tiers.
-
-    Args:
-        tiers: The tiers, fastest first, with the save interval of each.
-        sharded: If True, each rank writes its shards; otherwise rank 0 writes the whole state.
-        place: The run's folder or URL.
     """
 
     def __init__(self, tiers: Sequence[tuple[NodeTier, str]], *, sharded: bool, recipe_text: str, place: str) -> None:

@@ -16,10 +16,7 @@ def backend_of(name: str) -> Backend:
 
 
 def free_nodes(spec: JobSpec) -> int:
-    """Return the number of idle nodes on which a job could start now (unless another job takes them first).
-
-    Args:
-        spec: The job spec; only nodes with its GPUs, in its queue, count.
+    """Return the number of idle nodes with a job's GPUs, in its queue, on which it could start now.
 
     Raises:
         UserError: The backend cannot count free nodes, or its command-line tool is missing.
@@ -27,7 +24,6 @@ def free_nodes(spec: JobSpec) -> int:
     """
     count = getattr(backend_of(spec.backend), 'free_nodes', None)
     if count is None:
-        raise UserError(
-            f'--max-nodes: {spec.backend} does not tell which nodes are free; set the size of the job: nodes=N'
-        )
+        message = f'{spec.backend} does not tell which nodes are free; set the size of the job: nodes=N'
+        raise UserError(f'--max-nodes: {message}')
     return count(spec)

@@ -45,19 +45,12 @@ class Backend(Protocol):
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
         """Return the mistakes in a job spec that the scheduler would refuse, or would accept and misinterpret."""
-        ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
         """Return the files that describe the jobs to the scheduler. They depend on nothing but the jobs."""
-        ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
-        """Return the mistakes in rendered job files according to the scheduler's schema.
-
-        Raises:
-            NotValidated: The package or program that contains the schema is missing.
-        """
-        ...
+        """Return the mistakes in rendered job files according to the scheduler's schema, or raise NotValidated."""
 
     def submit(self, jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
         """Submit rendered jobs, whose files have been written to `folder`; return a line about the result.
@@ -66,26 +59,21 @@ class Backend(Protocol):
             UserError: The scheduler's command-line tool is missing.
             ExternalError: The scheduler refuses the job or does not respond.
         """
-        ...
 
     def status(self, jobs: Sequence[Job]) -> str:
         """Return the status of submitted jobs as the scheduler reports it."""
-        ...
 
     def logs(self, jobs: Sequence[Job]) -> str:
         """Return the last lines of the logs of submitted jobs, or the command that prints them."""
-        ...
 
     def cancel(self, jobs: Sequence[Job]) -> str:
         """Cancel submitted jobs in the scheduler; return a line about the result."""
-        ...
 
 
 def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
     """Return the environment variables that a launch backend sets on every node of a job.
 
     Args:
-        scheduler: Name of the scheduler, the value of DIFFUSION_SCHEDULER.
         more: Further variables; each keyword is the name of a constant in `diffusion.runs.environment`.
     """
     spec = job.spec
@@ -128,18 +116,15 @@ def deep_merge(base: Any, changes: Any) -> Any:
 
 def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
     """Return a problem if a containerized job saves checkpoints outside all mounts, where they would be lost."""
-    problems = []
     for job in jobs:
-        if is_url(job.run_dir):
-            continue
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)
-        if not any(folder.is_relative_to(target) for target in job.spec.mounts):
+        if not is_url(job.run_dir) and not any(folder.is_relative_to(target) for target in job.spec.mounts):
             message = (
                 f'nothing is mounted at {folder.parent}, where {job.name} saves checkpoints; mount storage there, or '
                 'set runs_dir to a URL such as s3://bucket/runs'
             )
-            problems.append(Problem('mounts', message))
-    return problems[:1]
+            return [Problem('mounts', message)]
+    return []
 
 
 def call(
@@ -173,9 +158,8 @@ def call(
             input=stdin,
         )
     except subprocess.TimeoutExpired as error:
-        raise ExternalError(
-            f'{" ".join(command[:3])}: no response in {timeout_seconds:.0f} s; check that its server is up'
-        ) from error
+        message = f'no response in {timeout_seconds:.0f} s; check that its server is up'
+        raise ExternalError(f'{" ".join(command[:3])}: {message}') from error
     if result.returncode:
         message = (result.stderr or result.stdout).strip() or f'exit status {result.returncode}'
         raise ExternalError(f'{" ".join(command[:3])}: {message}')

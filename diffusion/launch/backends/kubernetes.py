@@ -71,8 +71,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - MAX_NAME
         if excess > 0:
             gather.problem(
-                'name',
-                f'{spec.name!r} is {excess} characters too long for the pods of stage {job.stage!r}; shorten it',
+                'name', f'{spec.name!r} is {excess} characters too long for the pods of stage {job.stage!r}; shorten it'
             )
     if spec.image is None:
         gather.problem('image', 'is missing; set the container image of the pods')
@@ -361,11 +360,7 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
 
 
 def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
-    """Return unknown keys and wrong types in a JobSet manifest, found offline with published Kubernetes schemas.
-
-    Raises:
-        ImportError: The extra `kubernetes` is not installed.
-    """
+    """Return unknown keys and wrong types by published schemas; raise ImportError without the extra `kubernetes`."""
     # Import these here: importing the models takes a second.
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
@@ -395,11 +390,7 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
 
 
 def _kubectl_problems(text: str) -> list[Problem]:
-    """Return the mistakes that a kubectl dry run finds in a manifest with the cluster's schemas.
-
-    Raises:
-        NotValidated: kubectl is missing, or cannot reach a cluster.
-    """
+    """Return the mistakes that a kubectl dry run finds; raise NotValidated without kubectl or a cluster."""
     try:
         call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
     except (UserError, ExternalError) as error:

@@ -160,12 +160,7 @@ class LocalJob:
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
-    """Combine the exit statuses of a job's nodes into one exit status of the job.
-
-    Args:
-        reported: Exit statuses in the nodes' shared exit file, in the order in which the nodes ended.
-        codes: Exit statuses of the node processes.
-    """
+    """Combine the exit statuses `reported` in the nodes' exit file and the processes' `codes` into the job's."""
     # A user error on any node would recur on every retry. Otherwise the first failed node is the cause, and the others
     # ended because of it. A node that failed without reporting was killed.
     if CONFIG_ERROR in reported:
@@ -217,11 +212,7 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    """Run the jobs on this machine and wait until they end.
-
-    Raises:
-        JobFailed: A job exited with a nonzero status.
-    """
+    """Run the jobs on this machine and wait until they end; raise JobFailed if one exits with a nonzero status."""
     status = run_local_jobs(jobs)
     if status:
         raise JobFailed(jobs[0].spec.name, status)

@@ -19,11 +19,7 @@ from diffusion.storage.places import is_url
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 56
 """Maximum length of a name: the platform allows 63 characters, and appends a dash and six characters."""
-GPU_TYPES = {
-    'a100-40gb': 'a100_40gb',
-    'a100-80gb': 'a100_80gb',
-    'h100-sxm': 'h100_80gb',
-}
+GPU_TYPES = {'a100-40gb': 'a100_40gb', 'a100-80gb': 'a100_80gb', 'h100-sxm': 'h100_80gb'}
 GPUS_PER_NODE = 8
 PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
 

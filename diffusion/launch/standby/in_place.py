@@ -116,12 +116,7 @@ class Standby:
         return '' if code is None else f'ended with {code}'
 
     def take_over(self, environ: Mapping[str, str], output: IO[bytes] | None) -> str:
-        """Turn the process into a rank of a new attempt; return why this fails, or an empty string.
-
-        Args:
-            environ: Environment of the rank in the new attempt.
-            output: File for the rank's stdout; None to use this process's stdout.
-        """
+        """Become a rank of a new attempt with stdout `output` (None: this process's); return why this fails, or ''."""
         problem = self.poll()
         if problem or not self.ready:
             return problem or 'has not imported everything yet'
@@ -276,11 +271,7 @@ class InPlaceRestarts:
         return None if self._link is None else self._link.failure(self._number)
 
     def agree(self, outcome: Outcome, attempt: Attempt, stopped: Callable[[], bool]) -> Agreement:
-        """Return the joint decision about a restart in place; call this when the ranks of this node have ended.
-
-        Args:
-            stopped: Polled while waiting for the other nodes; the wait ends when it returns True.
-        """
+        """Return the joint decision about a restart once this node's ranks have ended, or `stopped` is true."""
         problem = self._problem(outcome, attempt)
         agreement = Agreement(not problem, reason=problem)
         if self._link is not None:

@@ -22,27 +22,9 @@ from typing import Any
 
 from composer.utils import dist
 
-from diffusion.checkpointing import checkpoint_store, retention
-from diffusion.checkpointing.bucket_checkpoints import (
-    DAMAGED_RECEIPT,
-    delete_checkpoint,
-    download_missing_files,
-    object_names,
-    published_batches,
-    read_checked_receipt,
-)
+from diffusion.checkpointing import bucket_checkpoints, checkpoint_store, retention
 from diffusion.checkpointing.checkpoint_lookup import PIN
-from diffusion.checkpointing.checkpoint_store import (
-    INDEX,
-    LATEST,
-    RECEIPT,
-    RECIPE,
-    STATE,
-    DamagedCheckpoint,
-    FileRecord,
-    checkpoint_name,
-    parse_receipt,
-)
+from diffusion.checkpointing.checkpoint_store import LATEST, RECEIPT, DamagedCheckpoint, FileRecord, checkpoint_name
 from diffusion.checkpointing.rank_agreement import from_rank_zero, raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig
@@ -194,7 +176,7 @@ class BucketStorage:
     def prune(self, rules: KeepConfig) -> None:
         with _as_storage_fault():
             for batch in retention.select_removable(self._infos(rules), rules):
-                delete_checkpoint(self.name_of(batch))
+                bucket_checkpoints.delete_checkpoint(self.name_of(batch))
                 self._batches().discard(batch)
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
@@ -219,9 +201,9 @@ class BucketStorage:
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
         """Download files of the checkpoint that this run resumes from, unless this node already has them."""
         with _as_storage_fault():
-            receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
+            receipt = checkpoint_store.parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
             wanted = {name: receipt['files'][name] for name in names}
-            download_missing_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
+            bucket_checkpoints.download_missing_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
 
     def _owns_folder(self) -> bool:
         """Return True on one rank of each working folder."""
@@ -231,7 +213,7 @@ class BucketStorage:
         """Return the batches of the checkpoints in the store. Lists them only once: only rank 0 adds new ones."""
         if self._published is None:
             with _as_storage_fault():
-                self._published = set(published_batches(self.place))
+                self._published = set(bucket_checkpoints.published_batches(self.place))
         return self._published
 
     def _restore(self, batch: int) -> Path:
@@ -240,7 +222,7 @@ class BucketStorage:
 
         def read() -> bytes:
             with _as_storage_fault():
-                return read_checked_receipt(url, self.run_id)
+                return bucket_checkpoints.read_checked_receipt(url, self.run_id)
 
         text = from_rank_zero(read, url, logs=False)
         with raise_on_all_ranks(str(checkpoint)):
@@ -248,33 +230,34 @@ class BucketStorage:
                 checkpoint_store.remove_others(checkpoint)
                 checkpoint.mkdir(exist_ok=True)
                 (checkpoint / RECEIPT).write_bytes(text)
-        receipt = parse_receipt(text, url)
+        receipt = checkpoint_store.parse_receipt(text, url)
 
         def download() -> None:
             with _as_storage_fault():
-                download_missing_files(url, checkpoint, files_of_rank(receipt, self._node_ranks))
+                bucket_checkpoints.download_missing_files(url, checkpoint, files_of_rank(receipt, self._node_ranks))
 
         run_on_each_rank(download, url, logs=False)
         return checkpoint
 
     def _set_aside(self, damaged: Collection[int], newest: int) -> None:
         """Rename the receipts of damaged checkpoints, and point `latest` to the newest intact checkpoint."""
+        renamed = bucket_checkpoints.DAMAGED_RECEIPT
         if (self._store.read(LATEST) or b'').decode() != checkpoint_name(newest):
             self._store.write(LATEST, checkpoint_name(newest))
         for batch in damaged:
             receipt = f'{checkpoint_name(batch)}/{RECEIPT}'
             content = self._store.read(receipt)
             if content is not None:
-                self._store.write(f'{checkpoint_name(batch)}/{DAMAGED_RECEIPT}', content)
+                self._store.write(f'{checkpoint_name(batch)}/{renamed}', content)
                 self._store.delete([receipt])
             self._batches().discard(batch)
-            log.warning('%s: damaged, its receipt is renamed to %s', self.name_of(batch), DAMAGED_RECEIPT)
+            log.warning('%s: damaged, its receipt is renamed to %s', self.name_of(batch), renamed)
 
     def _remove_orphans(self) -> None:
         """Delete the objects of incomplete saves; no other process may be saving to this run."""
-        for batch, names in object_names(self.place).items():
-            if not names & {RECEIPT, DAMAGED_RECEIPT}:
-                delete_checkpoint(self.name_of(batch))
+        for batch, names in bucket_checkpoints.object_names(self.place).items():
+            if not names & {RECEIPT, bucket_checkpoints.DAMAGED_RECEIPT}:
+                bucket_checkpoints.delete_checkpoint(self.name_of(batch))
 
 
 def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:
@@ -291,7 +274,7 @@ def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict
     if receipt.get('kind') != 'sharded':
         names = largest_first[node_ranks.index(rank) :: len(node_ranks)]
     else:
-        common = {STATE, INDEX, RECIPE}
+        common = {checkpoint_store.STATE, checkpoint_store.INDEX, checkpoint_store.RECIPE}
         if receipt.get('world_size') == world_size:
             common |= {name for name in files if name.startswith('__0_')}
             names = [name for name in files if name.startswith(f'__{rank}_')]
@@ -306,7 +289,7 @@ def _saved_time(url: str) -> float | None:
     """Return when the checkpoint at a URL was saved, in seconds since 1970; None if unknown."""
     text = StorePlace(url).read(RECEIPT)
     try:
-        return None if text is None else retention.time_of_receipt(parse_receipt(text, url))
+        return None if text is None else retention.time_of_receipt(checkpoint_store.parse_receipt(text, url))
     except DamagedCheckpoint:
         return None
 

@@ -16,15 +16,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.bucket_storage import BucketStorage
-from diffusion.checkpointing.checkpoint_store import (
-    DamagedCheckpoint,
-    FileRecord,
-    checkpoint_name,
-    list_checkpoints,
-    read_receipt,
-    read_with_retries,
-    run_id_of,
-)
+from diffusion.checkpointing.checkpoint_store import FileRecord, list_checkpoints, read_receipt, read_with_retries
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.rank_agreement import from_rank_zero, raise_on_all_ranks
 from diffusion.config.checkpointing import KeepConfig
@@ -153,7 +145,7 @@ class FolderStorage:
                 checkpoint_store.remove_unfinished_saves(self.folder)
 
     def name_of(self, batch: int) -> str:
-        return str(self.folder / checkpoint_name(batch))
+        return str(self.folder / checkpoint_store.checkpoint_name(batch))
 
     def work_folder(self, batch: int) -> Path:
         return checkpoint_store.unfinished_path(self.folder, batch)
@@ -176,7 +168,7 @@ class FolderStorage:
         if missing:
             raise FileNotFoundError(f'{work}: files of other ranks are missing: {", ".join(missing[:3])}')
         check_run_id(self.folder, self.run_id)
-        checkpoint_store.publish(work, self.folder / checkpoint_name(batch), files, about)
+        checkpoint_store.publish(work, self.folder / checkpoint_store.checkpoint_name(batch), files, about)
 
     def finish(self, work: Path, batch: int) -> None:
         pass
@@ -190,7 +182,7 @@ class FolderStorage:
         pass
 
     def list_batches(self) -> list[int]:
-        found = (checkpoint_store.batch_number(path) for path in checkpoint_store.list_checkpoints(self.folder))
+        found = (checkpoint_store.batch_number(path) for path in list_checkpoints(self.folder))
         return [batch for batch in found if batch is not None]
 
     def prune(self, rules: KeepConfig) -> None:
@@ -232,7 +224,7 @@ def open_run_folder(folder: Path) -> str:
 
 def _first_id(folder: Path) -> str:
     """Write the missing run.json of a folder, with the id from the run's newest checkpoint that has one."""
-    named = (run_id_of(checkpoint) for checkpoint in list_checkpoints(folder))
+    named = (checkpoint_store.run_id_of(checkpoint) for checkpoint in list_checkpoints(folder))
     return create_run_id(folder, next((run_id for run_id in named if run_id), ''))
 
 
@@ -286,7 +278,7 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
         OSError: A checkpoint cannot be read after several tries, or `folder` is no longer the run's folder.
     """
     damages = []
-    for checkpoint in read_with_retries(lambda: checkpoint_store.list_checkpoints(folder)):
+    for checkpoint in read_with_retries(lambda: list_checkpoints(folder)):
         # Only damage is skipped. An OSError ends the run with status 1: if it was transient, a restart resumes from
         # this checkpoint instead of repeating hours of work from an older one.
         try:
@@ -297,7 +289,7 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
                     f'folder, or start a new run from its weights with init_from: {checkpoint}'
                 )
             verify_checkpoint(checkpoint)
-        except DamagedCheckpoint as error:
+        except checkpoint_store.DamagedCheckpoint as error:
             damages.append(str(error))
             log.warning('damaged checkpoint, trying an earlier one: %s', error)
             continue

@@ -29,14 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.checkpoint_store import (
-    INDEX,
-    FileRecord,
-    HashingWriter,
-    WriteProgress,
-    flush,
-    read_with_retries,
-)
+from diffusion.checkpointing.checkpoint_store import INDEX, FileRecord, HashingWriter, WriteProgress, read_with_retries
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, storage_fault
 from diffusion.compatibility.private_names import _DistWrapper, _metadata_fn
 from diffusion.compatibility.torch_versions import code_to_run
@@ -304,7 +297,7 @@ class _HashingFiles(filesystem.FileSystem):
             stream = _Stream(file, self._progress)
             yield stream
             # Flush here, since torch syncs the index to disk before it flushes Python's buffer.
-            flush(file)
+            checkpoint_store.flush(file)
         self.records[Path(path).name] = stream.record()
 
     def rename(self, path: Any, new_path: Any) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from diffusion.config.load import RecipeError
 from diffusion.config.options import DIR, Option, Overrides, RecipeFile
@@ -100,7 +100,10 @@ def run_launch(options: LaunchOptions) -> int:
         UserError: A job spec or its recipe is wrong, or the scheduler's command-line tool is missing.
         ExternalError: A scheduler refuses a job or does not respond, or a local job failed.
     """
-    paths, overrides = _split_overrides(options.specs)
+    paths = [word for word in options.specs if '=' not in word]
+    overrides = [word for word in options.specs if '=' in word]
+    if not paths:
+        raise UserError('launch: no job given; pass a YAML file, such as yamls/launch/phase1-slurm.yaml')
     # Prepare all jobs before any is submitted, so that no job is submitted if a later one has a mistake.
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
     warnings: dict[str, None] = {}
@@ -114,14 +117,11 @@ def run_launch(options: LaunchOptions) -> int:
         print(f'{path}: {checked.spec.backend}')
         lines, found = cost_table(checked.jobs, checked.gpu)
         warnings |= dict.fromkeys(found)
+        lines += [f'submit: {" ".join(command)}' for command in rendered.commands]
+        lines += [f'note: {note}' for note in rendered.notes]
+        lines += [f'required before submission: {problem}' for problem in checked.missing_secrets]
         for line in lines:
             print(f'  {line}')
-        for command in rendered.commands:
-            print(f'  submit: {" ".join(command)}')
-        for note in rendered.notes:
-            print(f'  note: {note}')
-        for problem in checked.missing_secrets:
-            print(f'  required before submission: {problem}')
     if options.render:
         return 0
     for warning in warnings:
@@ -154,8 +154,7 @@ def run_status(options: StatusOptions) -> int:
             if not is_url(spec):
                 raise
             raise ExternalError(f'status: {error}') from error
-        text = json.dumps(asdict(report), indent=2) if options.json else printable(format_report(report))
-        print(text)
+        print(json.dumps(asdict(report), indent=2) if options.json else printable(format_report(report)))
         return 0
     if options.json:
         raise UserError(f'status: --json needs a run folder, such as runs/phase1; {spec} is not a folder')
@@ -197,25 +196,15 @@ def _prepare(path: str, overrides: Sequence[str]) -> tuple[CheckedSpec, Rendered
     return checked, rendered
 
 
-def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split command-line arguments into paths of job specs and KEY=VALUE overrides."""
-    paths = [argument for argument in arguments if '=' not in argument]
-    if not paths:
-        raise UserError('launch: no job given; pass a YAML file, such as yamls/launch/phase1-slurm.yaml')
-    return paths, [argument for argument in arguments if '=' in argument]
-
-
 def _write(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
         write_atomically(folder / name, text)
 
 
-@dataclass(frozen=True)
-class CostEstimate:
-    """Cost estimate of one job."""
+class CostEstimate(NamedTuple):
+    """Cost estimate of one job, including time lost to saves and failures."""
 
     cost: Cost
-    """Expected cost, including time lost to saves and failures."""
     price_usd_per_gpu_hour: float | None
     warnings: tuple[str, ...]
 

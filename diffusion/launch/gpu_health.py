@@ -74,15 +74,11 @@ def findings_table(findings: Sequence[Finding]) -> str:
     """Format the findings as a table with one line each: passed checks, then warnings, then failures."""
     ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.warns, finding.check, finding.where))
     widths = [max((len(getattr(each, name)) for each in ordered), default=0) for name in ('check', 'where')]
+    marks = ['BAD' if not each.ok else 'WARN' if each.warns else 'ok' for each in ordered]
     return '\n'.join(
-        f'{_mark(each):4} {each.check:{widths[0]}}  {each.where:{widths[1]}}  {each.detail}' for each in ordered
+        f'{mark:4} {each.check:{widths[0]}}  {each.where:{widths[1]}}  {each.detail}'
+        for mark, each in zip(marks, ordered, strict=True)
     )
-
-
-def _mark(finding: Finding) -> str:
-    if not finding.ok:
-        return 'BAD'
-    return 'WARN' if finding.warns else 'ok'
 
 
 def findings_json(findings: Sequence[Finding]) -> str:

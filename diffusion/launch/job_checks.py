@@ -71,8 +71,13 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
     problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
     if problems:
         raise RecipeError(problems, path)
-    missing = _missing_secrets(spec, os.environ if environ is None else environ)
-    return CheckedSpec(spec, backend, tuple(jobs), gpu, tuple(missing))
+    present = os.environ if environ is None else environ
+    missing = tuple(
+        Problem(join('secrets', name), 'is not set in the environment; export it before submitting')
+        for name, source in spec.secrets.items()
+        if source is None and not present.get(name)
+    )
+    return CheckedSpec(spec, backend, tuple(jobs), gpu, missing)
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
@@ -133,19 +138,16 @@ def _spec_problems(spec: JobSpec) -> list[Problem]:
     _check_variables(spec, gather)
     for target in spec.mounts:
         if not target.startswith('/'):
-            gather.problem(
-                join('mounts', target),
-                'is not an absolute path; use the absolute path on the node as the key, and its source as the value',
-            )
+            message = 'use the absolute path on the node as the key, and its source as the value'
+            gather.problem(join('mounts', target), f'is not an absolute path; {message}')
     return gather.problems
 
 
 def _check_recipes(spec: JobSpec, gather: Gatherer) -> None:
     """Report each stage of a job spec that has an invalid name or no recipe."""
     if not spec.stages and spec.recipe is None:
-        gather.problem(
-            'recipe', 'is missing; set it to the path of a recipe such as yamls/phase1.yaml, or define stages'
-        )
+        message = 'is missing; set it to the path of a recipe such as yamls/phase1.yaml, or define stages'
+        gather.problem('recipe', message)
     for name, stage in spec.stages.items():
         if re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', name) is None:
             gather.problem(join('stages', name), 'is not a valid stage name; use a-z, 0-9 and inner dashes')
@@ -165,9 +167,8 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
         if name in spec.secrets:
             gather.problem(join('env', name), 'is also in secrets; remove one of them')
         elif has_secret_name(name, value) or secret_format(value, name=name):
-            gather.problem(
-                join('env', name), f'looks like a secret, and would be written in plain text; move {name} to secrets'
-            )
+            message = f'looks like a secret, and would be written in plain text; move {name} to secrets'
+            gather.problem(join('env', name), message)
 
 
 def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
@@ -270,20 +271,10 @@ def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]
 
 def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
     """Return a problem for each job whose run folder is also that of an earlier job in the same spec."""
-    problems = []
-    owners: dict[str, Job] = {}
+    problems, owners = [], dict[str, Job]()
     for job in jobs:
         owner = owners.setdefault(job.run_dir, job)
         if owner is not job:
             message = f'saves to {job.run_dir}, like stages.{owner.stage}; set a different overrides.name'
             problems.append(Problem(f'stages.{job.stage}', message))
     return problems
-
-
-def _missing_secrets(spec: JobSpec, environ: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each secret that must be set in the environment at submission but is not."""
-    return [
-        Problem(join('secrets', name), 'is not set in the environment; export it before submitting')
-        for name, source in spec.secrets.items()
-        if source is None and not environ.get(name)
-    ]

@@ -37,6 +37,7 @@ from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, en
 from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.storage.places import files_of_run, is_url
 
+Environ = Mapping[str, str]
 CHECK_EVERY_SECONDS = 1.0
 """Interval at which heartbeats are checked."""
 RECORD_EVERY_SECONDS = 30.0
@@ -77,7 +78,7 @@ def _main(words: list[str], environ: dict[str, str]) -> int:
     status = report_exit(node.run(), environ, node.outcome)
     # Send messages last: a slow web server must not delay this node's line in the exit file, whose first line names the
     # node that failed first.
-    node.close()
+    node.notifier.close()
     return status
 
 
@@ -96,12 +97,7 @@ class Node:
     """One node of a job, which runs the job's attempts in sequence. `command` is run.py with its arguments."""
 
     def __init__(
-        self,
-        position: NodePosition,
-        settings: Settings,
-        command: Sequence[str],
-        recipe: Recipe,
-        environ: Mapping[str, str],
+        self, position: NodePosition, settings: Settings, command: Sequence[str], recipe: Recipe, environ: Environ
     ) -> None:
         self.position, self.settings, self.command = position, settings, list(command)
         self.home = recipe.run_place
@@ -119,7 +115,7 @@ class Node:
         self.end_requested = False
         """True after a second Ctrl-C, which ends the workers without a checkpoint."""
         self._interrupts = RepeatedInterrupt()
-        self._notifier = Notifier(NotifyConfig(), self.home)
+        self.notifier = Notifier(NotifyConfig(), self.home)
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
         self._restarts = 0
@@ -127,12 +123,9 @@ class Node:
         self._in_place: InPlaceRestarts | None = None
         self._restart_agreed = False
         """True if all nodes have agreed to repeat the last attempt in place with standby processes."""
-        dist_timeout = recipe.trainer.get('dist_timeout')
-        self._timeout_warning = (
-            early_timeout_warning(dist_timeout, settings.hang_seconds)
-            if self.trains and isinstance(dist_timeout, int | float)
-            else None
-        )
+        timeout = recipe.trainer.get('dist_timeout')
+        checks = self.trains and isinstance(timeout, int | float)
+        self._timeout_warning = early_timeout_warning(timeout, settings.hang_seconds) if checks else None
         self._records = NodeRecords(self.home, self.environ, owns_run=False, say=self._print)
 
     def run(self) -> int:
@@ -246,10 +239,6 @@ class Node:
         )
         return CONFIG_ERROR
 
-    def close(self) -> None:
-        """Wait at most a few seconds for undelivered messages."""
-        self._notifier.close()
-
     def _poll_while_waiting(self) -> bool:
         """Write a heartbeat while this node waits for the run lock; return True if a stop was requested."""
         liveness.update_heartbeat()
@@ -275,7 +264,7 @@ class Node:
         gpu = {'any': '', 'none': 'cpu'}.get(kind := self.environ.get(environment.GPU, ''), kind)
         attempt = Attempt(number, records.clock.now(), devices=self.position.world_size, gpu=gpu)
         records.append('begin', attempt)
-        notifier = self._notifier = self._make_notifier(number)
+        notifier = self.notifier = self._make_notifier(number)
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
@@ -373,12 +362,7 @@ class Node:
         return outcome
 
     def _watch(
-        self,
-        workers: Workers,
-        attempt: Attempt,
-        limit_seconds: float | None,
-        stacks: StackFolder,
-        listener: HangListener,
+        self, workers: Workers, attempt: Attempt, limit: float | None, stacks: StackFolder, listener: HangListener
     ) -> Outcome:
         """Monitor the worker processes until all have ended, and return the outcome of the attempt.
 
@@ -390,12 +374,12 @@ class Node:
         # (`within_limit`, `NodeRecords`) or a separate thread (`HangListener`).
         begin = time.monotonic()
         keep = partial(keep_stacks, workers=workers, stacks=stacks, environ=self.environ, begin=begin, say=self._print)
-        watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
+        watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit is None else None
         last_check, last_record = 0.0, begin
         # Ranks that still run at the deadline are killed. Events may only move it earlier: otherwise a stop signal
         # after a failure, for example, would give hanging ranks more time than the scheduler gives this node.
         deadline, forwarded, failed_at = float('inf'), False, 0.0
-        in_place = None if limit_seconds is not None else self._in_place
+        in_place = None if limit is not None else self._in_place
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
@@ -411,7 +395,7 @@ class Node:
                     in_place.standbys.close()  # standby processes would slow down the save
                 self._announce_save(workers, attempt)
                 deadline = min(deadline, now + self._seconds_to_save())
-            if deadline == float('inf') and workers.any_failed():
+            if deadline == float('inf') and any(workers.codes()):
                 # The first rank that fails sets the deadline. Ranks that were asked to stop get the full notice: each
                 # ends with PREEMPTED or BAD_HARDWARE after it has saved and uploaded its part. After a failure, the
                 # others only wait for the failed rank in a collective.
@@ -444,8 +428,8 @@ class Node:
                 if in_place is not None and not self.stop_requested:
                     in_place.poll(workers, beats)
                 problem = None if watchdog is None else watchdog.check(beats, now)
-                if limit_seconds is not None and now - begin > limit_seconds:
-                    problem = f'did not finish in {limit_seconds:.0f} s'
+                if limit is not None and now - begin > limit:
+                    problem = f'did not finish in {limit:.0f} s'
                 if problem is None and listener.found is not None:
                     # Another node may detect a hang first: the time limit is longer on nodes that were doing slow work.
                     problem = f'node {listener.found.node}: {listener.found.problem}'
@@ -454,14 +438,14 @@ class Node:
                     sentence = keep('hang', problem)
                     # Retry on any nodes (75): that a rank differs from the others does not prove a fault of its node.
                     detail = '; '.join(filter(None, [problem, sentence]))
-                    self._notifier.send('hang', f'hangs: {detail}')
+                    self.notifier.send('hang', f'hangs: {detail}')
                     return Outcome(PREEMPTED, 'hang', detail)
             if now - last_record > RECORD_EVERY_SECONDS:
                 last_record = now
                 self._records.take_beats(workers.folder, attempt)
                 self._records.report_progress(attempt)
                 self._records.append('progress', attempt)
-                within_limit(self._notifier.check_goodput)
+                within_limit(self.notifier.check_goodput)
             workers.reap_orphans(() if self._in_place is None else self._in_place.standbys.pids)
             time.sleep(TICK_SECONDS)
         return workers.outcome(stop_requested=self.stop_requested)

@@ -230,7 +230,7 @@ _READERS: dict[str, Callable[[Mapping[str, str], Path], _SchedulerValues]] = {
     'mosaicml': _mosaicml,
 }
 
-_RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
+RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
 def rank_environment(
@@ -238,7 +238,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment variables of a worker process, which are the same as Composer's launcher would set."""
     # Do not inherit these: schedulers set some of them with other meanings, such as WORLD_SIZE as the number of nodes.
-    kept = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
+    kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     rank = position.rank * position.processes + local_rank
     # All nodes of a local job share this machine's GPUs, memory and caches, so make the ranks see a single node.
     shared = position.scheduler == 'local'

@@ -49,7 +49,6 @@ class RankReport:
         batch: Number of batches completed at the last heartbeat; -1 before the first batch.
         silent_seconds: Time since the last heartbeat, or since the start if there was none.
         place: Label of the main thread's `Place`; empty if the rank has written no stack.
-        waits: True if the rank waits, or may wait, for other ranks.
         problem: Description of a process without a stack, such as `is stopped (SIGSTOP)`.
     """
 

@@ -80,9 +80,6 @@ class Workers:
     def ended(self) -> bool:
         return None not in self.codes()
 
-    def any_failed(self) -> bool:
-        return any(code for code in self.codes())
-
     def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
         """Combine the exit statuses of all worker processes into one outcome."""
         codes = {rank: process.poll() for rank, process in self.by_rank().items()}
@@ -120,15 +117,11 @@ class Workers:
         until, found = time.monotonic() + STACK_SECONDS, before
         while time.monotonic() < until:
             time.sleep(TICK_SECONDS)
-            latest, previous = heartbeats.read_stacks(self.folder), found
-            found = latest
-            missing = [
-                rank
-                for rank, process in self.by_rank().items()
-                if process.poll() is None and latest.get(rank) == before.get(rank)
-            ]
+            found, previous = heartbeats.read_stacks(self.folder), found
+            running = [rank for rank, process in self.by_rank().items() if process.poll() is None]
+            missing = any(found.get(rank) == before.get(rank) for rank in running)
             # A file that has not grown since the last check is complete.
-            if not missing and latest == previous:
+            if not missing and found == previous:
                 break
         return {rank: text for rank, text in found.items() if text != before.get(rank)}
 

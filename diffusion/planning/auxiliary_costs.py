@@ -67,9 +67,8 @@ def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, 
             raise UserError(f'{where}: {source} is not a {", ".join(ENCODER_TYPES)}; use a folder of one of them')
         return {key: config[key] for key in ENCODER_KEYS if key in config}
     if source not in PUBLISHED_ENCODERS:
-        notes.append(
-            f'{where}: the sizes of {source} are not known without the network; assumed those of {DINOV2_BASE}'
-        )
+        message = f'{where}: the sizes of {source} are not known without the network; assumed those of {DINOV2_BASE}'
+        notes.append(message)
     return PUBLISHED_ENCODERS.get(source, PUBLISHED_ENCODERS[DINOV2_BASE])
 
 

@@ -188,9 +188,7 @@ def _technique(technique: Technique, batch: int) -> dict[str, Any]:
         'speedup_at_equal_mfu': technique.speedup,
         'images_without': technique.images_without,
         'batches_without': technique.images_without / batch,
-        'published': [
-            asdict(effect) | {'batches_without': effect.images_without / batch} for effect in technique.published
-        ],
+        'published': [asdict(each) | {'batches_without': each.images_without / batch} for each in technique.published],
     }
 
 

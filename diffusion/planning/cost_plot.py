@@ -52,15 +52,15 @@ def draw(plan: Plan, out: Path) -> None:
     costs = [costs_at(phases, given, count) for count in counts]
     price = given.price_usd_per_hour
     columns = dict(zip((phase.name for phase in phases), zip(*costs, strict=True), strict=True))
-    days = {name: [cost.days for cost in column] for name, column in columns.items()}
-    money = {
-        name: [cost.gpu_hours if cost.usd is None else cost.usd for cost in column] for name, column in columns.items()
-    }
+    days, money = {}, {}
+    for name, column in columns.items():
+        days[name] = [cost.days for cost in column]
+        money[name] = [cost.gpu_hours if cost.usd is None else cost.usd for cost in column]
     figure = Figure(figsize=(10, 4.2), layout='constrained')
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _bars(left, days, counts, given, _days)
-    _bars(right, money, counts, given, _hours if price is None else _money)
+    _bars(right, money, counts, given, '{:,.0f}'.format if price is None else _money)
     left.set_title('training days', loc='left', fontsize=10)
     title = 'GPU-hours' if price is None else f'dollars at ${price:.2f} per GPU-hour'
     right.set_title(title, loc='left', fontsize=10)
@@ -102,10 +102,6 @@ def _days(value: float) -> str:
 
 def _money(value: float) -> str:
     return f'${value / 1000:,.1f}k' if value >= 1000 else f'${value:,.0f}'
-
-
-def _hours(value: float) -> str:
-    return f'{value:,.0f}'
 
 
 def _tick(value: float, *, dollars: bool) -> str:

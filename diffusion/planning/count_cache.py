@@ -132,9 +132,8 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
-        raise CountingFailed(
-            f'counting {request["name"]} failed with exit status {done.returncode}; see the traceback above'
-        )
+        message = f'counting {request["name"]} failed with exit status {done.returncode}; see the traceback above'
+        raise CountingFailed(message)
     return json.loads(done.stdout)
 
 

@@ -1,6 +1,7 @@
 """Data volume of a training phase: bytes stored, read bandwidth, and bytes read from the object store per epoch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diffusion.config.byte_sizes import parse_bytes
 from diffusion.config.device_checks import default_canonical_nodes
@@ -50,13 +51,7 @@ class Storage:
 
 def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, nodes: int) -> Storage:
     """Return the size and read bandwidth of a phase's dataset if samples are stored in the form `encoding`."""
-    return Storage(
-        bytes_per_sample=sample_bytes(phase, encoding),
-        samples=phase.distinct_images,
-        images=phase.images,
-        images_per_second=images_per_second,
-        nodes=nodes,
-    )
+    return Storage(sample_bytes(phase, encoding), phase.distinct_images, phase.images, images_per_second, nodes)
 
 
 def sample_bytes(phase: Phase, encoding: Encoding) -> float:
@@ -104,8 +99,7 @@ class StoreReads:
         return self.bytes * USD_PER_EGRESS_BYTE
 
 
-@dataclass(frozen=True)
-class EpochReads:
+class EpochReads(NamedTuple):
     """Data read from the object store in the first epoch, with empty caches, and in later ones on the same nodes."""
 
     first: StoreReads

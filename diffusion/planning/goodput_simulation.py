@@ -79,13 +79,10 @@ class SimulatedGoodput:
 def simulate_strategies(saving: Resilience) -> list[SimulatedGoodput]:
     """Return the goodput of each save strategy in a training phase."""
     restart, mtbf = saving.restart_seconds, 3600 * saving.mtbf_hours
+    bounds = {'batch': saving.batch_seconds, 'run': saving.run_seconds}
+    given = saving.recipe_interval_seconds
     strategies = save_strategies(
-        stall=saving.stall_seconds,
-        restart=restart,
-        mtbf=mtbf,
-        recipe_interval=saving.recipe_interval_seconds,
-        batch=saving.batch_seconds,
-        run=saving.run_seconds,
+        stall=saving.stall_seconds, restart=restart, mtbf=mtbf, recipe_interval=given, **bounds
     )
     return [SimulatedGoodput(each, simulated_goodput(each, mtbf=mtbf, restart=restart)) for each in strategies]
 

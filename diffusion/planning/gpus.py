@@ -121,10 +121,8 @@ def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
             gather.problem(join(where, name), f'{value} is not positive; expected: {docs[name]}')
     for precision, peak in gpu.peak_tflops.items():
         if not isinstance(peak, int | float) or peak <= 0:
-            gather.problem(
-                join(where, f'peak_tflops.{precision}'),
-                f'{peak!r} is not a positive number; use the dense peak in TFLOP/s',
-            )
+            message = f'{peak!r} is not a positive number; use the dense peak in TFLOP/s'
+            gather.problem(join(where, f'peak_tflops.{precision}'), message)
     if gpu.compute_capability is not None:
         try:
             capability_of(gpu.compute_capability)

@@ -7,32 +7,13 @@ from dataclasses import dataclass
 from diffusion.config.device_checks import check_devices
 from diffusion.config.load import RecipeError, load
 from diffusion.errors import UserError
-from diffusion.planning import published_runs
-from diffusion.planning.checkpoints import (
-    Resilience,
-    Sizes,
-    default_mtbf_hours,
-    resilience_of,
-    sizes_of,
-    snapshot_bytes_per_node,
-)
+from diffusion.planning import checkpoints, published_runs, throughput
+from diffusion.planning.checkpoints import Resilience, Sizes
 from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import GIB, Setup, fits_in_memory, largest_microbatch, memory_of, strategies, ways_out
 from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
-from diffusion.planning.throughput import (
-    NO_COST,
-    TRANSFORMER_MFU,
-    TRANSFORMER_SOURCE,
-    Assumptions,
-    Cost,
-    Speed,
-    Technique,
-    planned_speed,
-    precompute_cost,
-    techniques_of,
-    training_cost,
-)
+from diffusion.planning.throughput import NO_COST, Assumptions, Cost, Speed, Technique, planned_speed, training_cost
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 
 HOPELESS_GOODPUT = 0.01
@@ -197,17 +178,17 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
         fit=fit,
         ways_out=() if fit[0].fits else tuple(ways_out(phase, fit[0].setup, given.gpu, gpus)),
         alternatives=_alternatives(phase, given),
-        sizes=sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters),
-        snapshot_bytes=snapshot_bytes_per_node(phase, fit[0].setup, gpus_per_node=given.gpu.gpus_per_node),
-        resilience=resilience_of(
+        sizes=checkpoints.sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters),
+        snapshot_bytes=checkpoints.snapshot_bytes_per_node(phase, fit[0].setup, gpus_per_node=given.gpu.gpus_per_node),
+        resilience=checkpoints.resilience_of(
             phase,
             images_per_second=speed.images_per_second,
             nodes=given.nodes,
-            mtbf_hours=default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours,
+            mtbf_hours=checkpoints.default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours,
             stall_seconds=given.stall_seconds,
             restart_seconds=given.restart_seconds,
         ),
-        techniques=techniques_of(phase),
+        techniques=throughput.techniques_of(phase),
     )
 
 
@@ -236,7 +217,7 @@ def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
             encoding=encoding,
             speed=speed,
             training=training_cost(phase, speed, given),
-            precompute=precompute_cost(phase, encoding, given),
+            precompute=throughput.precompute_cost(phase, encoding, given),
             storage=storage_of(phase, encoding, images_per_second=speed.images_per_second, nodes=given.nodes),
         )
         for encoding, speed in speeds.items()
@@ -291,12 +272,13 @@ def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
             f'{published_runs.PRECOMPUTE_HOURS:,} for precomputing: {hours:,} in total, ${2 * hours:,} at $2 per hour; '
             f'its training took {excess:.0%} longer than its throughput, from which this plan is made, predicts'
         )
-    if any(TRANSFORMER_SOURCE in each.speed.source for each in plans):
+    if any(throughput.TRANSFORMER_SOURCE in each.speed.source for each in plans):
         run = published_runs.PRX_IN_24_HOURS
         notes.append(
-            f'assumed {100 * TRANSFORMER_MFU:.3g}% of peak: {run.source} (Photoroom 2026) trained on 102.4 M images of '
-            f'512 px and 10.2 M of 1024 px in {run.hours:.0f} hours on {run.gpus} H200, evaluation and saves included, '
-            'which is this fraction of the peak by the FLOPs of yamls/speedrun.yaml and yamls/speedrun_1024.yaml; '
+            f'assumed {100 * throughput.TRANSFORMER_MFU:.3g}% of peak: {run.source} (Photoroom 2026) trained on '
+            f'102.4 M images of 512 px and 10.2 M of 1024 px in {run.hours:.0f} hours on {run.gpus} H200, evaluation '
+            'and saves included, which is this fraction of the peak by the FLOPs of yamls/speedrun.yaml and '
+            'yamls/speedrun_1024.yaml; '
             'measure a run and pass it with --from-run, or use --mfu'
         )
     return tuple(notes)

@@ -82,16 +82,9 @@ def _techniques(plan: Plan) -> str:
                 f'x {1 / effect.speedup:.2f}, {effect.images_without / batch:,.0f} batches ({effect.conditions})'
                 for effect in technique.published
             ]
-            rows.append(
-                [
-                    f'without {technique.name}',
-                    f'{-technique.flops_per_image / 1e9:+,.1f}',
-                    f'x {1 / technique.speedup:.2f}',
-                    f'{technique.images_without / 1e6:,.1f} M',
-                    f'{technique.images_without / batch:,.0f}',
-                    '; '.join(effects),
-                ]
-            )
+            effort = [f'{-technique.flops_per_image / 1e9:+,.1f}', f'x {1 / technique.speedup:.2f}']
+            without = [f'{technique.images_without / 1e6:,.1f} M', f'{technique.images_without / batch:,.0f}']
+            rows.append([f'without {technique.name}', *effort, *without, '; '.join(effects)])
         if len(rows) > 2:
             money = f'{each.cost.gpu_hours:,.0f} GPU-hours'
             if each.cost.usd is not None:
@@ -131,19 +124,10 @@ def _data(plan: Plan) -> str:
         for other in each.alternatives:
             mark = ' (recipe)' if other.encoding == each.phase.encoding else ''
             storage = other.storage
-            rows.append(
-                [
-                    ENCODING_NAMES[other.encoding] + mark,
-                    _bytes(storage.bytes_per_sample),
-                    _bytes(storage.stored_bytes),
-                    _bytes(storage.read_bytes),
-                    f'{storage.bytes_per_second / 1e9:,.2f}',
-                    f'{storage.bytes_per_second_per_node / 1e9:,.3f}',
-                    f'{other.total.days:,.2f}',
-                    _dollars(other.total),
-                    _dollars(other.precompute),
-                ]
-            )
+            sizes = map(_bytes, (storage.bytes_per_sample, storage.stored_bytes, storage.read_bytes))
+            rates = [f'{storage.bytes_per_second / 1e9:,.2f}', f'{storage.bytes_per_second_per_node / 1e9:,.3f}']
+            costs = [f'{other.total.days:,.2f}', _dollars(other.total), _dollars(other.precompute)]
+            rows.append([ENCODING_NAMES[other.encoding] + mark, *sizes, *rates, *costs])
         millions = each.phase.distinct_images / 1e6
         blocks.append(_section(f'Data, {each.phase.name}, {millions:,.1f} M distinct images', rows))
     return '\n\n'.join(blocks)
@@ -214,11 +198,8 @@ def _failures(plan: Plan) -> str:
 
 def _flops(phase: Phase) -> str:
     parts = [f'{phase.training_flops / 1e9:,.1f}']
-    others = {
-        'encoders': phase.encoder_flops(phase.encoding),
-        'REPA': phase.alignment_flops,
-        'perceptual losses': phase.perceptual_flops,
-    }
+    others = {'encoders': phase.encoder_flops(phase.encoding), 'REPA': phase.alignment_flops}
+    others['perceptual losses'] = phase.perceptual_flops
     parts += [f'+ {flops / 1e9:,.1f} {name}' for name, flops in others.items() if flops]
     if len(parts) > 1:
         parts.append(f'(x {phase.flops() / phase.training_flops:.2f})')

@@ -82,5 +82,4 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
 
 
 def _ring(devices: int) -> float:
-    """Return the fraction of a tensor that each device in a ring sends in a gather or reduce-scatter."""
     return (devices - 1) / devices

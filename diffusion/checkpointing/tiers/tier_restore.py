@@ -12,17 +12,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.bucket_storage import files_of_rank
-from diffusion.checkpointing.checkpoint_store import (
-    RECEIPT,
-    DamagedCheckpoint,
-    FileRecord,
-    batch_number,
-    checkpoint_name,
-    hash_file,
-    list_checkpoints,
-    parse_receipt,
-    read_with_retries,
-)
+from diffusion.checkpointing.checkpoint_store import RECEIPT, DamagedCheckpoint, FileRecord, checkpoint_name
 from diffusion.checkpointing.rank_agreement import from_rank_zero, run_on_each_rank
 from diffusion.checkpointing.run_storage import RunStorage
 from diffusion.checkpointing.tiers.node_tier import NodeTier, recipe_hash
@@ -63,7 +53,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
     if found is not None:
         return found
     resume = storage.resume_point()
-    number = None if resume is None else batch_number(resume)
+    number = None if resume is None else checkpoint_store.batch_number(resume)
     if number is not None and number < max(stored, default=0):
         # The newest checkpoints in the storage are damaged, so one in a tier may be newer than the newest intact one.
         found = newest_in_tiers(tiers, stored, at_least=number + 1)
@@ -72,7 +62,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
 
 def stored_batches(storage: RunStorage) -> list[int]:
     """Return the batches of the checkpoints in a run's storage, newest first; a collective."""
-    return from_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)
+    return from_rank_zero(lambda: checkpoint_store.read_with_retries(storage.list_batches), storage.place)
 
 
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
@@ -96,7 +86,7 @@ def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[
     own: set[_Candidate] = set()
     if tier.owns_folder:
         try:
-            for checkpoint in list_checkpoints(tier.folder):
+            for checkpoint in checkpoint_store.list_checkpoints(tier.folder):
                 receipt = _own_receipt(tier, checkpoint)
                 if receipt is None or receipt['batch'] < at_least:
                     continue
@@ -115,7 +105,7 @@ def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[
 def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
     """Return this node's receipt of a checkpoint of this run; None if there is none or it is damaged."""
     try:
-        receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
+        receipt = checkpoint_store.parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
     except (DamagedCheckpoint, OSError) as error:
         log.warning('%s: not used (%s)', checkpoint, error)
         return None
@@ -136,7 +126,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
         if dist.get_global_rank() == 0:
             log.warning('%s: not used, no receipt can be read%s', name, f' ({damages[0]})' if damages else '')
         return None
-    receipt = parse_receipt(text, str(checkpoint))
+    receipt = checkpoint_store.parse_receipt(text, str(checkpoint))
     # Map the first rank of each node to the node's intact files.
     held = {node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes}
     missing = sorted(set(receipt['files']).difference(*held.values()))
@@ -174,7 +164,7 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
     damages: list[str] = []
     try:
         text = (checkpoint / RECEIPT).read_bytes()
-        receipt = parse_receipt(text, str(checkpoint))
+        receipt = checkpoint_store.parse_receipt(text, str(checkpoint))
     except FileNotFoundError:
         return b'', [], []
     except (DamagedCheckpoint, OSError) as error:
@@ -186,7 +176,7 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
     for name in sorted(files)[node_ranks.index(dist.get_global_rank()) :: len(node_ranks)]:
         path = checkpoint / name
         try:
-            if path.stat().st_size == files[name].bytes and hash_file(path) == files[name]:
+            if path.stat().st_size == files[name].bytes and checkpoint_store.hash_file(path) == files[name]:
                 intact.append(name)
             else:
                 damages.append(f'{path}: does not match its receipt')

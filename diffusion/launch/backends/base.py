@@ -114,7 +114,7 @@ def deep_merge(base: Any, changes: Any) -> Any:
     return result
 
 
-def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
+def unmounted_folders(jobs: Sequence[Job]) -> list[Problem]:
     """Return a problem if a containerized job saves checkpoints outside all mounts, where they would be lost."""
     for job in jobs:
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)

@@ -12,14 +12,7 @@ import yaml
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
-from diffusion.launch.backends.base import (
-    NotValidated,
-    Rendered,
-    call,
-    deep_merge,
-    environment_of,
-    unmounted_run_folders,
-)
+from diffusion.launch.backends.base import NotValidated, Rendered, call, deep_merge, environment_of, unmounted_folders
 from diffusion.launch.job_spec import Job, JobSpec
 from diffusion.runs import environment
 
@@ -63,16 +56,14 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     options: Options = spec.options
     if LABEL.fullmatch(spec.name) is None:
-        gather.problem(
-            'name', f'{spec.name!r} is not a valid Kubernetes name; use a-z, 0-9 and dashes, starting with a letter'
-        )
+        message = f'{spec.name!r} is not a valid Kubernetes name; use a-z, 0-9 and dashes, starting with a letter'
+        gather.problem('name', message)
     for job in jobs:
         # Pods are named <jobset>-<replicated job>-<job index>-<pod index>-<five characters>.
         excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - MAX_NAME
         if excess > 0:
-            gather.problem(
-                'name', f'{spec.name!r} is {excess} characters too long for the pods of stage {job.stage!r}; shorten it'
-            )
+            message = f'{spec.name!r} is {excess} characters too long for the pods of stage {job.stage!r}; shorten it'
+            gather.problem('name', message)
     if spec.image is None:
         gather.problem('image', 'is missing; set the container image of the pods')
     if spec.schedule.preemptible:
@@ -92,7 +83,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     for name in options.raw:
         if name not in RAW:
             gather.problem(join('backend.raw', name), f'is unknown; use one of {", ".join(RAW)}')
-    return gather.problems + (unmounted_run_folders(jobs) if spec.image else [])
+    return gather.problems + (unmounted_folders(jobs) if spec.image else [])
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
@@ -101,9 +92,8 @@ def render(jobs: Sequence[Job]) -> Rendered:
     schedule, uncounted = spec.schedule, _uncounted_rules(jobs)
     labels = {}
     if schedule.queue is not None:
-        labels[QUEUE] = schedule.queue
-        if schedule.priority is not None:
-            labels[PRIORITY] = str(schedule.priority)
+        priority = {} if schedule.priority is None else {PRIORITY: str(schedule.priority)}
+        labels = {QUEUE: schedule.queue, **priority}
     metadata = {'name': spec.name, 'namespace': options.namespace, 'labels': labels}
     manifest = {
         'apiVersion': 'jobset.x-k8s.io/v1alpha2',
@@ -266,6 +256,7 @@ def _pod_failure_policy(job: Job, uncounted: Sequence[dict[str, Any]]) -> dict[s
 def _replicated_job(job: Job, previous: Job | None, uncounted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     raw = job.spec.options.raw
     deadline = {} if job.time_limit_seconds is None else {'activeDeadlineSeconds': job.time_limit_seconds}
+    depends = {} if previous is None else {'dependsOn': [{'name': previous.stage, 'status': 'Complete'}]}
     kubernetes_job = {
         'parallelism': job.nodes,
         'completions': job.nodes,
@@ -276,13 +267,8 @@ def _replicated_job(job: Job, previous: Job | None, uncounted: Sequence[dict[str
         **_pod_failure_policy(job, uncounted),
         'template': {'spec': deep_merge(_pod(job), raw.get('pod', {}))},
     }
-    depends = {} if previous is None else {'dependsOn': [{'name': previous.stage, 'status': 'Complete'}]}
-    return {
-        'name': job.stage,
-        'replicas': 1,
-        **depends,
-        'template': {'spec': deep_merge(kubernetes_job, raw.get('job', {}))},
-    }
+    template = {'spec': deep_merge(kubernetes_job, raw.get('job', {}))}
+    return {'name': job.stage, 'replicas': 1, **depends, 'template': template}
 
 
 def _pod(job: Job) -> dict[str, Any]:
@@ -394,9 +380,8 @@ def _kubectl_problems(text: str) -> list[Problem]:
     try:
         call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
     except (UserError, ExternalError) as error:
-        raise NotValidated(
-            f"the JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' ({error})"
-        ) from error
+        message = f"the JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' ({error})"
+        raise NotValidated(message) from error
     try:
         call(['kubectl', 'apply', '--dry-run=client', '--filename=-'], install=INSTALL, stdin=text)
     except ExternalError as error:

@@ -22,6 +22,7 @@ MAX_NAME = 56
 GPU_TYPES = {'a100-40gb': 'a100_40gb', 'a100-80gb': 'a100_80gb', 'h100-sxm': 'h100_80gb'}
 GPUS_PER_NODE = 8
 PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
+NOT_TRACKED = 'backend.name: mcli runs are not tracked; use'
 
 
 @dataclass
@@ -47,22 +48,17 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         message = f'is missing; set it (there is no default for {spec.gpu or "a job without GPUs"})'
         gather.problem('backend.gpu_type', message)
     if any(job.nodes > 1 for job in jobs) and spec.gpus_per_node != GPUS_PER_NODE:
-        message = (
-            f'{spec.gpus_per_node} of {GPUS_PER_NODE} per machine; jobs of several nodes use whole machines; use 8'
-        )
-        gather.problem('gpus_per_node', message)
+        message = 'jobs of several nodes use whole machines; use 8'
+        gather.problem('gpus_per_node', f'{spec.gpus_per_node} of {GPUS_PER_NODE} per machine; {message}')
     if spec.schedule.priority is not None and spec.schedule.priority not in PRIORITIES:
-        gather.problem(
-            'schedule.priority', f'{spec.schedule.priority!r} is unknown; use one of {", ".join(PRIORITIES)}'
-        )
+        message = f'{spec.schedule.priority!r} is unknown; use one of {", ".join(PRIORITIES)}'
+        gather.problem('schedule.priority', message)
     for target in spec.mounts:
         gather.problem(join('mounts', target), 'the platform has no mounts; use its integrations in backend.raw')
     for name, source in spec.secrets.items():
         if source is not None:
-            gather.problem(
-                join('secrets', name),
-                f'must be stored in the platform; run `mcli create secret env {name}` and set it to null',
-            )
+            message = f'must be stored in the platform; run `mcli create secret env {name}` and set it to null'
+            gather.problem(join('secrets', name), message)
     return gather.problems
 
 
@@ -106,33 +102,27 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> NoReturn:
 
 
 def status(jobs: Sequence[Job]) -> NoReturn:
-    _refuse('mcli get runs')
+    raise UserError(f'{NOT_TRACKED} `mcli get runs`')
 
 
 def logs(jobs: Sequence[Job]) -> NoReturn:
-    _refuse('mcli logs RUN')
+    raise UserError(f'{NOT_TRACKED} `mcli logs RUN`')
 
 
 def cancel(jobs: Sequence[Job]) -> NoReturn:
-    _refuse('mcli stop run RUN')
-
-
-def _refuse(command: str) -> NoReturn:
-    """Raise a UserError that names the mcli command to use instead."""
-    raise UserError(f'backend.name: mcli runs are not tracked; use `{command}`')
+    raise UserError(f'{NOT_TRACKED} `mcli stop run RUN`')
 
 
 def _run(job: Job) -> dict[str, Any]:
     """Return a job as a MosaicML run: a dictionary with the content of the YAML that mcli submits."""
     spec = job.spec
     schedule = spec.schedule
-    limit = job.time_limit_seconds
     scheduling = {
         'priority': schedule.priority,
         'preemptible': schedule.preemptible,
         'max_retries': spec.restart.max_restarts,
         'retry_on_system_failure': spec.restart.max_restarts > 0,
-        'max_duration': None if limit is None else limit / 3600,
+        'max_duration': None if job.time_limit_seconds is None else job.time_limit_seconds / 3600,
     }
     run = {
         'name': job.name,

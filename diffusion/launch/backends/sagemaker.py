@@ -11,7 +11,7 @@ from typing import Any
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.backends.base import Rendered, deep_merge, environment_of, unmounted_run_folders
+from diffusion.launch.backends.base import Rendered, deep_merge, environment_of, unmounted_folders
 from diffusion.launch.job_spec import Job
 from diffusion.launch.node_settings import secret_references
 from diffusion.runs import environment
@@ -69,9 +69,8 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             message = f'{job.name!r} is not a valid training job name; use a-z, 0-9 and dashes, at most {MAX_NAME}'
             gather.problem('name', message)
         if job.time_limit_seconds is None:
-            gather.problem(
-                'schedule.time_limit', 'is missing, and the default of SageMaker is one day; set it, such as 5d'
-            )
+            message = 'is missing, and the default of SageMaker is one day; set it, such as 5d'
+            gather.problem('schedule.time_limit', message)
     if spec.image is None:
         gather.problem('image', 'is missing; use a container image in ECR')
     if spec.workdir is not None:
@@ -82,15 +81,12 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem(f'schedule.{key}', 'is not supported by SageMaker; remove it')
     for name, source in spec.secrets.items():
         if source is None or re.fullmatch(r'[A-Za-z0-9/_+=.@:-]+', source) is None:
-            message = (
-                'SageMaker shows environments in plain text; use the name or ARN of a secret in AWS Secrets Manager'
-            )
-            gather.problem(join('secrets', name), message)
+            message = 'use the name or ARN of a secret in AWS Secrets Manager'
+            gather.problem(join('secrets', name), f'SageMaker shows environments in plain text; {message}')
     _check_mounts(jobs, gather)
     if options.keep_alive_seconds is not None and spec.schedule.preemptible:
-        gather.problem(
-            'backend.keep_alive_seconds', 'spot instances have no warm pools; remove this or schedule.preemptible'
-        )
+        message = 'spot instances have no warm pools; remove this or schedule.preemptible'
+        gather.problem('backend.keep_alive_seconds', message)
     return gather.problems
 
 
@@ -102,25 +98,17 @@ def render(jobs: Sequence[Job]) -> Rendered:
             'No other machines are available on restart: relaunch a job that ends with bad hardware (76) yourself.'
         )
     if any(source.startswith('s3://') for source in spec.mounts.values()):
-        notes.append(
-            'SageMaker copies the folder to S3 in the background, without links: init_from needs a checkpoint.'
-        )
+        how = 'in the background, without links'
+        notes.append(f'SageMaker copies the folder to S3 {how}: init_from needs a checkpoint.')
     if len(jobs) == 1:
         name = f'{spec.name}.json'
         command = ('aws', 'sagemaker', 'create-training-job', '--cli-input-json', f'file://{name}')
         return Rendered({name: _json(_request(jobs[0]))}, (command,), tuple(notes))
     name = f'{spec.name}-pipeline.json'
-    create = (
-        'aws',
-        'sagemaker',
-        'create-pipeline',
-        '--pipeline-name',
-        spec.name,
-        '--pipeline-definition',
-        f'file://{name}',
-    )
+    definition = ('--pipeline-definition', f'file://{name}', '--role-arn', spec.options.role)
+    create = ('aws', 'sagemaker', 'create-pipeline', '--pipeline-name', spec.name, *definition)
     start = ('aws', 'sagemaker', 'start-pipeline-execution', '--pipeline-name', spec.name)
-    return Rendered({name: _json(_pipeline(jobs))}, ((*create, '--role-arn', spec.options.role), start), tuple(notes))
+    return Rendered({name: _json(_pipeline(jobs))}, (create, start), tuple(notes))
 
 
 def validate(rendered: Rendered) -> list[Problem]:
@@ -162,9 +150,8 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 
 def status(jobs: Sequence[Job]) -> str:
-    return (
-        '\n'.join(f'{each["TrainingJobName"]}: {each["TrainingJobStatus"]}' for each in _newest(jobs)) or 'no job yet'
-    )
+    lines = [f'{each["TrainingJobName"]}: {each["TrainingJobStatus"]}' for each in _newest(jobs)]
+    return '\n'.join(lines) or 'no job yet'
 
 
 def logs(jobs: Sequence[Job]) -> str:
@@ -186,9 +173,8 @@ def _check_machines(jobs: Sequence[Job], gather: Gatherer) -> None:
     if spec.options.instance_type is not None:
         return
     if spec.gpu not in INSTANCES:
-        gather.problem(
-            'backend.instance_type', f'is missing; set it (there is no default for {spec.gpu or "a job without GPUs"})'
-        )
+        message = f'is missing; set it (there is no default for {spec.gpu or "a job without GPUs"})'
+        gather.problem('backend.instance_type', message)
     elif spec.gpus_per_node != 8:
         message = f'{spec.gpus_per_node} of the 8 GPUs of {INSTANCES[spec.gpu]}; use 8, or set backend.instance_type'
         gather.problem('gpus_per_node', message)
@@ -198,30 +184,26 @@ def _check_mounts(jobs: Sequence[Job], gather: Gatherer) -> None:
     spec = jobs[0].spec
     checkpoints = [target for target, source in spec.mounts.items() if source.startswith('s3://')]
     for target in checkpoints[1:]:
-        gather.problem(
-            join('mounts', target), f'SageMaker copies only one folder to S3; remove this or {checkpoints[0]}'
-        )
+        message = f'SageMaker copies only one folder to S3; remove this or {checkpoints[0]}'
+        gather.problem(join('mounts', target), message)
     for target, source in spec.mounts.items():
         if FSX.fullmatch(source) is not None:
             if re.fullmatch(CHANNELS + '[A-Za-z0-9_.-]+', target) is None:
-                gather.problem(
-                    join('mounts', target), f'FSx is mounted at {CHANNELS}NAME; use that path, and set runs_dir to it'
-                )
+                message = f'FSx is mounted at {CHANNELS}NAME; use that path, and set runs_dir to it'
+                gather.problem(join('mounts', target), message)
             if not spec.options.subnets or not spec.options.security_groups:
                 gather.problem('backend.subnets', 'FSx is only reachable inside a VPC; set subnets and security_groups')
         elif not source.startswith('s3://'):
-            gather.problem(
-                join('mounts', target), f'{source!r} cannot be mounted; use s3://bucket/folder or fsx://id/path'
-            )
-    gather.problems += unmounted_run_folders(jobs)
+            message = f'{source!r} cannot be mounted; use s3://bucket/folder or fsx://id/path'
+            gather.problem(join('mounts', target), message)
+    gather.problems += unmounted_folders(jobs)
 
 
 def _request(job: Job) -> dict[str, Any]:
     """Return the create_training_job request of a job."""
     spec = job.spec
     options: Options = spec.options
-    limit = job.time_limit_seconds
-    spot = spec.schedule.preemptible
+    limit, spot = job.time_limit_seconds, spec.schedule.preemptible
     variables = environment_of(job, 'sagemaker', RESTART_IN_PLACE='1')
     if spec.secrets:
         variables[environment.SECRETS] = secret_references(spec.secrets)
@@ -231,6 +213,7 @@ def _request(job: Job) -> dict[str, Any]:
         'VolumeSizeInGB': options.volume_gb,
         'KeepAlivePeriodInSeconds': options.keep_alive_seconds,
     }
+    waiting = {'MaxWaitTimeInSeconds': 2 * (limit or 0)} if spot else {}
     request: dict[str, Any] = {
         'TrainingJobName': job.name,
         'RoleArn': options.role,
@@ -242,10 +225,7 @@ def _request(job: Job) -> dict[str, Any]:
         },
         'ResourceConfig': {key: value for key, value in resources.items() if value is not None},
         # MaxWaitTime includes the run time: a spot job may wait for machines for as long as its time limit.
-        'StoppingCondition': {
-            'MaxRuntimeInSeconds': limit,
-            **({'MaxWaitTimeInSeconds': 2 * (limit or 0)} if spot else {}),
-        },
+        'StoppingCondition': {'MaxRuntimeInSeconds': limit, **waiting},
         'EnableManagedSpotTraining': spot,
         'OutputDataConfig': {'S3OutputPath': options.output},
         'Environment': variables,
@@ -268,15 +248,10 @@ def _mounts(job: Job) -> dict[str, Any]:
         if system is None:
             found['CheckpointConfig'] = {'S3Uri': source, 'LocalPath': target}
             continue
-        file_system = {
-            'FileSystemId': system['id'],
-            'FileSystemType': 'FSxLustre',
-            'FileSystemAccessMode': 'rw',
-            'DirectoryPath': system['path'],
-        }
-        channels.append(
-            {'ChannelName': target.removeprefix(CHANNELS), 'DataSource': {'FileSystemDataSource': file_system}}
-        )
+        file_system = {'FileSystemId': system['id'], 'FileSystemType': 'FSxLustre'}
+        file_system |= {'FileSystemAccessMode': 'rw', 'DirectoryPath': system['path']}
+        data_source = {'FileSystemDataSource': file_system}
+        channels.append({'ChannelName': target.removeprefix(CHANNELS), 'DataSource': data_source})
     return found | ({'InputDataConfig': channels} if channels else {})
 
 

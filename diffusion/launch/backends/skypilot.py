@@ -10,14 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
-from diffusion.launch.backends.base import (
-    IMAGE_WORKDIR,
-    Rendered,
-    call,
-    deep_merge,
-    environment_of,
-    unmounted_run_folders,
-)
+from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, call, deep_merge, environment_of, unmounted_folders
 from diffusion.launch.job_spec import Job
 
 INSTALL = 'pip install skypilot in a separate environment, and run `sky check`'
@@ -127,17 +120,14 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     for job in jobs:
         if NAME.fullmatch(job.name) is None:
-            message = (
-                f'{job.name!r} is not a valid SkyPilot name; use letters, digits and single dashes, a letter first'
-            )
-            gather.problem('name', message)
+            message = 'is not a valid SkyPilot name; use letters, digits and single dashes, a letter first'
+            gather.problem('name', f'{job.name!r} {message}')
     if spec.image is None:
         gather.problem('image', 'is missing; set it to a container image with this library')
     if spec.gpu is not None and spec.gpu not in ACCELERATORS:
         known = ', '.join(ACCELERATORS)
-        gather.problem(
-            'gpu', f'{spec.gpu} has no known SkyPilot name; use one of {known}, or set backend.raw.resources'
-        )
+        message = f'{spec.gpu} has no known SkyPilot name; use one of {known}, or set backend.raw.resources'
+        gather.problem('gpu', message)
     priority = spec.schedule.priority
     if priority is not None and (not isinstance(priority, int) or not -1000 <= priority <= 1000):
         gather.problem('schedule.priority', f'{priority!r} is not a SkyPilot priority; use a number from -1000 to 1000')
@@ -154,10 +144,9 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem(join('secrets', name), message)
     for target, source in spec.mounts.items():
         if re.fullmatch(r'(volume|s3|gs|r2|az)://.+', source) is None:
-            gather.problem(
-                join('mounts', target), f'{source!r} cannot be mounted; use volume://name or s3://bucket/folder'
-            )
-    return gather.problems + (unmounted_run_folders(jobs) if spec.image else [])
+            message = f'{source!r} cannot be mounted; use volume://name or s3://bucket/folder'
+            gather.problem(join('mounts', target), message)
+    return gather.problems + (unmounted_folders(jobs) if spec.image else [])
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
@@ -186,8 +175,8 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     name = next(iter(rendered.files))
-    command = _launch(jobs, str(folder / name))
-    return call([*command, '--yes', '--async'], install=INSTALL, timeout_seconds=600, env=QUIET)
+    command = [*_launch(jobs, str(folder / name)), '--yes', '--async']
+    return call(command, install=INSTALL, timeout_seconds=600, env=QUIET)
 
 
 def status(jobs: Sequence[Job]) -> str:
@@ -198,8 +187,7 @@ def status(jobs: Sequence[Job]) -> str:
 
 
 def logs(jobs: Sequence[Job]) -> str:
-    command = ['sky', 'jobs', 'logs', '--name', jobs[0].spec.name, '--no-follow']
-    return call(command, install=INSTALL, env=QUIET)
+    return call(['sky', 'jobs', 'logs', '--name', jobs[0].spec.name, '--no-follow'], install=INSTALL, env=QUIET)
 
 
 def cancel(jobs: Sequence[Job]) -> str:
@@ -216,9 +204,7 @@ def _task(job: Job) -> dict[str, Any]:
     spec = job.spec
     options: Options = spec.options
     buckets = {target: source for target, source in spec.mounts.items() if not source.startswith('volume://')}
-    volumes = {
-        target: source.removeprefix('volume://') for target, source in spec.mounts.items() if target not in buckets
-    }
+    volumes = {target: spec.mounts[target].removeprefix('volume://') for target in spec.mounts if target not in buckets}
     task = {
         'name': job.name,
         'num_nodes': job.nodes,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
-from diffusion.launch.backends.base import NotValidated, Rendered, call, environment_of, unmounted_run_folders
+from diffusion.launch.backends.base import NotValidated, Rendered, call, environment_of, unmounted_folders
 from diffusion.launch.job_spec import Job, JobSpec
 from diffusion.runs import environment
 
@@ -48,9 +48,8 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     options: Options = spec.options
     for job in jobs:
         if NAME.fullmatch(job.name) is None:
-            gather.problem(
-                'name', f'{job.name!r} is not a valid job name; use at most 64 letters, digits, dots and dashes'
-            )
+            message = f'{job.name!r} is not a valid job name; use at most 64 letters, digits, dots and dashes'
+            gather.problem('name', message)
     for where, value in (
         ('schedule.queue', spec.schedule.queue),
         ('schedule.priority', spec.schedule.priority),
@@ -64,31 +63,26 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         if re.fullmatch(r'[a-z][a-z0-9-]*', name) is None:
             gather.problem(join('backend.raw', name), 'is not a long option of sbatch; use one, such as constraint')
     if spec.schedule.preemptible and spec.schedule.queue is None and spec.schedule.priority is None:
-        gather.problem(
-            'schedule.preemptible',
-            'has no effect on Slurm without a partition or QOS; set schedule.queue or schedule.priority',
-        )
+        message = 'has no effect on Slurm without a partition or QOS; set schedule.queue or schedule.priority'
+        gather.problem('schedule.preemptible', message)
     if spec.image is None and spec.mounts:
         gather.problem('mounts', 'require a container image; set image, or remove the mounts')
     for target, source in spec.mounts.items():
         if not source.startswith('/') or re.search(r'[\s,:]', source + target):
             gather.problem(join('mounts', target), f'{source!r} is not a folder on the nodes; use an absolute path')
     if spec.image is not None:
-        gather.problems += unmounted_run_folders(jobs)
+        gather.problems += unmounted_folders(jobs)
     for name, source in spec.secrets.items():
         if source is not None:
-            gather.problem(
-                join('secrets', name), 'Slurm cannot store secrets; set it to null, and export it before submitting'
-            )
+            message = 'Slurm cannot store secrets; set it to null, and export it before submitting'
+            gather.problem(join('secrets', name), message)
     return gather.problems
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
     files = {f'{job.name}.sbatch': _script(job) for job in jobs}
-    commands = [
-        ('sbatch', '--parsable', *(_dependency_options('ID') if job.after else ()), f'{job.name}.sbatch')
-        for job in jobs
-    ]
+    dependencies = [_dependency_options('ID') if job.after else () for job in jobs]
+    commands = [('sbatch', '--parsable', *each, name) for each, name in zip(dependencies, files, strict=True)]
     notes = [f'Logs are written to {jobs[0].spec.options.logs}/, which all nodes must share.']
     if jobs[0].spec.image is not None:
         notes.append('The image is run by pyxis (srun --container-image), which the cluster must provide.')
@@ -171,6 +165,7 @@ def _script(job: Job) -> str:
     spec = job.spec
     options: Options = spec.options
     setup = options.setup.strip()
+    cpus = '' if options.cpus_per_node is None else f' --cpus-per-task={options.cpus_per_node}'
     lines = [
         '#!/bin/bash',
         *_directives(job),
@@ -191,7 +186,8 @@ def _script(job: Job) -> str:
         # Resolve the first node's address outside the container, which does not have scontrol.
         f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         # When one node fails, the others hang in a collective; --kill-on-bad-exit ends them.
-        f'srun --kill-on-bad-exit=1 {_cpu_options(spec.options)} \\',
+        # srun does not inherit the number of cores from sbatch. Give all cores to the one task per node.
+        f'srun --kill-on-bad-exit=1 --cpu-bind=none{cpus} \\',
         *_container(job),
         f'    {job.shell_command}',
         'status=$?',
@@ -200,17 +196,10 @@ def _script(job: Job) -> str:
     return '\n'.join(lines) + AFTER_SRUN.read_text(encoding='utf-8')
 
 
-def _cpu_options(options: Options) -> str:
-    """Return srun options that give all cores to the one task per node; srun does not inherit these from sbatch."""
-    cpus = '' if options.cpus_per_node is None else f' --cpus-per-task={options.cpus_per_node}'
-    return f'--cpu-bind=none{cpus}'
-
-
 def _directives(job: Job) -> list[str]:
     """Return the #SBATCH lines of a job; the values in `backend.raw` replace the defaults."""
-    spec = job.spec
+    spec, schedule = job.spec, job.spec.schedule
     options: Options = spec.options
-    schedule = spec.schedule
     kind = f'{options.gpu_type}:' if options.gpu_type else ''
     lines: dict[str, str | int | bool | None] = {
         'job-name': job.name,

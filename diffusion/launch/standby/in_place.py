@@ -24,7 +24,7 @@ from diffusion.errors import UserError
 from diffusion.launch.exit_file import NodeExit
 from diffusion.launch.node_link import Agreement, NodeLink
 from diffusion.launch.node_settings import Settings
-from diffusion.launch.rank_discovery import NodePosition
+from diffusion.launch.rank_discovery import RANK_VARIABLES, NodePosition
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers, die_with_parent, start_rank
 from diffusion.runs import environment
 from diffusion.runs.attempts import Attempt
@@ -42,17 +42,7 @@ milliseconds on a local disk."""
 STANDBY_AFTER_BATCHES = 2
 """Number of batches after which an attempt's standby processes are started, so that they do not slow down its start."""
 _OWN_PACKAGES = ('diffusion', 'torch', 'composer')
-MAY_CHANGE = (
-    'RANK',
-    'WORLD_SIZE',
-    'LOCAL_RANK',
-    'LOCAL_WORLD_SIZE',
-    'NODE_RANK',
-    'MASTER_ADDR',
-    'MASTER_PORT',
-    'TORCH_NCCL_DEBUG_INFO_TEMP_FILE',
-    'TORCH_NCCL_DEBUG_INFO_PIPE_FILE',
-)
+MAY_CHANGE = (*RANK_VARIABLES, 'TORCH_NCCL_DEBUG_INFO_TEMP_FILE', 'TORCH_NCCL_DEBUG_INFO_PIPE_FILE')
 """Variables that no library reads before it creates a process group; this package's own (DIFFUSION_*) are read when
 needed. Any other variable may be read at import (OMP_NUM_THREADS, MKL_*, CUDA_VISIBLE_DEVICES, HF_*, TORCH_*) or at
 Python's start (PYTHONPATH, LD_PRELOAD)."""
@@ -194,9 +184,8 @@ class StandbyPool:
                 self._standbys[rank] = Standby(self.command, environ, self.modules)
             except (OSError, subprocess.SubprocessError) as error:  # no processes or memory left
                 self._waiting = []
-                self.say(
-                    f'standby of local rank {rank} cannot be started ({error}); a restart will start a new process'
-                )
+                problem = f'cannot be started ({error}); a restart will start a new process'
+                self.say(f'standby of local rank {rank} {problem}')
 
     def start_rank(
         self, local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
@@ -237,12 +226,9 @@ class InPlaceRestarts:
         say: Callable[[str], None],
     ) -> None:
         self._settings, self._command, self._recipe = settings, command, recipe
-        self._environ, self._say = environ, say
+        self._environ, self._say, self._position = environ, say, position
         self.standbys = StandbyPool(command, modules_of(recipe), say)
-        self._position = position
-        self._link: NodeLink | None = None
-        if position.nodes > 1:
-            self._link = NodeLink(position, environ.get(environment.JOB, ''), say)
+        self._link = NodeLink(position, environ.get(environment.JOB, ''), say) if position.nodes > 1 else None
         self._furthest: int | None = None
         """Number of batches completed at the end of this process's last attempt."""
         self._number = 0

@@ -39,16 +39,6 @@ SLOW_SECONDS = 1.0
 Outcome = Literal['saved', 'failed', 'made room']
 
 
-def _check_resume(resume: object) -> None:
-    """Raise UserError unless a value names the checkpoint to resume from."""
-    if resume is not None and resume != 'auto' and not isinstance(resume, Path):
-        path = f', Path({resume!r})' if isinstance(resume, str) else ''
-        raise UserError(
-            f"resume: {resume!r} is not a checkpoint; use 'auto' for the run's newest one, the pathlib.Path of a "
-            f'checkpoint{path}, or None'
-        )
-
-
 class Checkpointer(CheckpointSaver):
     """Callback that saves checkpoints atomically (`checkpoint_store`) and resumes from one.
 
@@ -102,18 +92,16 @@ class Checkpointer(CheckpointSaver):
         tiers: TiersConfig | Sequence[tuple[NodeTier, str]] = (),
     ) -> None:
         check_interval(save_interval)
-        _check_resume(resume)
+        if resume is not None and resume != 'auto' and not isinstance(resume, Path):
+            path = f', Path({resume!r})' if isinstance(resume, str) else ''
+            raise UserError(
+                f"resume: {resume!r} is not a checkpoint; use 'auto' for the run's newest one, the pathlib.Path of a "
+                f'checkpoint{path}, or None'
+            )
         self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
         self._timed = timed_interval(save_interval, self.storage.place)
-        super().__init__(
-            folder=str(self.storage.folder),
-            filename='{batch}',
-            remote_file_name=None,
-            latest_filename=None,
-            latest_remote_file_name=None,
-            save_interval=self._timed or save_interval,
-            overwrite=True,
-        )
+        interval, folder = self._timed or save_interval, str(self.storage.folder)
+        super().__init__(folder, '{batch}', None, None, None, interval, overwrite=True)  # no remote files, no links
         self.tmp_dir_for_symlink.cleanup()  # only used for uploads, which this class does not do
         self.keep = keep
         self.sharded = sharded

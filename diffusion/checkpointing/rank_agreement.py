@@ -92,12 +92,9 @@ def _failure(error: BaseException) -> _Failure:
 
 def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
     """Return the exception to raise on a rank for another rank's failure."""
-    if failure.kind == 'user':
-        return UserError(failure.message)
-    if failure.kind == 'damage':
-        return DamagedCheckpoint(failure.message)
-    if failure.kind == 'external':
-        return ExternalError(failure.message)
+    kinds: dict[Kind, type[Exception]] = {'user': UserError, 'damage': DamagedCheckpoint, 'external': ExternalError}
+    if failure.kind in kinds:
+        return kinds[failure.kind](failure.message)
     if failure.kind == 'storage':
         return OSError(failure.errno, f'{failure.message} (rank {rank})')
     return RankFailed(f'{where} (rank {rank}: {failure.description})')

@@ -134,7 +134,7 @@ def load_checkpoint(
             shapes = sharded_state.shapes(checkpoint)
     saved = content['state']
     _check_optimizer(state, content, checkpoint)
-    expected = {name: tensor.shape for name, tensor in _model_tensors(state).items()}
+    expected = {name: tensor.shape for name, tensor in get_model_state_dict(state.model).items()}
     if sharded:
         prefix = 'model.'
         stored = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
@@ -173,7 +173,7 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
 
 
 def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path, fetch: Fetch) -> None:
-    model = _model_tensors(state)
+    model = get_model_state_dict(state.model)  # under FSDP2, DTensors with this rank's shards
     # get_optimizer_state_dict initializes the state of a new optimizer, so there are tensors to load into.
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
@@ -188,24 +188,16 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
 
 
 def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path, fetch: Fetch) -> None:
-    labels_of = {
-        name: algorithm_state['sharded_averages']
-        for name, algorithm_state in dict(saved['algorithms']).items()
-        if 'sharded_averages' in algorithm_state
-    }
+    algorithms = dict(saved['algorithms'])
     for name, algorithm in _averagers(state).items():
-        averages = {label: empty_average(state.model) for label in labels_of.get(name, [])}
+        labels = algorithms.get(name, {}).get('sharded_averages', [])
+        averages = {label: empty_average(state.model) for label in labels}
         if averages:
             wanted = {
                 f'averages.{name}.{label}.{key}': t for label, tensors in averages.items() for key, t in tensors.items()
             }
             sharded_state.read_tensors(wanted, checkpoint, fetch)
             algorithm.restore(averages)
-
-
-def _model_tensors(state: State) -> dict[str, Any]:
-    """Return the model's tensors by name; under FSDP2 they are DTensors with this rank's shards."""
-    return get_model_state_dict(state.model)
 
 
 def _averagers(state: State) -> dict[str, Averager]:

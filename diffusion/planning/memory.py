@@ -211,7 +211,8 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:
         found.append(f'device_train_microbatch_size={smaller}')
-    if phase.speed().reduce_once and fits_in_memory(memory_of(_without_reduce_once(phase), setup), gpu):
+    without = replace(phase, recipe=replace(phase.recipe, speed=replace(phase.recipe.speed, reduce_once=False)))
+    if phase.speed().reduce_once and fits_in_memory(memory_of(without, setup), gpu):
         found.append('speed.reduce_once=false')
     if phase.model.is_latent_diffusion and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
@@ -252,11 +253,6 @@ def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))
-
-
-def _without_reduce_once(phase: Phase) -> Phase:
-    speed = replace(phase.recipe.speed, reduce_once=False)
-    return replace(phase, recipe=replace(phase.recipe, speed=speed))
 
 
 def _divided(total: int, shards: int) -> int:

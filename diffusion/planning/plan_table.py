@@ -162,17 +162,11 @@ def _checkpoints(plan: Plan) -> str:
             interval = each.phase.recipe.trainer['save_interval']
             recipe_interval = f'{interval} = {_duration(saving.recipe_interval_seconds)}'
             recipe_interval += f', goodput {saving.recipe_goodput:.3f}'
-        rows.append(
-            [
-                each.phase.name,
-                *map(_bytes, (sizes.weights, sizes.with_optimizer, sizes.with_averages, each.snapshot_bytes)),
-                f'{saving.stall_seconds:,.0f} s',
-                f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
-                f'{saving.goodput:.3f}',
-                recipe_interval,
-                '(not known)' if kept is None else f'{kept.count:,} = {_bytes(kept.bytes)}',
-            ]
-        )
+        stored = map(_bytes, (sizes.weights, sizes.with_optimizer, sizes.with_averages, each.snapshot_bytes))
+        save_every = f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}'
+        best = [f'{saving.stall_seconds:,.0f} s', save_every, f'{saving.goodput:.3f}']
+        most = '(not known)' if kept is None else f'{kept.count:,} = {_bytes(kept.bytes)}'
+        rows.append([each.phase.name, *stored, *best, recipe_interval, most])
     return _section(f'Checkpoints, with {_failures(plan)}', rows, left={8, 9})
 
 

@@ -90,7 +90,9 @@ class NodeTier:
             UserError: The folder cannot be created, or belongs to another user. Raised on every rank.
             OSError: A node's disk is broken. Raised on every rank.
         """
-        domain = os.environ.get(DOMAIN_VARIABLE) or _slurm_block(os.environ.get('SLURM_TOPOLOGY_ADDR', ''))
+        # A node shares the prefix of its Slurm address, such as `core.rack2.node7`, with its neighbors.
+        block = os.environ.get('SLURM_TOPOLOGY_ADDR', '').rpartition('.')[0]
+        domain = os.environ.get(DOMAIN_VARIABLE) or block
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         places = dist.all_gather_object((here, domain))
         names = list(dict.fromkeys(place for place, _ in places))
@@ -215,11 +217,6 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
 def recipe_hash(tier: NodeTier) -> str:
     """Return the hash of a tier's recipe, which is recorded in its checkpoints."""
     return hashlib.sha256(tier.recipe_text.encode()).hexdigest()
-
-
-def _slurm_block(address: str) -> str:
-    """Return the prefix of a node's Slurm address (such as `core.rack2.node7`) that it shares with its neighbors."""
-    return address.rpartition('.')[0]
 
 
 def _take_folder(folder: Path, *, begun: bool) -> IO[str]:

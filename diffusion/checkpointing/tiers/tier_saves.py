@@ -174,10 +174,8 @@ class TierSaves:
         stall_seconds = time.monotonic() - began
         if schedule.timed is not None:
             schedule.timed.saved(stall_seconds, save.total_seconds)
-        name = schedule.tier.name
-        logger.log_metrics(
-            {f'checkpoint/{name}_stall_seconds': stall_seconds, f'checkpoint/{name}_save_seconds': save.total_seconds}
-        )
+        prefix = f'checkpoint/{schedule.tier.name}'
+        logger.log_metrics({f'{prefix}_stall_seconds': stall_seconds, f'{prefix}_save_seconds': save.total_seconds})
 
     def _failed(self, schedule: _Schedule, error: SaveFailed, logger: Logger) -> None:
         """Report a failed save, and drop the tier after several failures."""

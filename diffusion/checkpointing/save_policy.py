@@ -180,7 +180,7 @@ class FailedSaves:
 
 
 def make_room_after(error: SaveFailed, storage: RunStorage, keep: KeepConfig | None, batch: int) -> bool:
-    """After a save failed on a full disk, remove old checkpoints; return True if a retry may succeed. A collective."""
+    """Remove old checkpoints after a save failed on a full disk; return True if a retry may succeed. A collective."""
     # The ranks may have hit different faults, but they must make room and retry together.
     if not any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS)):
         return False

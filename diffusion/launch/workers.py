@@ -153,7 +153,7 @@ class Workers:
         return stuck
 
     def reap_orphans(self, others: Collection[int] = ()) -> None:
-        """As PID 1 in a container, reap orphaned processes; `others` are the ids of children that are not orphans."""
+        """Reap orphaned processes, as PID 1 in a container must; `others` are ids of children that are not orphans."""
         if os.getpid() != 1:
             return
         # Orphans stay zombies until waitpid(), and the container would run out of process ids. Only Popen.poll() may

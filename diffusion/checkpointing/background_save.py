@@ -110,7 +110,6 @@ class BackgroundSave:
         self.save.discard()
 
     def _hurry(self) -> None:
-        """Stop pausing and copy immediately, since training waits."""
         self.save.progress.hurry()
         self.save.start_copy()
 

@@ -206,7 +206,6 @@ class BucketStorage:
             bucket_checkpoints.download_missing_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
 
     def _owns_folder(self) -> bool:
-        """Return True on one rank of each working folder."""
         return self._node_ranks[0] == dist.get_global_rank()
 
     def _batches(self) -> set[int]:

@@ -82,7 +82,6 @@ class WriteProgress:
         self.written_bytes += count
 
     def check(self) -> None:
-        """Raise SaveAbandoned if the save has been abandoned."""
         if self._abandoned.is_set():
             raise SaveAbandoned
 
@@ -152,7 +151,6 @@ class HashingWriter:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read a whole file from disk and return its size and hash."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
         for chunk in _chunks(file.fileno()):
@@ -193,7 +191,6 @@ def _read_chunk(descriptor: int, start: int, buffer: memoryview) -> memoryview:
 
 
 def checkpoint_name(batch: int) -> str:
-    """Return the folder name of the checkpoint after a number of batches, such as `ba500`."""
     return f'ba{batch}'
 
 

@@ -171,11 +171,7 @@ class SaveInProgress:
         self.write_seconds = time.monotonic() - began - self.progress.paused_seconds
 
     def publish(self) -> str:
-        """Publish the checkpoint after `write` has ended on all ranks; return its path or URL. A collective.
-
-        Raises:
-            SaveFailed: A rank hit a storage fault in `write` or here. Raised on every rank.
-        """
+        """Publish the checkpoint after `write` has ended on all ranks; return its path or URL. A collective."""
         # All ranks continue or all raise after each step: a rank that raised alone would leave the others waiting in
         # the next collective until its timeout.
         failure = f'{self.name}: not saved'

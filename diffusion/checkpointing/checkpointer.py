@@ -121,7 +121,6 @@ class Checkpointer(CheckpointSaver):
 
     @property
     def is_saving(self) -> bool:
-        """True from the snapshot of a save until the checkpoint is published at a later batch."""
         return self._running is not None
 
     @property
@@ -233,9 +232,6 @@ class Checkpointer(CheckpointSaver):
         Args:
             notice_seconds: Seconds until this process is killed; None if it will not be killed, or if unknown on this
                 rank.
-
-        Raises:
-            SaveFailed: Every try failed. Raised on every rank.
         """
         self._tiers.abandon()
         running = self._running

@@ -74,7 +74,6 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> _Failure:
-    """Describe an error for the other ranks."""
     fault = storage_fault(error)
     kind: Kind = 'storage' if fault is not None else 'other'
     if isinstance(error, DamagedCheckpoint):
@@ -91,7 +90,6 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
-    """Return the exception to raise on a rank for another rank's failure."""
     kinds: dict[Kind, type[Exception]] = {'user': UserError, 'damage': DamagedCheckpoint, 'external': ExternalError}
     if failure.kind in kinds:
         return kinds[failure.kind](failure.message)

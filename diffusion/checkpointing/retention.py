@@ -61,11 +61,7 @@ def select_removable(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -
 
 
 def prune(folder: Path, rules: KeepConfig) -> list[Path]:
-    """Remove the checkpoints of a run that the rules do not keep, and return the removed paths.
-
-    Raises:
-        OSError: The folder or a receipt cannot be read; checkpoints not removed by then stay.
-    """
+    """Remove the checkpoints of a run that the rules do not keep, and return the removed paths."""
     return _remove(folder, select_removable(read_infos(folder, rules), rules))
 
 

@@ -82,12 +82,7 @@ class RunStorage(SaveTarget, Protocol):
     """Storage of a run's checkpoints."""
 
     def open(self) -> str:
-        """Create or open the run, and return its id; a collective.
-
-        Raises:
-            UserError: The place cannot be the home of a run.
-            OSError: The place cannot be read or written.
-        """
+        """Create or open the run, and return its id; a collective."""
         ...
 
     def resume_point(self) -> Path | None:
@@ -196,7 +191,6 @@ class FolderStorage:
 
 
 def run_storage(place: str | Path) -> RunStorage:
-    """Return the (unopened) storage of a run's checkpoints at a path or URL."""
     if is_url(place):
         return BucketStorage(str(place))
     return FolderStorage(Path(place))

@@ -151,11 +151,9 @@ class FailedSaves:
         return self._in_a_row + 1 >= MAX_FAILED_SAVES
 
     def succeeded(self) -> None:
-        """Reset the count of consecutive failed saves."""
         self._in_a_row = 0
 
     def continue_after(self, error: SaveFailed, logger: Logger) -> None:
-        """Count and report a failed save after which training continues."""
         self._count(logger)
         count = f'failed save {self._in_a_row} of {MAX_FAILED_SAVES}'
         self._report(f'{error}; training continues to the next save ({count})')

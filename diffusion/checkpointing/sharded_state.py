@@ -109,7 +109,6 @@ def _raise_for_pickled_code(error: CheckpointException, folder: Path) -> None:
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
-    """Return the shapes of a sharded checkpoint's tensors by name."""
     return {name: entry.size for name, entry in _entries(folder).items()}
 
 

@@ -155,7 +155,6 @@ class TensorCopies:
 
 
 def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy memory pieces, given as destination address, source address and size in bytes."""
     for target, source, size in pieces:
         ctypes.memmove(target, source, size)
 
@@ -179,7 +178,6 @@ class StateTensors:
 
     @property
     def on_gpu(self) -> bool:
-        """True if any tensor is on a GPU."""
         return any(view.is_cuda for view in self.views.values())
 
 

@@ -226,7 +226,6 @@ def estimate_cost(job: Job, gpu: GPU | None) -> CostEstimate | str:
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
-    """Return the lines of a table of jobs with their machines and costs, followed by the planner's warnings."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []
     estimates = [estimate_cost(job, gpu) for job in jobs]
@@ -250,5 +249,4 @@ def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[st
 
 
 def _cells(cost: Cost) -> list[str]:
-    """Return the table cells of a cost: days, GPU-hours and dollars."""
     return [f'{cost.days:.2f}', f'{cost.gpu_hours:,.0f}', 'no price' if cost.usd is None else f'${cost.usd:,.0f}']

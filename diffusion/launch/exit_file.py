@@ -88,7 +88,6 @@ def report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None
 
 
 def append_exit_line(environ: Mapping[str, str], line: str) -> None:
-    """Append a line to the job's shared exit file, if it has one."""
     path = environ.get(environment.EXIT_FILE)
     if path is None:
         return

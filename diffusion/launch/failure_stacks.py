@@ -42,8 +42,6 @@ BUCKET_POLL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Report of a node on a failed attempt."""
-
     node: int
     cause: str
     """A key of `attempts.CAUSES`."""
@@ -95,7 +93,6 @@ class StackFolder:
         return self._shared.locate(self._folder)
 
     def write(self, report: NodeReport, stacks: Mapping[int, str]) -> None:
-        """Write the stacks of this node's ranks and its report."""
         self._written = True
         text = ''
         for each in report.ranks:
@@ -107,7 +104,6 @@ class StackFolder:
         self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
 
     def read(self) -> dict[int, NodeReport]:
-        """Return the readable reports of this attempt, by node."""
         found = {}
         for name, version in self._new_files().items():
             if not name.startswith('node'):
@@ -210,13 +206,11 @@ class StackFolder:
             return {}
 
     def _new_dumps(self) -> set[str]:
-        """Return the names of the flight recorder's files written in this attempt."""
         dumps = self._dumps().items()
         return {each for each, tag in dumps if each.startswith(NCCL_PREFIX) and self._earlier_dumps.get(each) != tag}
 
     @property
     def poll_seconds(self) -> float:
-        """Interval at which to look for reports of other nodes during training."""
         return BUCKET_POLL_SECONDS if self.in_bucket else POLL_SECONDS
 
 

@@ -82,7 +82,6 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def findings_json(findings: Sequence[Finding]) -> str:
-    """Format the findings and their exit status as JSON."""
     content = {'status': findings_exit_status(findings), 'findings': [asdict(each) for each in findings]}
     return json.dumps(content, indent=1) + '\n'
 
@@ -115,7 +114,6 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
-    """Yield the findings about one GPU: model, memory size, other processes, free memory and health."""
     product = nvml.nvmlDeviceGetName(gpu)
     # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so compare only the family by name. Variants of
     # a family differ in the memory size, which is checked below.
@@ -170,7 +168,6 @@ def _recovery_action(nvml: Any, gpu: Any) -> int | None:
 
 
 def _if_supported(nvml: Any, query: Callable[[], Any]) -> Any | None:
-    """Return the result of an NVML query, or None if the GPU does not support it."""
     try:
         return query()
     except nvml.NVMLError_NotSupported:

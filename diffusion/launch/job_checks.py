@@ -107,7 +107,6 @@ def _read_backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
 
 
 def _spec_problems(spec: JobSpec) -> list[Problem]:
-    """Return a job spec's mistakes beyond wrong types, such as a negative number."""
     gather = Gatherer()
     for where, value in (
         ('nodes', spec.nodes),
@@ -144,7 +143,6 @@ def _spec_problems(spec: JobSpec) -> list[Problem]:
 
 
 def _check_recipes(spec: JobSpec, gather: Gatherer) -> None:
-    """Report each stage of a job spec that has an invalid name or no recipe."""
     if not spec.stages and spec.recipe is None:
         message = 'is missing; set it to the path of a recipe such as yamls/phase1.yaml, or define stages'
         gather.problem('recipe', message)

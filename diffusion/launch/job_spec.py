@@ -140,7 +140,6 @@ class Job:
     run_dir: str
     """Folder of the run and its checkpoints, or their URL in an object store."""
     task: str
-    """Task of the recipe, such as train."""
     after: str | None
     """Name of the job that must succeed before this one starts, or None."""
     spec: JobSpec
@@ -151,7 +150,6 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the node entry point: the training program, the recipe and its overrides."""
         return ['--', 'run.py', self.recipe, *self.overrides]
 
     @property

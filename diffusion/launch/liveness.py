@@ -46,7 +46,6 @@ def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
 
 
 def _process_age(pid: int) -> float:
-    """Return the number of seconds since a process started."""
     uptime = float(Path('/proc/uptime').read_text(encoding='ascii').split()[0])
     return uptime - int(start_ticks(pid) or 0) / os.sysconf('SC_CLK_TCK')
 

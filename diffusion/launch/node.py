@@ -83,12 +83,7 @@ def _main(words: list[str], environ: dict[str, str]) -> int:
 
 
 def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the preflight on this node, together with all other nodes of the job; return the exit status.
-
-    Raises:
-        UserError: The recipe is wrong, or the environment variables contradict each other.
-        ExternalError: The scheduler does not respond.
-    """
+    """Run the preflight on this node, together with all other nodes of the job; return the exit status."""
     position, recipe = find_position(environ), load(recipe_words[0], recipe_words[1:])
     return Node(position, Settings.from_environ(environ), ['run.py', *recipe_words], recipe, environ).check()
 
@@ -167,7 +162,6 @@ class Node:
             return self._run_attempts()
 
     def check(self) -> int:
-        """Run only the preflight checks, without training; return the exit status."""
         # Nothing is trained, so do not take the lock or record an attempt.
         self.owns_run = False
         self._install_signal_handlers()
@@ -245,7 +239,6 @@ class Node:
         return self.stop_requested
 
     def _make_notifier(self, number: int) -> Notifier:
-        """Return the notifier of an attempt, which sends messages only on the first node."""
         events = tuple(event for event in NOTIFY_EVENTS if event not in TRAINING_EVENTS)
         config = self._notify_config if self.owns_run else NotifyConfig()
         return Notifier(config, self.home, self.environ, events=events, attempt=number)
@@ -299,7 +292,6 @@ class Node:
         return outcome
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
-        """Run the job's preflight checks, if enabled, before training; return the outcome."""
         level = self.settings.preflight
         if level == 'none':
             return Outcome(0, 'done')

@@ -30,7 +30,6 @@ class Storage:
 
     @property
     def stored_bytes(self) -> float:
-        """Size of the dataset in bytes."""
         return self.bytes_per_sample * self.samples
 
     @property
@@ -45,7 +44,6 @@ class Storage:
 
     @property
     def bytes_per_second_per_node(self) -> float:
-        """Read bandwidth of training in bytes/s on each node."""
         return self.bytes_per_second / self.nodes
 
 
@@ -90,7 +88,6 @@ class StoreReads:
 
     @property
     def request_usd(self) -> float:
-        """Cost of the requests in US dollars."""
         return self.requests * USD_PER_GET
 
     @property

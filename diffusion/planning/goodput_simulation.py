@@ -69,15 +69,12 @@ class SaveStrategy:
 
 @dataclass(frozen=True)
 class SimulatedGoodput:
-    """Goodput of a strategy in a training phase."""
-
     strategy: SaveStrategy
     goodput: float
     """Fraction of wall-clock time spent on training that is not repeated."""
 
 
 def simulate_strategies(saving: Resilience) -> list[SimulatedGoodput]:
-    """Return the goodput of each save strategy in a training phase."""
     restart, mtbf = saving.restart_seconds, 3600 * saving.mtbf_hours
     bounds = {'batch': saving.batch_seconds, 'run': saving.run_seconds}
     given = saving.recipe_interval_seconds

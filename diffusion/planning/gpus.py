@@ -94,7 +94,6 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
 
 
 def _read(path: Path) -> dict[str, GPU]:
-    """Return the GPU models in a YAML file, by lowercase name."""
     try:
         content = read_yaml(path)
     except UnreadableYAML as error:
@@ -113,7 +112,6 @@ def _read(path: Path) -> dict[str, GPU]:
 
 
 def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
-    """Report invalid numbers and dates in a file's GPU model."""
     docs = field_docs(GPU)
     for name in ('memory_gib', 'gpus_per_node', 'price_usd_per_hour'):
         value = getattr(gpu, name)
@@ -226,9 +224,6 @@ def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
 
     Args:
         version: Version of torch, such as 2.9 or 2.7.0+cu128; None means the installed torch.
-
-    Raises:
-        UserError: The version is not a version of torch.
     """
     version = version or installed_torch()
     if version is None or gpu.compute_capability is None:

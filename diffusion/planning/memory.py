@@ -35,7 +35,6 @@ class Memory:
     """Weights of the denoiser and other trained modules in float32, or the device's shard of these."""
     optimizer: int
     averages: int
-    """Averaged weights (EMA)."""
     encoders: int
     """Frozen VAE and text encoder, and the frozen networks of representation alignment and perceptual losses."""
     gradients: int
@@ -85,7 +84,6 @@ class Memory:
         return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes on one device by purpose, such as `weights` or `activations`."""
         return {name: value for name, value in asdict(self).items() if name != 'accumulates'}
 
 
@@ -183,7 +181,6 @@ def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
 
 
 def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
-    """Return True if the memory, including allowances, fits on the GPU."""
     return memory.reserved <= gpu.memory_gib * GIB
 
 

@@ -61,12 +61,7 @@ class CountedCosts:
         self._counts = known_counts(key)
 
     def require(self, flops: Sequence[str] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
-        """Count all requested values that are still unknown, in one process.
-
-        Raises:
-            UserError: The model cannot be built.
-            CountingFailed: The forward pass failed.
-        """
+        """Count all requested values that are still unknown, in one process."""
         pairs = dict.fromkeys((str(shape), precision) for shape, precision in activations)
         names = [name for name in dict.fromkeys(flops) if name not in self._counts['flops']]
         unknown = [pair for pair in pairs if ' '.join(pair) not in self._counts['activations']]
@@ -75,7 +70,6 @@ class CountedCosts:
 
     @property
     def is_counted(self) -> bool:
-        """True if the model has been counted, so that `facts` returns immediately."""
         return bool(self._counts['facts'])
 
     @property
@@ -183,7 +177,6 @@ class ModelCosts(CountedCosts):
 
     @property
     def trains_text(self) -> bool:
-        """True if the text encoder is trained."""
         return bool(self.facts['trains_text_encoder'])
 
     @property

@@ -80,7 +80,6 @@ class Plan:
 
     @property
     def training(self) -> Cost:
-        """Cost of all recipes' batches alone."""
         return sum((each.cost for each in self.phases), NO_COST)
 
     @property
@@ -104,7 +103,6 @@ class Plan:
 
     @property
     def published(self) -> published_runs.PublishedRun | None:
-        """The published run whose stages are these recipes, or None."""
         if len(self.phases) != len({each.phase.largest_shape for each in self.phases}):
             return None
         work = {(each.phase.largest_shape.width, each.phase.images) for each in self.phases}
@@ -168,7 +166,6 @@ def _check_progress(saving: Resilience) -> None:
 
 
 def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> PhasePlan:
-    """Return the plan of one training phase."""
     speed = planned_speed(phase, given)
     fit = _fits(phase, given)
     return PhasePlan(
@@ -193,7 +190,6 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
 
 
 def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
-    """Return the memory under each parallelism strategy, the recipe's own first."""
     microbatch = phase.recipe.device_train_microbatch_size
     size = microbatch if isinstance(microbatch, int) else phase.recipe.global_batch // given.gpus
     own = Setup(given.gpus, size, phase.recipe.parallelism)
@@ -205,7 +201,6 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
-    """Return time, cost and storage for each form in which the phase's samples can be stored."""
     if not phase.model.is_latent_diffusion or phase.model.is_on_pixels or phase.alignment is not None:
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:

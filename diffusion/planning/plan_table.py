@@ -146,7 +146,6 @@ def _store_reads(plan: Plan) -> str:
 
 
 def _cells_of(reads: StoreReads) -> list[str]:
-    """Return the table cells for bytes, requests and egress."""
     requests = f'{reads.requests / 1e6:,.2f} M = ${reads.request_usd:,.2f}'
     return [f'{reads.bytes / 1e12:,.2f} TB', requests, f'${reads.egress_usd:,.0f}']
 

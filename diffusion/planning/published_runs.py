@@ -42,7 +42,6 @@ class PublishedRun:
 
     source: str
     parameters: int
-    """Number of parameters of the denoiser."""
     stages: frozenset[tuple[int, int]]
     """Side of the images in pixels and number of images trained on, for each stage."""
     hours: float

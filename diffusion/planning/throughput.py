@@ -42,8 +42,6 @@ THROUGHPUT = 'throughput/device/samples_per_sec'
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput of a training phase, and the source of the number."""
-
     images_per_second: float
     mfu: float
     """Model FLOPs utilization: FLOP/s of model and online encoders, without recomputation, over the peak."""
@@ -181,7 +179,6 @@ def _launched_images_per_second(phase: Phase, gpus: int) -> float:
 
 
 def _launch_seconds(phase: Phase) -> float:
-    """Return the host time to launch the kernels of a microbatch of a large U-Net."""
     return UNET_GRAPHS_LAUNCH_SECONDS if phase.speed().cuda_graphs else UNET_LAUNCH_SECONDS
 
 
@@ -213,7 +210,6 @@ NO_COST = Cost(0.0, 0.0, 0.0)
 
 
 def cost_of_hours(hours: float, given: Assumptions) -> Cost:
-    """Return the cost of wall-clock hours on all GPUs."""
     gpu_hours, price = hours * given.gpus, given.price_usd_per_hour
     return Cost(hours, gpu_hours, None if price is None else gpu_hours * price)
 
@@ -255,9 +251,7 @@ class Technique:
     flops_per_image: float
     """FLOPs per image with the technique minus those without it; an optimizer step is spread over its images."""
     speedup: float
-    """Throughput with the technique divided by throughput without it."""
     images_without: float
-    """Number of images that the same budget would pay for without the technique."""
     published: tuple[MeasuredEffect, ...] = ()
     """Measurements that others published; empty if there are none."""
 
@@ -281,7 +275,6 @@ def techniques_of(phase: Phase) -> tuple[Technique, ...]:
 
 
 def _compared(name: str, phase: Phase, other: Phase) -> Technique:
-    """Return the effect of a technique that `phase` has and `other` lacks."""
     flops, without = phase.executed_flops(), other.executed_flops()
     published = tuple(
         MeasuredEffect(f'{base} batches/s without, {rate} with, {where}', rate / base, phase.images * base / rate)

@@ -38,7 +38,6 @@ class Phase:
     """Mean bytes per sample in the shards, captions included; None unless the shards are local."""
     encoding: Encoding
     notes: tuple[str, ...] = ()
-    """Assumptions that the plan prints."""
     route: TokenRoute | None = None
     """Blocks that some tokens skip (TREAD), or None."""
     alignment: AlignmentCosts | None = None
@@ -146,7 +145,6 @@ class Phase:
 
     @cached_property
     def image_encoder_flops(self) -> float:
-        """FLOPs per image of the frozen image encoder."""
         return self._mean(self.model.image_encoder_flops)
 
     @cached_property
@@ -182,7 +180,6 @@ class Phase:
 
     @cached_property
     def pixels(self) -> float:
-        """Mean number of pixels per image."""
         return self._mean(lambda shape: shape.pixels)
 
     @cached_property
@@ -253,7 +250,6 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
 
 
 def _check_encoding(encoding: Encoding, phase: Phase) -> None:
-    """Raise UserError if the samples of a phase cannot be stored as latents."""
     model = phase.model
     if encoding == 'latents+text' and model.trains_text:
         raise UserError('--stored latents+text: this recipe trains its text encoder; use --stored latents')
@@ -286,7 +282,6 @@ def _batches(duration: Any, batch: int, epoch: int | None) -> int:
 
 
 def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
-    """Return the form in which the samples of a recipe are stored."""
     if recipe.dataset.name != 'latents':
         return 'pictures'
     stores_text = recipe.precompute.latents == 'image+text' and not model.trains_text

@@ -83,9 +83,6 @@ class NodeTier:
     def open(self, *, begun: bool) -> None:
         """Create the folder on each node, and choose the peers for replication; a collective.
 
-        Args:
-            begun: True if the run has checkpoints; a missing folder is then a node's fault.
-
         Raises:
             UserError: The folder cannot be created, or belongs to another user. Raised on every rank.
             OSError: A node's disk is broken. Raised on every rank.
@@ -193,11 +190,7 @@ class NodeTier:
 
 
 def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: bool) -> list[tuple[NodeTier, str]]:
-    """Open a recipe's tiers; return them, fastest first, with their save intervals; a collective.
-
-    Raises:
-        UserError: A tier's folder does not exist on a node, belongs to another user, or is writable by others.
-    """
+    """Open a recipe's tiers; return them, fastest first, with their save intervals; a collective."""
     opened: list[tuple[NodeTier, str]] = []
     for name, tier in (('memory', config.memory), ('disk', config.disk)):
         if tier is None:
@@ -215,7 +208,6 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
 
 
 def recipe_hash(tier: NodeTier) -> str:
-    """Return the hash of a tier's recipe, which is recorded in its checkpoints."""
     return hashlib.sha256(tier.recipe_text.encode()).hexdigest()
 
 

@@ -214,7 +214,6 @@ class _Incoming(_Files):
         self._keep_error(self._open_next)
 
     def write(self, chunk: Tensor) -> None:
-        """Write a received chunk."""
         self._keep_error(lambda: self._write(chunk))
 
     def _keep_error(self, work: Callable[[], None]) -> None:

@@ -40,12 +40,7 @@ class _Transfer(NamedTuple):
 
 
 def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | None:
-    """Return the newest undamaged checkpoint of a run, from a tier or its storage, as a local folder; a collective.
-
-    Raises:
-        UserError: All checkpoints in the storage are damaged, or the newest belongs to another run.
-        OSError: The storage cannot be read for several minutes.
-    """
+    """Return the newest undamaged checkpoint of a run, from a tier or its storage, as a local folder; a collective."""
     if not tiers:
         return storage.resume_point()
     stored = stored_batches(storage)

@@ -95,7 +95,6 @@ class TierSaves:
             log.info('%s: given up, since a save to the storage of the run is due', running.save.name)
 
     def abandon(self) -> None:
-        """Give up the running save, if any."""
         if self._running is not None:
             (_, running), self._running = self._running, None
             running.abandon()

@@ -169,7 +169,6 @@ def _items(*words: str) -> list[dict[str, Any]]:
 
 
 def _notes(jobs: Sequence[Job]) -> list[str]:
-    """Return notes for the user about restarts, queues and stages of the jobs on Kubernetes."""
     spec, found = jobs[0].spec, []
     if spec.restart.codes('elsewhere'):
         found.append(

@@ -42,7 +42,6 @@ def run_local_jobs(jobs: Sequence[Job]) -> int:
 
 
 def node_environment(job: Job, rank: int) -> dict[str, str]:
-    """Return the environment variables of one node of a local job."""
     variables = environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
     if job.nodes > 1 and is_url(job.run_dir):
         # Nodes share this machine, so give each its own working folder for runs in an object store.
@@ -51,8 +50,6 @@ def node_environment(job: Job, rank: int) -> dict[str, str]:
 
 
 class LocalJob:
-    """One job whose nodes are processes on this machine."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self._stop_requested = False

@@ -200,7 +200,6 @@ def _check_mounts(jobs: Sequence[Job], gather: Gatherer) -> None:
 
 
 def _request(job: Job) -> dict[str, Any]:
-    """Return the create_training_job request of a job."""
     spec = job.spec
     options: Options = spec.options
     limit, spot = job.time_limit_seconds, spec.schedule.preemptible
@@ -256,7 +255,6 @@ def _mounts(job: Job) -> dict[str, Any]:
 
 
 def _pipeline(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the pipeline definition of a chain of jobs, one step per job."""
     steps = []
     for job in jobs:
         arguments = _request(job)
@@ -272,7 +270,6 @@ def _json(document: dict[str, Any]) -> str:
 
 @functools.cache
 def _request_shape() -> Any:
-    """Return botocore's model of the create_training_job request."""
     import botocore.session
 
     service = botocore.session.get_session().get_service_model('sagemaker')

@@ -195,7 +195,6 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def _launch(jobs: Sequence[Job], file: str) -> tuple[str, ...]:
-    """Return the `sky jobs launch` command that submits a task file."""
     secrets = [word for name in jobs[0].spec.secrets for word in ('--secret', name)]
     return 'sky', 'jobs', 'launch', *secrets, file
 

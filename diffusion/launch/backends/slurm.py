@@ -151,7 +151,6 @@ def free_nodes(spec: JobSpec) -> int:
 
 
 def _logs_folder(jobs: Sequence[Job]) -> Path:
-    """Return the folder of Slurm's logs, in the job's working directory. Slurm does not create it."""
     spec = jobs[0].spec
     return Path('' if spec.image else spec.workdir or '', spec.options.logs)
 
@@ -245,7 +244,6 @@ def _container(job: Job) -> list[str]:
 
 
 def _action_function(job: Job) -> list[str]:
-    """Return the lines of a shell function that prints the action for an exit status: retry, elsewhere or stop."""
     restart = job.spec.restart
     actions = [f'        {code}) echo {action} ;;' for code, action in restart.actions().items()]
     return ['action_after() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']

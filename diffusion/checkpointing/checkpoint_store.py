@@ -363,7 +363,6 @@ def remove_unfinished_saves(folder: Path) -> None:
 
 
 def remove_others(checkpoint: Path) -> None:
-    """Remove all other checkpoints next to a checkpoint, which need not exist yet itself."""
     for path in list_checkpoints(checkpoint.parent):
         if path.name != checkpoint.name:
             remove(path)

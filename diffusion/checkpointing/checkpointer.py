@@ -125,7 +125,6 @@ class Checkpointer(CheckpointSaver):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Size in bytes of this rank's memory for snapshots."""
         return 0 if self._buffers is None else self._buffers.nbytes
 
     def init(self, state: State, logger: Logger) -> None:

@@ -60,11 +60,8 @@ class RunMirror:
         for found in objects:
             name = found.key.removeprefix(prefix)
             before, path = self._copied.get(name), self.folder / name
-            if (
-                name in self.exclude
-                or '..' in name
-                or (path.exists() and before is not None and before.tag == found.tag)
-            ):
+            is_copied = path.exists() and before is not None and before.tag == found.tag
+            if name in self.exclude or '..' in name or is_copied:
                 continue
             if path.exists() and before != self._stamp(path, '' if before is None else before.tag):
                 log.warning('%s: replaced by the newer %s/%s, which another node has written', path, self.url, name)
@@ -107,16 +104,12 @@ class RunMirror:
             raise errors[0]
 
     def _files(self) -> Iterator[Path]:
-        """Yield the files in the working folder that should be copied."""
+        def is_hidden(name: str) -> bool:
+            return name.startswith('.') or UNFINISHED in name
+
         for folder, folders, names in os.walk(self.folder):
-            folders[:] = [
-                name
-                for name in folders
-                if not name.startswith('.') and UNFINISHED not in name and batch_number(Path(name)) is None
-            ]
-            for name in names:
-                if not name.startswith('.') and UNFINISHED not in name and name not in self.exclude:
-                    yield Path(folder, name)
+            folders[:] = [each for each in folders if not is_hidden(each) and batch_number(Path(each)) is None]
+            yield from (Path(folder, name) for name in names if not is_hidden(name) and name not in self.exclude)
 
     @staticmethod
     def _stamp(path: Path, tag: str) -> Copied:

@@ -160,10 +160,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Return the class or function with this name if it is allowed in an index; raise UnpicklingError otherwise."""
-        allowed = {
-            'torch.distributed.checkpoint.metadata': metadata,
-            'torch.distributed.checkpoint.filesystem': filesystem,
-        }
+        allowed = {module.__name__: module for module in (metadata, filesystem)}
         plain = {
             ('torch', 'Size'): torch.Size,
             ('torch.serialization', '_get_layout'): _layout,
@@ -250,7 +247,6 @@ class ShardedWrite:
 
 
 def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's shards of DTensors, and plain tensors unchanged, by name."""
     with torch.no_grad():
         return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}
 

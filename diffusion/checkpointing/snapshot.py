@@ -201,7 +201,6 @@ class SnapshotBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory in bytes."""
         return 0 if self._memory is None else len(self._memory)
 
     def reserve(self, need: int, *, pinned: bool = False) -> bool:

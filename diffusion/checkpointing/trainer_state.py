@@ -201,5 +201,4 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path, fet
 
 
 def _averagers(state: State) -> dict[str, Averager]:
-    """Return the algorithms that average weights, keyed by class name as in Composer's state."""
     return {type(each).__qualname__: each for each in state.algorithms if isinstance(each, Averager)}

@@ -27,7 +27,6 @@ STACKS = 'stacks'
 SUMMARY = 'summary.txt'
 NCCL_PREFIX = 'nccl-rank-'
 KEPT_ATTEMPTS = 5
-"""Number of attempts whose stacks are kept."""
 OTHERS_SECONDS = 15.0
 """Maximum time that the first node waits for the other nodes' stacks, and that they wait for its summary."""
 NCCL_DUMP_SECONDS = 10.0
@@ -298,20 +297,12 @@ def rank_reports(workers: Workers, texts: Mapping[int, str], *, machine: str, be
     beats, now, reports = heartbeats.last_beats(workers.folder), time.monotonic(), []
     for rank, process in workers.by_rank().items():
         beat = beats.get(rank)
+        batch, beat_at = (-1, begin) if beat is None else (beat.batch, beat.at)
         place = find_place(main_thread(texts.get(rank, '')))
         code = process.poll()
         problem = '' if place.label else process_problem(process.pid)
-        reports.append(
-            RankReport(
-                rank=rank,
-                node=workers.position.rank,
-                machine=machine,
-                batch=-1 if beat is None else beat.batch,
-                silent_seconds=now - (begin if beat is None else beat.at),
-                place=place.label,
-                waits=place.waits,
-                problem=problem if code is None else f'has ended with {code}',
-                ended=code is not None,
-            )
-        )
+        problem = problem if code is None else f'has ended with {code}'
+        where = (rank, workers.position.rank, machine)
+        state = (batch, now - beat_at, place.label, place.waits, problem, code is not None)
+        reports.append(RankReport(*where, *state))
     return reports

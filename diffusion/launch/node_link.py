@@ -76,7 +76,6 @@ class NodeLink:
 
     @property
     def connected(self) -> bool:
-        """True while this node has a connection to the first node."""
         with self._changed:
             return self._welcome and not self._lost
 

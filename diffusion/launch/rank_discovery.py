@@ -17,8 +17,6 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class NodePosition:
-    """Position of a node in its job."""
-
     scheduler: str
     rank: int
     nodes: int

@@ -21,12 +21,9 @@ _STANDARD_LIBRARY = re.compile(r'/lib/python3[.0-9]*/(?!site-packages|dist-packa
 _PLUMBING = re.compile(f'/torch/|/composer/utils/|{_STANDARD_LIBRARY.pattern}')
 """Library code that may lie between a collective and the function that needs it."""
 MAX_NAMED = 4
-"""Maximum number of ranks, or ranges of ranks, that a sentence names."""
 
 
 class Frame(NamedTuple):
-    """One call in the stack of a thread."""
-
     file: str
     line: int
     function: str

@@ -69,7 +69,6 @@ class Workers:
                 output.close()
 
     def environs(self) -> list[dict[str, str]]:
-        """Return the environment of each worker process."""
         ranks = range(self.position.processes)
         return [rank_environment(self.position, local_rank, self.environ) for local_rank in ranks]
 
@@ -106,7 +105,6 @@ class Workers:
                 process.send_signal(number)
 
     def by_rank(self) -> dict[int, subprocess.Popen[bytes]]:
-        """Return the worker processes by global rank."""
         first = self.position.rank * self.position.processes
         return {first + local: process for local, process in enumerate(self.processes)}
 

@@ -31,7 +31,6 @@ def _dinov2(width: int, layers: int, heads: int, *, registers: int = 0, swiglu: 
 
 
 def _dinov3(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Return the sizes of a DINOv3 ViT with patches of 16 px."""
     sizes = {'hidden_size': width, 'num_hidden_layers': layers, 'num_attention_heads': heads}
     sizes |= {'intermediate_size': 4 * width, 'num_register_tokens': 4, 'image_size': 224, 'patch_size': 16}
     return {'model_type': 'dinov3_vit', 'use_gated_mlp': False, **sizes}
@@ -108,7 +107,6 @@ class PerceptualCosts(CountedCosts):
         super().__init__(ModelKey('perceptual_losses', {'lpips': lpips, 'features': features}))
 
     def training_flops(self, shape: Shape) -> int:
-        """Return the FLOPs of all passes per image of this shape."""
         return self.flops(str(shape))['all']
 
 

@@ -9,7 +9,7 @@ from diffusion.config.declarations import AtLeast, Fraction, GreaterThan
 from diffusion.config.options import Count, Option
 from diffusion.errors import UserError
 from diffusion.planning.checkpoints import RESTART_SECONDS, kept_checkpoints
-from diffusion.planning.data_volume import StoreReads, reads_per_epoch
+from diffusion.planning.data_volume import reads_per_epoch
 from diffusion.planning.goodput_simulation import SimulatedGoodput, simulate_strategies
 from diffusion.planning.gpus import find_gpu, load_gpus, missing_kernels
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan, load_phases, make_plan
@@ -218,12 +218,11 @@ def _alternative(other: Alternative, phase: Phase) -> dict[str, Any]:
         'precompute': _cost(other.precompute),
         **_named(storage, 'bytes_per_sample', 'stored_bytes', 'read_bytes'),
         **_named(storage, 'bytes_per_second', 'bytes_per_second_per_node'),
-        'store_reads_per_epoch': {'first': _store_reads(reads.first), 'later': _store_reads(reads.later)},
+        'store_reads_per_epoch': {
+            name: _named(each, 'bytes', 'requests', 'request_usd', 'egress_usd')
+            for name, each in (('first', reads.first), ('later', reads.later))
+        },
     }
-
-
-def _store_reads(reads: StoreReads) -> dict[str, float]:
-    return _named(reads, 'bytes', 'requests', 'request_usd', 'egress_usd')
 
 
 def _named(owner: object, *names: str) -> dict[str, Any]:

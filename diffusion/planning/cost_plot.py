@@ -14,6 +14,7 @@ from diffusion.storage.atomic import atomic_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Form = Callable[[float], str]
 COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 
 
@@ -71,11 +72,7 @@ def draw(plan: Plan, out: Path) -> None:
 
 
 def _bars(
-    axes: 'Axes',
-    values: Mapping[str, Sequence[float]],
-    counts: Sequence[int],
-    given: Assumptions,
-    form: Callable[[float], str],
+    axes: 'Axes', values: Mapping[str, Sequence[float]], counts: Sequence[int], given: Assumptions, form: Form
 ) -> None:
     """Draw a stacked bar with its sum for each number of GPUs; the plan's own number of GPUs is in bold."""
     positions, tops = range(len(counts)), [0.0] * len(counts)

@@ -62,13 +62,11 @@ class ModelKey:
 
     @property
     def request(self) -> dict[str, Any]:
-        """Request to count the model, in the format that models/cost_counting.py reads."""
         lora = {} if self.lora is None else {'lora': dict(self.lora)}
         return {'name': self.name, 'kwargs': dict(self.kwargs), 'imports': list(self.imports), **lora}
 
     @property
     def cached(self) -> Path:
-        """Path of the JSON file with the model's counts made on this machine."""
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
@@ -80,7 +78,6 @@ class ModelKey:
 
 
 def counts_folder() -> Path:
-    """Return the folder of the model counts made on this machine."""
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(home) / 'diffusion' / 'model_counts'
 

@@ -123,7 +123,6 @@ class Phase:
 
     @property
     def alignment_flops(self) -> float:
-        """FLOPs per image of representation alignment, or 0."""
         return self._alignment_flops(self.encoding)
 
     def _alignment_flops(self, encoding: Encoding) -> float:
@@ -135,7 +134,6 @@ class Phase:
 
     @cached_property
     def perceptual_flops(self) -> float:
-        """FLOPs per image of the networks of perceptual losses, or 0."""
         return 0.0 if self.perceptual is None else self._mean(self.perceptual.training_flops)
 
     @property

@@ -24,8 +24,6 @@ MAX_FAILED_SAVES = 3
 
 
 class _Schedule:
-    """A tier and the schedule of its saves."""
-
     def __init__(self, tier: NodeTier, interval: str, place: str) -> None:
         self.tier = tier
         self.timed: TimedInterval | None = timed_interval(interval, place)

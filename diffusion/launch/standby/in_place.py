@@ -128,12 +128,10 @@ class Standby:
         return '' if answer == 'taken' else answer or f'does not respond within {ANSWER_SECONDS:.0f} s'
 
     def signal_end(self) -> None:
-        """Send the process SIGKILL."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the process and wait until it has ended."""
         self.signal_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(ANSWER_SECONDS)
@@ -205,7 +203,6 @@ class StandbyPool:
         return start_rank(local_rank, command, environ, output)
 
     def close(self) -> None:
-        """Kill all standby processes."""
         self._waiting = []
         for standby in self._standbys.values():
             standby.signal_end()  # signal all first: a process may not end until its file system responds
@@ -271,7 +268,6 @@ class InPlaceRestarts:
         return agreement
 
     def close(self) -> None:
-        """Leave the job, and end the standby processes."""
         if self._link is not None:
             self._link.close()
         self.standbys.close()

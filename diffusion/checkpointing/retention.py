@@ -16,7 +16,7 @@ from typing import Any
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_lookup import claimed_batches
-from diffusion.checkpointing.checkpoint_store import batch_number, checkpoint_name, list_checkpoints
+from diffusion.checkpointing.checkpoint_store import batch_number, checkpoint_name, list_checkpoints, read_receipt
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.storage.atomic import new_unfinished, sync_folder
 
@@ -87,7 +87,7 @@ def read_infos(folder: Path, rules: KeepConfig) -> list[CheckpointInfo]:
 def _saved(checkpoint: Path) -> float | None:
     """Return when a checkpoint was saved according to its receipt; None if the receipt is damaged or has no time."""
     try:
-        return time_of_receipt(checkpoint_store.read_receipt(checkpoint))
+        return time_of_receipt(read_receipt(checkpoint))
     except checkpoint_store.DamagedCheckpoint:
         return None
 

@@ -6,7 +6,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,17 +250,21 @@ class SaveInProgress:
             self.discard()
             raise
 
-    @contextmanager
-    def _as_save_failed(self) -> Iterator[None]:
-        """Raise SaveFailed for errors caused by a storage fault; the block must raise on all ranks or on none."""
-        try:
-            yield
-        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
-            fault = storage_fault(error)
-            if fault is None:
-                raise
-            reason = describe_fault(fault, self._storage.folder, needed_bytes=self._needed_bytes)
-            raise SaveFailed(fault.errno, f'{self.name}: not saved, {reason}') from error
+    def _as_save_failed(self) -> AbstractContextManager[None]:
+        return _as_save_failed(self.name, self._storage.folder, self._needed_bytes)
+
+
+@contextmanager
+def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Raise SaveFailed for errors caused by a storage fault; the block must raise on all ranks or on none."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        fault = storage_fault(error)
+        if fault is None:
+            raise
+        reason = describe_fault(fault, folder, needed_bytes=needed_bytes)
+        raise SaveFailed(fault.errno, f'{name}: not saved, {reason}') from error
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:

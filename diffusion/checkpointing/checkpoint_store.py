@@ -60,7 +60,6 @@ class WriteProgress:
         self.total_bytes = total_bytes
         self.written_bytes = 0
         self.paused_seconds = 0.0
-        """Total time for which the save has paused."""
         self._abandoned = threading.Event()
         self._hurries = threading.Event()
         self._pause = 0.0
@@ -146,7 +145,6 @@ class HashingWriter:
         return self._bytes
 
     def record(self) -> FileRecord:
-        """Return the size and hash of all data written so far."""
         return FileRecord(self._bytes, self._hash.hexdigest())
 
 

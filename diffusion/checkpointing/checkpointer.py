@@ -304,12 +304,7 @@ class Checkpointer(CheckpointSaver):
     def _try_to_save(
         self, state: State, logger: Logger, *, in_background: bool = False, made_room: bool = False
     ) -> None:
-        """Save a checkpoint and remove old ones, or start a save in the background; a collective.
-
-        Args:
-            made_room: True if old checkpoints were already removed from a full disk for this save; this is not
-                repeated.
-        """
+        """Save a checkpoint, making room on a full disk once, or start a save in the background; a collective."""
         began = time.monotonic()
         try:
             save = self._write(state, in_background=in_background)
@@ -366,12 +361,7 @@ class Checkpointer(CheckpointSaver):
         return outcome
 
     def _finish_running(self, logger: Logger) -> Outcome:
-        """Complete and publish the background save; a collective.
-
-        Returns:
-            `saved`; `failed`, which is counted and reported; or `made room` if old checkpoints were removed from a full
-            disk, so that the save can be repeated now.
-        """
+        """Complete and publish the background save; after `made room`, it can be repeated now. A collective."""
         running, self._running = self._running, None
         assert running is not None
         began = time.monotonic()
@@ -387,11 +377,7 @@ class Checkpointer(CheckpointSaver):
         return 'saved'
 
     def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Record a published checkpoint, and remove old ones; a collective.
-
-        Args:
-            began: Value of time.monotonic() at the start of the save, plus any time that did not block training.
-        """
+        """Record a published checkpoint, and remove old ones; a collective. `began` is later by time without a stall."""
         self._write_seconds = save.write_seconds
         # Set this only after the save: `save_now` saves a batch again unless this has its number.
         self.last_checkpoint_batch = batch

@@ -51,11 +51,7 @@ class SaveTarget(Protocol):
         """Return the path of a save's temporary folder; it is the same on all ranks that share a folder."""
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
-        """Create a save's temporary folder; a collective.
-
-        Args:
-            every_rank: True if all ranks write into it, False if only rank 0 does.
-        """
+        """Create a save's temporary folder, into which every rank or only rank 0 writes; a collective."""
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         """Store files that this rank has written to a temporary folder; not a collective, can run in a thread.
@@ -220,9 +216,6 @@ def _first_id(folder: Path) -> str:
 def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
     """Check that all ranks share a folder: each rank reads a new file written by rank 0. A collective.
 
-    Args:
-        begun: True if the run has begun, in which case all ranks shared the folder then.
-
     Raises:
         UserError: A rank does not see the file and the run has not begun, so the path is the user's mistake.
         ExternalError: A rank does not see the file of a run that has begun, so its machine has lost the mount.
@@ -261,10 +254,6 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
 
     Args:
         run_id: The run's id; if empty, checkpoints of any run are accepted.
-
-    Raises:
-        UserError: All of the run's checkpoints are damaged, or the newest belongs to another run.
-        OSError: A checkpoint cannot be read after several tries, or `folder` is no longer the run's folder.
     """
     damages = []
     for checkpoint in read_with_retries(lambda: list_checkpoints(folder)):

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**22
 ALIGNMENT = 64
-"""Alignment in bytes of each tensor in a snapshot."""
 MAX_THREADS = 4
 """Maximum number of threads that copy CPU tensors; two or three saturate the memory bandwidth."""
 NICENESS = 10
@@ -117,7 +116,6 @@ class TensorCopies:
             thread.join()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run a thread's work, and store its error for `wait`."""
         try:
             work()
         except BaseException as error:
@@ -140,7 +138,6 @@ class TensorCopies:
 
     @torch.no_grad()
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy tensors with torch; copies of GPU tensors are queued on their stream."""
         for target, source in pairs:
             with torch.cuda.stream(self._streams.get(source.device)):
                 target.copy_(source, non_blocking=True)
@@ -172,7 +169,6 @@ class StateTensors:
             self.views[key] = tensor.detach()
         sizes = [view.nbytes for view in self.views.values()]
         self.content_bytes = sum(sizes)
-        """Total size of the tensors in bytes."""
         self.nbytes = sum(map(_aligned, sizes))
         """Size in bytes of the memory that a snapshot of the tensors needs."""
 
@@ -307,7 +303,6 @@ class SnapshotBuffers:
         return copies
 
     def _new_place(self, view: Tensor, offset: int) -> Tensor:
-        """Return an uninitialized tensor like `view`, at an offset in the memory."""
         # Keep the tensor's memory format, such as channels_last, so that it is also saved in this format.
         strides = torch.empty_like(view, device='meta').stride()
         if not view.nbytes:

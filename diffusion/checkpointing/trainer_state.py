@@ -85,7 +85,6 @@ def _whole_state(state: State) -> dict[str, Any]:
 
 
 def _rest_of_state(state: State) -> dict[str, Any]:
-    """Return Composer's state dict without the model and optimizer."""
     attributes = state.serialized_attributes
     try:
         state.serialized_attributes = [name for name in attributes if name not in _TENSOR_ATTRIBUTES]

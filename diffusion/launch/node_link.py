@@ -42,18 +42,13 @@ _ORDER = ('mistake', 'hardware', 'killed')
 
 @dataclass(frozen=True)
 class Agreement:
-    """Joint decision of all nodes after an attempt."""
-
     restart: bool
     first: NodeExit | None = None
-    """Exit record of the node whose failure ended the attempt, if known."""
     reason: str = ''
     """Reason why the nodes do not restart in place; empty if they do."""
 
 
 class NodeLink:
-    """Connection of a node to the first node of its job."""
-
     def __init__(self, position: NodePosition, job: str, say: Callable[[str], None]) -> None:
         self._position, self._job, self._say = position, job, say
         self._changed = threading.Condition()
@@ -80,7 +75,6 @@ class NodeLink:
             return self._welcome and not self._lost
 
     def report_failure(self, attempt: int, failure: NodeExit) -> None:
-        """Report to all other nodes that a rank of this node has failed."""
         self._send({'event': 'failed', 'attempt': attempt, **asdict(failure)})
 
     def failure(self, attempt: int) -> NodeExit | None:

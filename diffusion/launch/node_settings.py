@@ -29,7 +29,6 @@ class Settings:
     notice_seconds: float
     hang_seconds: float
     preflight: str
-    """Preflight level: none, fast or deep."""
 
     @staticmethod
     def from_environ(environ: Mapping[str, str]) -> 'Settings':

@@ -21,7 +21,6 @@ class NodePosition:
     rank: int
     nodes: int
     processes: int
-    """Number of processes per node."""
     master_addr: str
     master_port: int
     """Port on the first node for the rendezvous of the ranks."""
@@ -157,7 +156,6 @@ def _slurm(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _first_hostname(nodes: str) -> str:
-    """Return the first host name of a Slurm node list such as `node[01-04,07]`."""
     try:
         command = ['scontrol', 'show', 'hostnames', nodes]
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()

@@ -110,7 +110,6 @@ def _own_frame(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _described(frame: Frame | None) -> str:
-    """Return the function and file of a call in parentheses; empty for None."""
     if frame is None:
         return ''
     function = '' if frame.function == '<module>' else f'{frame.function}, '
@@ -166,7 +165,6 @@ def describe_hang(reports: Sequence[RankReport], missing_nodes: Sequence[int] = 
 
 
 def _grouped(reports: Iterable[RankReport]) -> list[list[RankReport]]:
-    """Return the reports in groups with the same place or problem, in rank order."""
     groups: dict[tuple[str, str, bool], list[RankReport]] = {}
     for each in sorted(reports, key=lambda each: each.rank):
         groups.setdefault((each.place, each.problem, each.ended), []).append(each)

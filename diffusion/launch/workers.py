@@ -22,7 +22,6 @@ from diffusion.launch.rank_discovery import NCCL_PIPE, NodePosition, rank_enviro
 from diffusion.runs import heartbeats
 
 TICK_SECONDS = 0.1
-"""Interval at which the state of the workers is checked."""
 STACK_SECONDS = 3.0
 """Maximum time to wait for the ranks' stacks; less than MARGIN_SECONDS. A rank that is not stopped writes them in
 milliseconds."""
@@ -38,8 +37,6 @@ StartRank = Callable[[int, Sequence[str], Mapping[str, str], IO[bytes] | None], 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one attempt of a job on this node: exit status, cause and detail."""
-
     status: int
     cause: str
     """A key of `attempts.CAUSES`."""
@@ -99,7 +96,6 @@ class Workers:
         return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
 
     def signal(self, number: int) -> None:
-        """Send a signal to every worker process that still runs."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -168,7 +164,6 @@ class Workers:
 def start_rank(
     local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a worker process."""
     # A new session makes each rank the leader of a process group, so that kill() can end it together with its data
     # loader workers, and Ctrl-C reaches only this process, which forwards it once.
     return subprocess.Popen(

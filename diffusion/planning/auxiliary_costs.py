@@ -16,7 +16,6 @@ ENCODER_KEYS = (
     *('model_type', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'mlp_ratio', 'intermediate_size'),
     *('image_size', 'patch_size', 'use_swiglu_ffn', 'use_gated_mlp', 'num_register_tokens'),
 )
-"""Keys of a config.json that determine an encoder's costs."""
 ENCODER_TYPES = ('dinov2', 'dinov2_with_registers', 'dinov3_vit')
 """Values of `model_type` in the config.json of an encoder that can be used."""
 DINOV2_BASE = 'facebook/dinov2-base'
@@ -37,7 +36,6 @@ def _dinov3(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 _VITS = {'small': (384, 12, 6), 'base': (768, 12, 12), 'large': (1024, 24, 16)}
-"""Width, layers and heads of the ViTs in three sizes."""
 PUBLISHED_ENCODERS: dict[str, dict[str, Any]] = {
     **{f'facebook/dinov2-{name}': _dinov2(*sizes) for name, sizes in _VITS.items()},
     'facebook/dinov2-giant': _dinov2(1536, 40, 24, swiglu=True),
@@ -90,7 +88,6 @@ class AlignmentCosts(CountedCosts):
         return encodes * flops['encoder'] + self.seen(route) * flops['projector']
 
     def seen(self, route: TokenRoute | None) -> float:
-        """Return the fraction of the image tokens that are aligned."""
         return 1.0 if route is None else route.fraction_after(self.block)
 
 
@@ -111,13 +108,11 @@ class PerceptualCosts(CountedCosts):
 
 
 def alignment_of(component: Component, model: ModelCosts, notes: list[str]) -> AlignmentCosts | None:
-    """Return the costs of a recipe's representation alignment, or None if the recipe does not use it."""
     settings = _settings(component, 'representation_alignment')
     return None if settings is None else AlignmentCosts(settings, model, notes)
 
 
 def perceptual_of(component: Component, notes: list[str]) -> PerceptualCosts | None:
-    """Return the costs of a recipe's perceptual losses, or None if the recipe does not use any."""
     settings = _settings(component, 'perceptual_losses')
     return None if settings is None else PerceptualCosts(settings, notes)
 

@@ -42,11 +42,8 @@ class Resilience:
     """Optimal save interval of a training phase, and the goodput that remains after saves and failures."""
 
     mtbf_hours: float
-    """Mean time between failures of the whole cluster."""
     stall_seconds: float
-    """Time that a save blocks training."""
     restart_seconds: float
-    """Time from a failure to the next batch."""
     interval_seconds: float
     goodput: float
     """Fraction of wall-clock time spent on training, at the optimal interval."""
@@ -56,7 +53,6 @@ class Resilience:
     recipe_goodput: float | None
     batch_seconds: float
     run_seconds: float
-    """Duration of all batches together."""
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:

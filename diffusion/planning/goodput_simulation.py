@@ -101,7 +101,6 @@ def save_strategies(
     Args:
         restart: Time from a failure to the next batch, including reading a checkpoint from durable storage.
         recipe_interval: The recipe's save interval; None leaves out this strategy.
-        run: Duration of all batches, which is the longest interval.
     """
 
     def best(stall: float) -> float:

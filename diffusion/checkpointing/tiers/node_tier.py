@@ -36,7 +36,6 @@ EXCHANGE_FAILED = errno.EPROTO
 """Error number for a failed exchange with a peer, after which messages that nobody received may remain in the group."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
-"""Folder that Linux keeps in memory."""
 STALE_SECONDS = 3600.0
 """Time after which a run on this node removes the checkpoints of a run that no longer runs here."""
 

@@ -181,7 +181,6 @@ class _Outgoing(_Files):
         self._left = [(name, record.bytes) for name, record in files.items() if record.bytes]
 
     def chunk(self, size: int) -> Tensor:
-        """Return the next chunk, whose first byte is _GOOD or _BAD."""
         data = bytearray(size + 1)
         if self.error is None:
             try:
@@ -244,7 +243,6 @@ class _Incoming(_Files):
                 self._complete()
 
     def _complete(self) -> None:
-        """Flush and close the current file, and verify its hash."""
         assert self._writer is not None and self._file is not None
         name, expected = self._left.pop(0)
         flush(self._file)

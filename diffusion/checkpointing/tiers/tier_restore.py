@@ -32,8 +32,6 @@ class _Candidate(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """A file that one rank sends to another."""
-
     name: str
     source: int
     to: int

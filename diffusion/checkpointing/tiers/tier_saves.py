@@ -49,12 +49,7 @@ class TierSaves:
         """True if the running save must be removed once its threads have ended."""
 
     def after_batch(self, state: State, logger: Logger, buffers: SnapshotBuffers | None, *, can_save: bool) -> None:
-        """Publish a completed save, and start a save that is due.
-
-        Args:
-            buffers: Memory for a snapshot; with None, training is blocked until the save is complete.
-            can_save: False if the memory for snapshots is in use or this batch is already saved.
-        """
+        """Publish a completed save, and start one that is due, unless its memory is in use (not `can_save`)."""
         for each in self._schedules:
             each.pending = (each.is_due(state, Event.BATCH_CHECKPOINT) or each.pending) and not is_last_batch(state)
         if self._running is not None and self._running[1].poll(state):
@@ -161,7 +156,6 @@ class TierSaves:
         self._publish(schedule, save, logger, began)
 
     def _publish(self, schedule: _Schedule, save: SaveInProgress, logger: Logger, began: float) -> None:
-        """Publish a save that all ranks have written, or report its failure."""
         try:
             save.publish()
         except SaveFailed as error:
@@ -175,7 +169,6 @@ class TierSaves:
         logger.log_metrics({f'{prefix}_stall_seconds': stall_seconds, f'{prefix}_save_seconds': save.total_seconds})
 
     def _failed(self, schedule: _Schedule, error: SaveFailed, logger: Logger) -> None:
-        """Report a failed save, and drop the tier after several failures."""
         schedule.failed_in_a_row += 1
         logger.log_metrics({f'checkpoint/{schedule.tier.name}_failed_saves': schedule.failed_in_a_row})
         if dist.get_global_rank() == 0:

@@ -139,7 +139,6 @@ def call(
 
     Args:
         install: Advice for a user who does not have the tool.
-        env: Additional environment variables.
 
     Raises:
         UserError: The tool is not on PATH.

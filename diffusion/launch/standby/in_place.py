@@ -138,7 +138,6 @@ class Standby:
         self.channel.close()
 
     def _answer(self, seconds: float) -> str:
-        """Return the next line from the process, or an empty string if none arrives in time."""
         self.channel.settimeout(seconds)
         with contextlib.suppress(OSError):  # no line yet, or the process has ended
             return self.channel.recv(4096).decode(errors='replace').partition('\n')[0]

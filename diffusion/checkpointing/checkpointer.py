@@ -377,7 +377,7 @@ class Checkpointer(CheckpointSaver):
         return 'saved'
 
     def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Record a published checkpoint, and remove old ones; a collective. `began` is later by time without a stall."""
+        """Record a published checkpoint that began at `began` plus unblocked time; remove old ones. A collective."""
         self._write_seconds = save.write_seconds
         # Set this only after the save: `save_now` saves a batch again unless this has its number.
         self.last_checkpoint_batch = batch

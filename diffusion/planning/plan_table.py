@@ -186,9 +186,6 @@ def _failures(plan: Plan) -> str:
     return f'one failure every {_duration(3600 * plan.phases[0].resilience.mtbf_hours)}'
 
 
-# -- formatting of values --
-
-
 def _flops(phase: Phase) -> str:
     parts = [f'{phase.training_flops / 1e9:,.1f}']
     others = {'encoders': phase.encoder_flops(phase.encoding), 'REPA': phase.alignment_flops}
@@ -228,9 +225,6 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f'{seconds / size:,.1f} {unit}'
     return f'{seconds:,.1f} s'
-
-
-# -- layout --
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> str:

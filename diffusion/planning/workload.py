@@ -92,8 +92,6 @@ class Phase:
         """Precision of the networks of losses, to which the settings of `speed` do not apply."""
         return 'float32' if self.autocast == 'fp32' else 'half'
 
-    # -- parameters --
-
     @property
     def auxiliary_parameters(self) -> int:
         """Number of trained parameters outside the model: those of representation alignment's MLP."""
@@ -173,8 +171,6 @@ class Phase:
     def precompute_flops(self, encoding: Encoding) -> float:
         """Return the FLOPs per image of encoding the dataset to a stored form before training."""
         return self.encoder_flops('pictures') - self.encoder_flops(encoding)
-
-    # -- bytes --
 
     @cached_property
     def pixels(self) -> float:

@@ -123,6 +123,7 @@ class BackgroundSave:
 
 
 def pause_for_training() -> float:
+    """Return the seconds that a save on this machine should pause per second of its thread's CPU time."""
     return PAUSE if cores_per_rank() < CORES_PER_RANK else 0.0
 
 

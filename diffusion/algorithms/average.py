@@ -82,7 +82,7 @@ class WeightAverage:
         return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Load a saved average, as full tensors or shards; they are placed by the next method that gets the model."""
+        """Load a saved average, as full tensors or shards; the next method that receives the model places them."""
         # `Algorithm.load_state_dict` does not receive the model, so placement waits for a method that does.
         self._saved = saved
         self.tensors = {}

@@ -35,7 +35,7 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 
 
 def without_stray_bytes(jpeg: bytes) -> bytes:
-    """Return a JPEG without stray bytes between its segments, except in scans; the same object if there are none."""
+    """Return a JPEG without stray bytes between its segments (scans are kept); the same object if there are none."""
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
         marker = SEGMENT_MARKER.search(jpeg, at)

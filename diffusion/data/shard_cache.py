@@ -257,7 +257,7 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 class DownloadTurns:
-    """Takes turns with other processes at downloading into shared folders; `wait` may raise an exception meanwhile."""
+    """Turns of processes at downloading into shared folders; `wait` is called meanwhile and may raise an error."""
 
     def __init__(self, name: str, wait: Callable[[], None]) -> None:
         self.name = name

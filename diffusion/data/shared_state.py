@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 15.0
 
 
 class Failures:
-    """First failure among a dataset's processes on this machine, in a message file of its own, which stops them all."""
+    """First failure's message among a dataset's processes on this machine, in the file `path`, so that all stop."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

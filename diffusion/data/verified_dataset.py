@@ -77,7 +77,7 @@ class VerifiedDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
         """Return a sample, making sure that its shard has not changed since it was verified.
 
-        If it has, up to `retry` retries follow. Raises DataError if the shard cannot be read or keeps changing.
+        If it has, up to `retry` retries follow; DataError means that the shard cannot be read or keeps changing.
         """
         # Another job may evict or replace the file at any time, because readers hold no lock. So read optimistically,
         # then compare the file's signature with the one stored when it was verified, and start over if they differ.

@@ -185,7 +185,7 @@ def _size(repository: str, path: str, commit: str) -> int:
 
 @contextlib.contextmanager
 def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
-    """Context that replaces errors from the Hub by those documented for `fetch`; `instead` names another source."""
+    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` names another source."""
     failed = f'{what} could not be loaded from the Hugging Face Hub'
     try:
         yield

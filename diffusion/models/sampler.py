@@ -74,7 +74,7 @@ class LatentGrid:
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
-    """Return a diffusers scheduler, by short or class name, with the noise schedule of training, or UserError."""
+    """Return a diffusers scheduler, by short or class name, that has the noise schedule of training."""
     found = scheduler_class(name, flow=objective.is_flow)
     accepted = inspect.signature(found.__init__).parameters
     config = objective.scheduler_config()

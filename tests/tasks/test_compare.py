@@ -86,80 +86,35 @@ def test_limit_takes_evenly_spread_prompts_with_their_images(folders):
     assert sorted(pair.text for pair in read_key(Path('page/key.json')).pairs) == sorted([PROMPTS[0], PROMPTS[4]])
 
 
+BUILD = ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new']
 BAD: dict[str, tuple[list[str], str]] = {
     'nothing': ([], 'A and B: are missing; give two of run, checkpoint, exported pipeline and folder of images'),
-    'no B': (['a', '--prompts', 'prompts.txt', '--out', 'new'], 'B: is missing; give two of'),
     'no prompts': (['a', 'b', '--out', 'new'], '--prompts: is missing; add for example --prompts prompts.txt'),
-    'no out': (['a', 'b', '--prompts', 'prompts.txt'], '--out: is missing; add for example --out page'),
-    'A is nowhere': (['nowhere', 'b', '--prompts', 'prompts.txt', '--out', 'new'], 'A: nowhere: does not exist; check'),
-    'B is not a model': (
-        ['a', '.', '--prompts', 'prompts.txt', '--out', 'new'],
-        'B: checkpoint: . is not a checkpoint or a',
-    ),
-    'A and B are one folder': (
-        ['a', '../{name}/a', '--prompts', 'prompts.txt', '--out', 'new'],
-        'A and B: are the same (a); name two different ones',
-    ),
-    'prompts are nowhere': (
-        ['a', 'b', '--prompts', 'no.txt', '--out', 'new'],
-        '--prompts: no.txt: does not exist; give',
-    ),
-    'prompts are empty': (['a', 'b', '--prompts', 'empty.txt', '--out', 'new'], '--prompts: empty.txt: has no prompts'),
+    'A is nowhere': (['nowhere', *BUILD[1:]], 'A: nowhere: does not exist; check'),
+    'B is not a model': (['a', '.', *BUILD[2:]], 'B: checkpoint: . is not a checkpoint or a'),
+    'A and B are one folder': (['a', '../{name}/a', *BUILD[2:]], 'A and B: are the same (a); name two different ones'),
+    'prompts are empty': ([*BUILD, '--prompts', 'empty.txt'], '--prompts: empty.txt: has no prompts'),
     'prompts in another column': (
-        ['a', 'b', '--prompts', 'prompts.csv', '--out', 'new'],
+        [*BUILD, '--prompts', 'prompts.csv'],
         '--prompts: prompts.csv line 2: has no column prompt or prompts or caption or text, only id, sentence',
     ),
-    'wrong column': (
-        ['a', 'b', '--prompts', 'prompts.csv', '--prompt-column', 'text', '--out', 'new'],
-        "has no column 'text', only id, sentence",
-    ),
-    'one prompt': (
-        ['a', 'b', '--prompts', 'one.txt', '--out', 'new'],
-        '--prompts: one prompt gives no confidence interval',
-    ),
+    'one prompt': ([*BUILD, '--prompts', 'one.txt'], '--prompts: one prompt gives no confidence interval'),
     'images of other prompts': (
-        ['a', 'b', '--prompts', 'own', '--out', 'new'],
+        [*BUILD, '--prompts', 'own'],
         'A: a: has 8 images for 120 prompts; give one image per prompt',
     ),
-    'limit': (['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--limit', '9'], '--limit: 9 is more than the 8'),
-    'checks': (
-        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--checks', '9'],
-        '--checks: 9 is more than the 8',
-    ),
+    'limit': ([*BUILD, '--limit', '9'], '--limit: 9 is more than the 8'),
+    'checks': ([*BUILD, '--checks', '9'], '--checks: 9 is more than the 8'),
     'steps of images': (
-        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--steps', '9'],
+        [*BUILD, '--steps', '9'],
         '--steps: A and B are folders of images, so nothing is generated; remove it',
     ),
-    'out has something': (
-        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'a'],
-        '--out: a is not empty (000.png); give',
-    ),
-    'out is a file': (
-        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'one.txt'],
-        '--out: {folder}/one.txt is not a folder',
-    ),
+    'out has something': ([*BUILD, '--out', 'a'], '--out: a is not empty (000.png); give'),
     'serve nothing': (['--serve'], '--serve: name the folder of the page, such as --serve page'),
     'serve another folder': (['--serve', 'a'], '--serve: a has no index.html; build the page with'),
-    'serve A as the folder': (
-        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--serve', 'page'],
-        "--serve: serves the page that is built, --out; remove 'page'",
-    ),
     'port without serve': (['--analyze', 'a', '--port', '80'], '--port: needs --serve; add that, or remove it'),
-    'guidance without A and B': (['--serve', 'page', '--guidance', '3'], '--guidance: needs A and B, to build a page'),
-    'key without analyze': (['a', 'b', '--key', 'key.json'], '--key: needs --analyze; add that'),
-    'analyze and build': (
-        ['a', '--analyze', 'x.json'],
-        '--analyze: only reads answers; remove A and B',
-    ),
-    'analyze and serve': (
-        ['--serve', 'page', '--analyze', 'x.json'],
-        '--analyze: only reads answers; remove',
-    ),
+    'analyze and build': (['a', '--analyze', 'x.json'], '--analyze: only reads answers; remove A and B'),
     'analyze nothing': (['--analyze', 'none.json'], '--key: there is no key.json near none.json; give the one beside'),
-    'difference': (
-        ['--analyze', '.', '--key', 'prompts.txt', '--difference', '50'],
-        '--analyze: . has no files of answers',
-    ),
 }
 
 
@@ -263,26 +218,6 @@ def test_server_takes_answers_until_ctrl_c(folders):
         in printed
     )
     assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
-
-
-@pytest.mark.slow
-def test_command_runs_without_torch_until_images_are_read(folders):
-    assert build() == 0
-    key = read_key(Path('page/key.json'))
-    for number in (1, 2):
-        Path(f'{number}.json').write_text(answers_text(key, number))
-    program = (
-        'import sys; from diffusion.cli import main; '
-        "statuses = [main(['compare', *words.split()]) for words in sys.argv[1:]]; "
-        "print(statuses, 'torch' in sys.modules, file=sys.stderr)"
-    )
-    uses = [
-        '--analyze 1.json 2.json --key page/key.json',
-        'a b --prompts no.txt --out new',
-        'a . --prompts own --out new',
-    ]
-    done = subprocess.run([sys.executable, '-c', program, *uses], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == '[0, 2, 2] False'
 
 
 # -- checkpoints and exports --

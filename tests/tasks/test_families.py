@@ -1,7 +1,7 @@
-"""Families of denoisers in real runs: one curve on any ranks, exported to stock diffusers."""
+"""Families of denoisers in real runs: one curve on any ranks, precomputed encoders, export to stock diffusers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,52 +10,72 @@ from ranks import Ranks, read_losses
 from stock_pipeline import assert_command_draws_the_same, draw
 
 from diffusion.config.load import load
+from diffusion.data.latents import LatentManifest
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.export import export
+from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
 
 BATCHES = 3
 PROMPT = 'a red square'
-PRX: dict[str, Any] = {
-    'name': 'tiny_prx',
-    'hidden_size': 32,
-    'num_heads': 2,
-    'depth': 2,
-    'patch_size': 2,
-    'text_width': 32,
-    'text_layers': 1,
+DC_AE: dict[str, Any] = {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 'depth': 2}
+DC_AE |= {'text_width': 32, 'text_layers': 1}
+PRX = DC_AE | {'patch_size': 2}
+X_PREDICTION = {'path': 'flow', 'prediction_type': 'sample'}
+MMDIT: dict[str, Any] = {'name': 'tiny_mmdit', 'depth': 2, 'dual_attention_blocks': 1, 'patch_size': 2}
+PIXELS: dict[str, Any] = {'use_resolution_binning': False, 'height': 32, 'width': 32}
+LATENTS = PIXELS | {'skip_text_cleaning': True}
+
+
+class Family(NamedTuple):
+    """Model of a recipe, and how the stock pipeline of its export is called."""
+
+    model: dict[str, Any]
+    module: str
+    pipeline: str
+    call: dict[str, Any]
+    scheduler: str = 'euler'
+    """Our scheduler for the images of the pipeline."""
+
+
+FAMILIES = {
+    # Two parameter groups, whose learning rates differ.
+    'prx': Family(PRX | {'mup_base_width': 16}, 'prx.pipeline_prx', 'PRXPipeline', LATENTS),
+    'prx_sample': Family(
+        PRX | {'objective': X_PREDICTION, 'train_text_encoder': False},
+        'prx.pipeline_prx',
+        'PRXPipeline',
+        LATENTS,
+        'dpm++',
+    ),
+    'prx_pixels': Family(
+        PRX
+        | {'vae': 'pixels', 'patch_size': 8, 'bottleneck_size': 16}
+        | {'objective': X_PREDICTION | {'noise_scale': 2.0, 'snr_shift': 3.0}},
+        'prx.pipeline_prx_pixel',
+        'PRXPixelPipeline',
+        PIXELS,
+    ),
+    'dc_ae': Family(DC_AE, 'prx.pipeline_prx', 'PRXPipeline', LATENTS),
+    'mmdit': Family(
+        MMDIT | {'text_width': 32},
+        'stable_diffusion_3.pipeline_stable_diffusion_3',
+        'StableDiffusion3Pipeline',
+        {'max_sequence_length': 24, 'height': 32, 'width': 32},
+    ),
 }
-MODELS = {
-    'prx': PRX | {'mup_base_width': 16},  # two parameter groups, whose learning rates differ
-    'prx_sample': PRX | {'objective': {'path': 'flow', 'prediction_type': 'sample'}, 'train_text_encoder': False},
-    'prx_pixels': PRX
-    | {'vae': 'pixels', 'patch_size': 8, 'bottleneck_size': 16}
-    | {'objective': {'path': 'flow', 'prediction_type': 'sample', 'noise_scale': 2.0, 'snr_shift': 3.0}},
-}
-PIPELINES = {
-    'prx': ('prx.pipeline_prx', 'PRXPipeline'),
-    'prx_sample': ('prx.pipeline_prx', 'PRXPipeline'),
-    'prx_pixels': ('prx.pipeline_prx_pixel', 'PRXPixelPipeline'),
-}
-"""Module and class of the stock pipeline."""
-CALLS: dict[str, dict[str, Any]] = {
-    'prx': {'use_resolution_binning': False, 'skip_text_cleaning': True, 'height': 32, 'width': 32},
-}
-CALLS |= {'prx_sample': CALLS['prx'], 'prx_pixels': {'use_resolution_binning': False, 'height': 32, 'width': 32}}
-SCHEDULERS = {'prx_sample': 'dpm++'}
-"""Our scheduler for the images of the pipeline, if it is not Euler's method."""
 
 
 class Runs:
     """Runs of one family's recipe."""
 
-    def __init__(self, root: Path, content: dict[str, Any], ranks: Ranks) -> None:
-        self.root, self.content, self.ranks = root, content, ranks
+    def __init__(self, name: str, root: Path, content: dict[str, Any], ranks: Ranks) -> None:
+        self.name, self.root, self.content, self.ranks = name, root, content, ranks
 
-    def recipe(self, name: str, **parallelism: Any) -> Path:
+    def recipe(self, name: str, **sections: Any) -> Path:
         path = self.root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(self.content | {'name': name, 'parallelism': parallelism}))
+        path.write_text(yaml.safe_dump(self.content | {'name': name} | sections))
         return path
 
     def folder(self, name: str) -> Path:
@@ -70,44 +90,69 @@ class Runs:
 
 @pytest.fixture(
     scope='module',
-    params=[pytest.param(name, marks=pytest.mark.slow) if name == 'prx_sample' else name for name in MODELS],
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name in ('prx_sample', 'dc_ae') else name for name in FAMILIES
+    ],
 )
-def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae):
+def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
     root = tmp_path_factory.mktemp(request.param)
     content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '1ba', 'smoothing': 0.9}})
-    content['model'] = {'resolution': 32, 'vae': str(small_vae)} | MODELS[request.param]
+    vae = small_dc_ae if request.param == 'dc_ae' else small_vae
+    content['model'] = {'resolution': 32, 'vae': str(vae)} | FAMILIES[request.param].model
     content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '10ba'}
-    found = Runs(root, content, ranks)
-    found.family = request.param  # type: ignore[attr-defined]
-    return found
+    return Runs(request.param, root, content, ranks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
-def test_two_ranks_give_the_curve_of_one(runs, strategy):
-    settings = {'strategy': 'fsdp2', 'checkpoints': 'sharded'} if strategy == 'fsdp2' else {}
-    runs.ranks.run(2, runs.recipe(strategy, **settings))
-    ours, whole = read_losses(runs.folder(strategy)), read_losses(runs.whole())
-    assert ours.keys() == whole.keys() == set(range(BATCHES))
-    assert [ours[batch] for batch in range(BATCHES)] == pytest.approx(
-        [whole[batch] for batch in range(BATCHES)], rel=1e-4
-    )
+def test_two_ranks_with_sharded_weights_give_the_curve_of_one(runs):
+    settings = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True}
+    runs.ranks.run(2, runs.recipe('sharded', parallelism=settings))
+    ours, whole = read_losses(runs.folder('sharded')), read_losses(runs.whole())
+    assert list(ours) == list(whole) == list(range(BATCHES))
+    assert [*ours.values()] == pytest.approx([*whole.values()], rel=1e-4)
 
 
 @pytest.mark.cpu_seconds(12)
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
-    recipe = load(runs.recipe('whole'))
+    family = FAMILIES[runs.name]
     export(runs.whole(), tmp_path / 'exported', weights='ema')
-    model = trained_model(recipe, 'ema').model
+    model = trained_model(load(runs.recipe('whole')), 'ema').model
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, *model.latent_grid.shape(None))
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
-    call = {'prompt': PROMPT, **sampling, **CALLS[runs.family]}
     start = latents * model.objective.noise_scale
-    theirs, _ = draw(PIPELINES[runs.family], tmp_path / 'exported', start, call, tmp_path)
-    scheduler = SCHEDULERS.get(runs.family, 'euler')
-    ours = model.generate([PROMPT], latents=latents, noise_scheduler=scheduler, **sampling)
-    if runs.family == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
+    call = {'prompt': PROMPT, **sampling, **family.call}
+    theirs, printed = draw((family.module, family.pipeline), tmp_path / 'exported', start, call, tmp_path)
+    assert 'are not expected' not in printed
+    ours = model.generate([PROMPT], latents=latents, noise_scheduler=family.scheduler, **sampling)
+    if runs.name == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
         theirs = (theirs / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
-    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler=scheduler)
+    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler=family.scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('runs', ['mmdit', 'dc_ae'], indirect=True)
+def test_precomputed_encoders_give_the_losses_of_online_ones(runs):
+    model = runs.content['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
+    settings = {'out': str(runs.root / 'latents'), 'streams': runs.content['streams'], 'latents': 'image+text'}
+    settings |= {'dtype': 'float32', 'batch_size': 8}
+    precompute(load(runs.recipe('stored', model=model, task='precompute', precompute=settings)))
+    folder = runs.root / 'latents' / 'small'
+    found = LatentManifest.read(folder, '')
+    # DC-AE has no variance.
+    expected = {'dc_ae': ('mean', 'last'), 'mmdit': ('sample', 'penultimate+pooled+t5')}[runs.name]
+    assert (found.posterior, found.text_output) == expected
+
+    latents = {'dataset': {'name': 'latents'}, 'streams': {'small': {'local': str(folder), 'resolution': 32}}}
+    sections = {
+        'model': model,
+        # Shuffling depends on the shards, which differ.
+        'loader': {'num_workers': 0, 'shuffle': False},
+        'trainer': {'max_duration': '1ep', 'progress_bar': False, 'device': 'cpu'},
+    }
+    train(load(runs.recipe('online', **sections))).close()
+    train(load(runs.recipe('latents', **sections | latents))).close()
+    online, offline = (read_losses(runs.folder(name)) for name in ('online', 'latents'))
+    assert list(online) == list(offline) == list(range(5))
+    assert [*offline.values()] == pytest.approx([*online.values()], rel=1e-4)

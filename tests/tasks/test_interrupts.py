@@ -158,29 +158,6 @@ def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
     assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
 
 
-@pytest.mark.slow
-def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_path):
-    session = start(recipe(slow_batch=slow(tmp_path, seconds=60)))
-    session.wait_for(tmp_path / 'reached')
-    found = status_at_batch(tmp_path / 'runs' / 'run', 6)
-    assert (found.state, found.total_batches, [node['node'] for node in found.nodes]) == ('running', 2000, [0])
-    session.press_ctrl_c()
-    session.wait_for_text('press Ctrl-C again')
-    time.sleep(0.6)
-    begin = time.monotonic()
-    session.press_ctrl_c()
-    assert session.wait() == INTERRUPTED
-    assert time.monotonic() - begin < 5
-    text = ' '.join(session.text().split())
-    assert 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4' in text
-    assert 'Traceback' not in text
-    assert not (tmp_path / 'runs' / 'run' / 'ba6').exists()
-    (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
-    loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
-    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
-    assert (only.devices, only.gpu) == (1, 'cpu')
-
-
 @pytest.mark.parametrize(
     'number', [signal.SIGHUP, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM))]
 )
@@ -286,17 +263,6 @@ def launch(forkserver, recipe, tmp_path):
     yield launch
     for session in sessions:
         session.end()
-
-
-@pytest.mark.slow
-def test_closed_terminal_of_a_launched_job_saves_and_ends(launch, tmp_path):
-    session = launch(slow_batch=slow(tmp_path))
-    session.wait_for(tmp_path / 'reached')
-    session.close()
-    assert session.wait() == PREEMPTED
-    (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
-    assert (only.status, only.cause, only.detail) == (PREEMPTED, 'preempted', '')
-    assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
 
 
 @pytest.mark.slow

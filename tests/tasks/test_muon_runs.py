@@ -1,4 +1,4 @@
-"""Runs with Muon through the Trainer: the same result on 1 and 2 ranks and under DDP and FSDP2."""
+"""Runs with Muon through the Trainer: the same result on one rank and on two with sharded weights, and on resume."""
 
 from pathlib import Path
 
@@ -12,21 +12,15 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.training.train import build_trainer, train
 
-STRATEGIES = {
-    'ddp': {},
-    'fsdp2': {'strategy': 'fsdp2'},
-    'sharded': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False},
-}
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
 
 
-class Runs:
-    """Runs of 6 batches with checkpoints after 3 and 6."""
+@pytest.fixture
+def write(tmp_path, tiny_recipe):
+    """Function that writes the recipe of a run of 6 batches with checkpoints after 3 and 6."""
 
-    def __init__(self, root: Path, tiny_recipe, ranks) -> None:
-        self.root, self.tiny_recipe, self.ranks = root, tiny_recipe, ranks
-
-    def recipe(self, name: str, strategy: str) -> Path:
-        content = self.tiny_recipe(self.root / 'runs', name=name, parallelism=STRATEGIES[strategy])
+    def write(name: str, **parallelism) -> Path:
+        content = tiny_recipe(tmp_path / 'runs', name=name, parallelism=parallelism)
         # With 32 channels, the 32 groups of GroupNorm have one channel each and remove what `time_emb_proj` adds: the
         # gradient of its weight is rounding noise, which orthogonalization would scale up to a whole update.
         content['model']['block_out_channels'] = [64, 64]
@@ -35,49 +29,28 @@ class Runs:
         content['algorithms'] = {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}}
         content['callbacks'] = {'loss_guard': None}
         content['trainer'] |= {'max_duration': '6ba', 'save_interval': '3ba'}
-        path = self.root / f'{name}.yaml'
+        path = tmp_path / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))
         return path
 
-    def start(self, count: int, name: str, strategy: str) -> Path:
-        """Train or resume a run, and return its folder."""
-        recipe = self.recipe(name, strategy)
-        if count == 1:
-            train(load(recipe)).close()
-        else:
-            self.ranks.run(count, recipe)
-        return self.root / 'runs' / name
-
-    def whole(self, count: int, strategy: str) -> Path:
-        """Return the folder of an uninterrupted run, which trains when it is first needed."""
-        folder = self.root / 'runs' / f'whole-{count}-{strategy}'
-        return folder if folder.exists() else self.start(count, folder.name, strategy)
+    return write
 
 
-@pytest.fixture(scope='module')
-def runs(tmp_path_factory, tiny_recipe, ranks):
-    return Runs(tmp_path_factory.mktemp('muon'), tiny_recipe, ranks)
-
-
-def distance(one: Path, other: Path) -> float:
-    """Return the distance of two runs' weights, relative to their norm."""
-    ours, theirs = (weights_of(find_checkpoint(run), 'training')[0] for run in (one, other))
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights_train_as_one(write, ranks, tmp_path):
+    train(load(write('one'))).close()
+    ranks.run(2, write('two', **SHARDED))
+    one, two = tmp_path / 'runs' / 'one', tmp_path / 'runs' / 'two'
+    assert largest_difference(read_losses(one), read_losses(two)) < 1e-5
+    ours, theirs = (weights_of(find_checkpoint(run), 'training')[0] for run in (one, two))
     assert ours.keys() == theirs.keys()
     difference = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours)
-    return (difference / sum(float(theirs[name].double().square().sum()) for name in ours)) ** 0.5
+    assert (difference / sum(float(theirs[name].double().square().sum()) for name in ours)) ** 0.5 < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('strategy', ['sharded', 'ddp'])
-def test_two_ranks_train_as_one(runs, strategy):
-    one, two = runs.whole(1, 'ddp'), runs.whole(2, strategy)
-    assert largest_difference(read_losses(one), read_losses(two)) < 1e-5
-    assert distance(one, two) < 1e-6
-
-
-@pytest.mark.slow
-def test_settings_that_change_on_resume_are_applied_except_the_choice_of_matrices(runs):
-    recipe = runs.recipe('changed', 'ddp')
+def test_settings_that_change_on_resume_are_applied_except_the_choice_of_matrices(write):
+    recipe = write('changed')
     train(load(recipe, ['trainer.max_duration=1ba'])).close()
     changes = {'lr': 2.0e-3, 'adamw_lr': 5.0e-4, 'momentum': 0.5, 'nesterov': False, 'newton_schulz_steps': 3}
     trainer = build_trainer(load(recipe, [f'optimizer.{key}={value}' for key, value in changes.items()]))

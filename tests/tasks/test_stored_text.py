@@ -121,21 +121,6 @@ def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored
         assert [each.where for each in problems] == ['model.representation_alignment'] * wrong
 
 
-@pytest.mark.slow
-def test_a_model_that_attends_to_padding_is_refused(tmp_path, tiny_recipe, pictures):
-    model = tiny_recipe(tmp_path)['model'] | {'train_text_encoder': False}
-    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
-    job = {'streams': streams, 'out': str(tmp_path / 'latents'), 'latents': 'image+text'}
-    path = tmp_path / 'job.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path, model=model | {'mask_padding': True}, precompute=job)))
-    precompute(load(path, ['task=precompute']))
-    streams = {'small': {'local': str(tmp_path / 'latents' / 'small'), 'resolution': 32}}
-    sections = {'dataset': {'name': 'latents'}, 'streams': streams}
-    # The same text encoder: its initial weights follow from the seed.
-    with pytest.raises(UserError, match='stored without padding, to which the model attends; set model.mask_padding'):
-        losses(tmp_path, tiny_recipe, 'unmasked', model=model, **sections)
-
-
 def test_mask_of_stored_text_replaces_that_of_token_ids(small_vae):
     from diffusion.models import batch_keys
     from diffusion.models.families.prx.builder import tiny_prx

@@ -59,13 +59,6 @@ def test_messages_and_progress_of_training_share_no_row(see, columns):
 
 
 @pytest.mark.slow
-def test_progress_bar_off_means_lines_in_a_terminal(see):
-    screen = see(80, 'trainer.max_duration=4ba', 'trainer.progress_bar=false')
-    assert 'INFO: batch 4 of 4, loss ' in str(screen)
-    assert not any(STATUS.match(row) for row in screen.last_rows)
-
-
-@pytest.mark.slow
 def test_log_file_gets_plain_lines_and_evaluation_a_status_line(forkserver, see, recipe, tmp_path):
     short = ['trainer.max_duration=4ba', 'trainer.eval_interval=4ba', 'callbacks={}']
     command = [ROOT / 'run.py', recipe, 'runs_dir=runs', *short]

@@ -124,11 +124,7 @@ def test_fsdp1_of_a_program_is_refused():
 
 @pytest.mark.parametrize(
     ('strategy', 'optimizer', 'refused'),
-    [
-        ('fsdp2', 'adamw', False),
-        ('fsdp2', 'decoupled_adamw', True),
-        ('ddp', 'decoupled_adamw', False),
-    ],
+    [('fsdp2', 'adamw', False), ('fsdp2', 'decoupled_adamw', True), ('ddp', 'decoupled_adamw', False)],
 )
 def test_norms_of_shards_that_composer_cannot_combine_are_refused(write_recipe, strategy, optimizer, refused):
     path = write_recipe(

@@ -5,14 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion.algorithms.power_function import (
-    WIDEST,
-    Profile,
-    beta,
-    gamma_of_width,
-    inner_products,
-    mixture,
-)
+from diffusion.algorithms.power_function import WIDEST, Profile, beta, gamma_of_width, inner_products, mixture
 
 WIDTHS = st.floats(0.005, WIDEST)
 STEPS = st.integers(1, 10**6)

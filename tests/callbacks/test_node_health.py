@@ -147,11 +147,7 @@ def test_worst_value_of_the_ranks_is_reported_with_its_rank():
 
 @pytest.mark.parametrize(
     ('settings', 'message'),
-    [
-        ({'every': 0}, '.* positive'),
-        ({'seconds': 0.0}, '.* positive'),
-        ({'action': 'quit'}, "action='quit'"),
-    ],
+    [({'every': 0}, '.* positive'), ({'seconds': 0.0}, '.* positive'), ({'action': 'quit'}, "action='quit'")],
 )
 def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=f'node_health: {message}'):

@@ -47,9 +47,7 @@ FORMS = {
     'a computed resolver': ('${oc.${.resolver}:KEY}', SECRET),
     'the default of a selected value': ('${oc.select:absent,${oc.env:KEY}}', SECRET),
 }
-FAST_FORMS = {
-    *('part of a text', 'a default from a variable', 'decoded in a text', 'a reference to a reference'),
-}
+FAST_FORMS = {*('part of a text', 'a default from a variable', 'decoded in a text', 'a reference to a reference')}
 
 
 @pytest.mark.parametrize(

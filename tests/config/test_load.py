@@ -329,12 +329,7 @@ def test_all_mistakes_are_reported_in_one_error(write):
         (2048, None, 1, None),
         (100, None, 8, 'global_batch: 100 does not divide over 8 devices; use 96 or 104'),
         (4, None, 8, 'global_batch: 4 does not divide over 8 devices; use 8'),
-        (
-            64,
-            16,
-            8,
-            "device_train_microbatch_size: 16 does not divide a device's 8 samples .64 over 8 devices.; use 8",
-        ),
+        (64, 16, 8, "device_train_microbatch_size: 16 does not divide a device's 8 samples .64 over 8 devices.; use 8"),
     ],
 )
 def test_batch_must_divide_over_devices_and_microbatches(write, batch, microbatch, devices, message):

@@ -9,15 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from diffusion.config.declarations import Fraction
-from diffusion.config.options import (
-    Count,
-    Option,
-    Overrides,
-    Port,
-    RecipeFile,
-    add_command,
-    option_words,
-)
+from diffusion.config.options import Count, Option, Overrides, Port, RecipeFile, add_command, option_words
 
 
 @dataclass

@@ -152,11 +152,7 @@ def test_missing_vae_is_rejected(make_model):
 @pytest.mark.parametrize(
     ('build', 'settings', 'message'),
     [
-        (
-            tiny,
-            {'block_out_channels': [64, 100]},
-            'block_out_channels: 100 is not a positive multiple of 32; use 96',
-        ),
+        (tiny, {'block_out_channels': [64, 100]}, 'block_out_channels: 100 is not a positive multiple of 32; use 96'),
         (tiny, {'block_out_channels': []}, 'block_out_channels: is empty; give at least one multiple of 32'),
         (tiny, {'text_width': 100}, 'text_width: 100 is not a positive multiple of 32; use 96 or 128'),
         (tiny, {'max_length': -3}, 'max_length: -3 is less than 3'),

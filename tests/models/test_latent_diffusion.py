@@ -360,8 +360,7 @@ OTHER_SCHEDULERS = ('ddim', 'ddpm', 'euler', 'heun', 'pndm', 'unipc', 'DPMSolver
 
 
 @pytest.mark.parametrize(
-    'name',
-    ['dpm++', 'euler_ancestral', *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SCHEDULERS)],
+    'name', ['dpm++', 'euler_ancestral', *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SCHEDULERS)]
 )
 def test_every_scheduler_generates_finite_reproducible_images(shared_model, name):
     sampling = {'num_inference_steps': 4, 'noise_scheduler': name, 'guidance_rescale': 0.7}
@@ -407,10 +406,7 @@ def test_other_sizes_can_be_generated(shared_model):
             lambda m: m.generate(['a'], noise_scheduler='dimm'),
             "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'",
         ),
-        (
-            lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}),
-            'batch: has .* needs either image or latent_moments',
-        ),
+        (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: has .* needs either image or latent_moments'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
         (
             lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)),

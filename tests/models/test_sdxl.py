@@ -145,8 +145,7 @@ def test_sdxl_loads_its_frozen_parts_from_a_folder(local_sdxl, monkeypatch):
     }
     small |= {'cross_attention_dim': 32 + 64, 'projection_class_embeddings_input_dim': 64 + 6 * 256}
     monkeypatch.setattr(
-        'diffusion.models.families.sdxl.builder.UNET',
-        dict(PUBLISHED_UNET, **small, layers_per_block=1),
+        'diffusion.models.families.sdxl.builder.UNET', dict(PUBLISHED_UNET, **small, layers_per_block=1)
     )
     model = sdxl(64, pretrained=str(local_sdxl))
     weights = CLIPTextModelWithProjection.from_pretrained(local_sdxl / 'text_encoder_2').state_dict()

@@ -49,11 +49,7 @@ def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
     optimizer = torch.optim.AdamW(parameters)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    path = write_recipe(
-        tmp_path,
-        algorithms={'ema': {}},
-        trainer={'max_duration': '8ba', 'precision': 'fp32'},
-    )
+    path = write_recipe(tmp_path, algorithms={'ema': {}}, trainer={'max_duration': '8ba', 'precision': 'fp32'})
     memory = memory_of(phase(path), Setup(1, 8, DDP))
     assert memory.weights == bytes_of(parameters)
     assert memory.gradients == bytes_of(parameter.grad for parameter in parameters)
@@ -177,9 +173,7 @@ def test_muon_keeps_one_state_of_the_matrices_in_blocks(tmp_path):
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     path = write_recipe(
-        tmp_path,
-        optimizer={'name': 'muon', 'lr': 1.0e-3},
-        trainer={'max_duration': '8ba', 'precision': 'fp32'},
+        tmp_path, optimizer={'name': 'muon', 'lr': 1.0e-3}, trainer={'max_duration': '8ba', 'precision': 'fp32'}
     )
     planned = memory_of(phase(path), Setup(1, 8, DDP))
     assert planned.optimizer == pytest.approx(bytes_of(states), rel=0.01)

@@ -7,12 +7,7 @@ from ranks import largest_difference, read_losses
 from transformers import Dinov2Config, Dinov2Model
 
 BATCHES = 4
-SHARDED = {
-    'strategy': 'fsdp2',
-    'checkpoints': 'sharded',
-    'mixed_precision': 'full',
-    'activation_checkpointing': True,
-}
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'mixed_precision': 'full', 'activation_checkpointing': True}
 
 
 @pytest.fixture(scope='module')

@@ -110,9 +110,7 @@ def test_averages_of_another_architecture_are_rejected():
     ema = EMA('0ba')
     trainer = make_trainer(ema)
     ema.load_state_dict({'averages': {'ema': {'other.weight': torch.zeros(1)}}, 'updates': 3})
-    with pytest.raises(
-        ValueError, match='averages: the checkpoint has 1 tensors, the model trains .* another architecture'
-    ):
+    with pytest.raises(ValueError, match='averages: the checkpoint has 1 tensors, the model trains .* another'):
         trainer.fit()
 
 

@@ -60,9 +60,7 @@ def test_composers_savers_save_no_bad_weights(tmp_path, event):
     trainer = make_trainer(make_data(bad_gradient=[BAD]), [], folder=tmp_path, save_interval=unit)
     (saver,) = (each for each in trainer.state.callbacks if isinstance(each, CheckpointSaver))
     check_before_saves(saver)
-    with pytest.raises(
-        NonFiniteWeights, match=r'batch [36]: weights are NaN or infinite, in network.0.weight, .* and 1'
-    ):
+    with pytest.raises(NonFiniteWeights, match=r'batch [36]: weights are NaN or infinite, in network.0.weight, .* and'):
         trainer.fit()
     trainer.close()
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == (['ba1.pt', 'ba2.pt'] if unit == '1ba' else [])
@@ -201,9 +199,7 @@ def test_training_does_not_start_from_bad_weights(write_recipe, monkeypatch):
     poisoned = next(each for each in trainer.state.model.parameters() if each.requires_grad)
     poisoned.data.flatten()[0] = torch.nan
     monkeypatch.setattr('diffusion.training.train.build_trainer', lambda recipe: trainer)
-    with pytest.raises(
-        NonFiniteWeights, match='the initial weights: weights are NaN or infinite, in .*start from other'
-    ):
+    with pytest.raises(NonFiniteWeights, match='the initial weights: weights are NaN or infinite, in .*start from'):
         train(recipe)
 
 

@@ -437,18 +437,10 @@ COMMIT = '0123456789abcdef' * 2 + '01234567'
 @pytest.mark.parametrize(
     ('start', 'where', 'message'),
     [
-        (
-            {'from': 'hf://org/name'},
-            'init_from.revision',
-            r'is missing: the files of hf://org/name may change; set rev',
-        ),
+        ({'from': 'hf://org/name'}, 'init_from.revision', r'is missing: the files of hf://org/name may change; set'),
         ('hf://org/name', 'init_from.revision', r'.*a commit from https://huggingface.co/org/name/commits/main'),
         ({'from': 'hf://org/name', 'revision': 'main'}, 'init_from.revision', r"'main' is not a commit; .* 40 hex"),
-        (
-            {'from': 'hf://name', 'revision': COMMIT},
-            'init_from.from',
-            r"'hf://name' is not .* repository; write hf://org/",
-        ),
+        ({'from': 'hf://name', 'revision': COMMIT}, 'init_from.from', r"'hf://name' is not .* repository; write"),
         ({'from': '/data/sd2', 'revision': COMMIT}, 'init_from.from', r'.*remove revision if it is a local path'),
         (
             {'from': 'org/name', 'revision': COMMIT, 'weights': 'ema'},

@@ -144,15 +144,9 @@ def test_missing_values_are_not_type_errors():
 @pytest.mark.parametrize(
     ('target', 'message'),
     [
-        (
-            'no_such_package.parts:Foo',
-            r'no_such_package.parts: the package no_such_package cannot be found; install it',
-        ),
+        ('no_such_package.parts:Foo', r'no_such_package.parts: the package no_such_package cannot be found; install'),
         ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: .*nothing.py does not exist; register it'),
-        (
-            'diffusion.models.families.sd2.builder:Foo',
-            r'diffusion.models.families.sd2.builder defines no Foo; register it with the module',
-        ),
+        ('diffusion.models.families.sd2.builder:Foo', r'diffusion.models.families.sd2.builder defines no Foo'),
     ],
 )
 def test_target_without_source_is_reported_as_a_problem(target, message):

@@ -65,9 +65,7 @@ def test_images_of_other_prompts_are_refused_by_their_text(write):
     folder = write('0.png', '1.png', '2.png', prompt='{"3": "a workflow of another program"}')
     assert len(numbered_images(folder, PROMPTS)) == 3
     write('1.png', prompt='two dogs', guidance_scale='7.5')
-    with pytest.raises(
-        UserError, match="1.png: was generated for 'two dogs', but prompt 2 is 'a dog'; give the prompts"
-    ):
+    with pytest.raises(UserError, match="1.png: was generated for 'two dogs', but prompt 2 is 'a dog'; give the"):
         numbered_images(folder, PROMPTS)
 
 

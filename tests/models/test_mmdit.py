@@ -220,9 +220,7 @@ def test_planner_reads_the_configurations_of_all_encoders(pipeline_folder, tmp_p
 
 @pytest.mark.parametrize('call', [mmdit, mmdit_builder.mmdit_tokenizers])
 def test_repository_without_a_revision_is_refused(call):
-    with pytest.raises(
-        UserError, match='model.revision: is missing; give the commit of stabilityai/stable-diffusion-3'
-    ):
+    with pytest.raises(UserError, match='model.revision: is missing; give the commit of'):
         call()
 
 

@@ -271,9 +271,7 @@ def test_transformer_also_trains_diffusion(small_vae):
 
 
 def test_denoiser_of_no_known_family_is_refused():
-    with pytest.raises(
-        UserError, match='denoiser: Linear belongs to no known family; use .*UNet2DConditionModel, or add'
-    ):
+    with pytest.raises(UserError, match='denoiser: Linear belongs to no known family; use .*UNet2DConditionModel, or'):
         adapter_of(torch.nn.Linear(1, 1))
 
 

@@ -170,9 +170,7 @@ def test_measured_throughput_scales_with_flops_of_another_recipe(tmp_path):
 
 def test_run_without_logged_throughput_is_an_error(tmp_path):
     run = write_run(tmp_path, [])
-    with pytest.raises(
-        ValueError, match=r'has no throughput/device/samples_per_sec; it is logged after .*callbacks\.breakdown'
-    ):
+    with pytest.raises(ValueError, match=r'has no throughput/device/samples_per_sec; it is logged after'):
         read_measured_speed(run)
     (run / 'metrics.jsonl').unlink()
     with pytest.raises(ValueError, match=r'--from-run: .*metrics\.jsonl cannot be read .*loggers\.metrics_file'):

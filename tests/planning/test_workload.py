@@ -49,10 +49,7 @@ def test_epoch_size_of_the_recipe_sets_the_length_of_an_epoch(tmp_path):
         ({'trainer': {'max_duration': '7sp'}}, '7sp is less than one batch of 8'),
         ({'trainer': {'max_duration': '???'}}, 'trainer.max_duration is missing'),
         ({'global_batch': '???'}, 'global_batch is not set .[?]{3}.; set it'),
-        (
-            {'streams': {'a': {'local': 'x', 'resolution': '???'}}},
-            'streams.a.resolution is not set .[?]{3}.; set the side',
-        ),
+        ({'streams': {'a': {'local': 'x', 'resolution': '???'}}}, 'streams.a.resolution is not set .[?]{3}.; set the'),
         ({'task': 'generate', 'generate': {'prompts': ['a']}}, 'task: the plan is for training, not generate'),
     ],
 )

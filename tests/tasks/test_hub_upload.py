@@ -58,9 +58,7 @@ def test_outage_is_retried_and_then_no_mistake_of_the_user(hub, exported):
     upload(exported, NAME, CARD, public=False)
     assert hub.uploaded[NAME].files == FILES | {'README.md': CARD.encode()}
     hub.always = 503
-    with pytest.raises(
-        ExternalError, match=r'hf://someone/painter: cannot be written, tried 3 times .*complete'
-    ) as refused:
+    with pytest.raises(ExternalError, match=r'hf://someone/painter: cannot be written, tried 3 times') as refused:
         upload(exported, NAME, CARD, public=False)
     assert f'upload it later with `hf upload {NAME} {exported}`' in str(refused.value)
     assert TOKEN not in str(refused.value)

@@ -65,8 +65,6 @@ def kept(module, batch, *, autocast):
     [
         pytest.param(True, SMALLEST, id='smallest'),
         pytest.param(True, {}, id='bfloat16-linear', marks=pytest.mark.slow),
-        pytest.param(False, {}, id='float32-linear', marks=pytest.mark.slow),
-        pytest.param(True, {'use_linear_projection': False}, id='bfloat16-conv', marks=pytest.mark.slow),
         pytest.param(False, {'use_linear_projection': False}, id='float32-conv', marks=pytest.mark.slow),
     ],
 )
@@ -133,6 +131,7 @@ def stack_inputs(batch):
 def test_bytes_of_a_block_match_a_count_by_hand(precision, numbers, copies):
     found = count_activations(Stack(), stack_inputs, precision)
     assert (found.kept, found.copies) == (numbers, copies)
+    assert precision != 'float32' or found.largest == 4 * 8
 
 
 def test_float32_norms_keep_more_if_their_input_has_16_bits():
@@ -145,27 +144,6 @@ def test_float32_norms_keep_more_if_their_input_has_16_bits():
     assert of_second_block('half') == 4 * (2 * 8 + 2) + 2 * 8
     assert of_second_block('half+low_precision_norms') == 2 * 3 * 8 + of_second_block('half+compile') - 2 * 2 * 8
     assert of_second_block('half') > of_second_block('half+low_precision_norms') > of_second_block('half+compile')
-
-
-@pytest.mark.slow
-def test_memory_with_float32_norms_is_between_low_precision_norms_and_float32():
-    low, half, full = (count(unet(), name).kept for name in ('half+low_precision_norms', 'half', 'float32'))
-    assert 1.2 < half / low < 1.7
-    assert half < full
-
-
-def test_largest_tensor_is_found():
-    largest = count_activations(Stack(), stack_inputs, 'float32').largest
-    assert largest == 4 * 8
-
-
-@pytest.mark.slow
-def test_counting_does_not_change_the_module():
-    module = unet(**SMALLEST)
-    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
-    count(module, 'half+compile')
-    assert not module.is_gradient_checkpointing
-    assert all(torch.equal(before[name], parameter) for name, parameter in module.named_parameters())
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from transformers import CLIPTextConfig
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, square
-from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.cost_counting import ModelCounter, answer, build_empty, main
 from diffusion.models.families.sd2 import builder as sd2_builder
 from diffusion.models.families.sd2.builder import tiny
@@ -34,32 +32,15 @@ def trained(model):
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize(
-    'settings',
-    [
-        pytest.param(SETTINGS, id='trained-text', marks=pytest.mark.slow),
-        pytest.param(
-            {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False},
-            id='frozen-text',
-        ),
-    ],
-)
-def test_facts_of_tiny_match_the_built_model(settings):
+def test_facts_of_tiny_match_the_built_model():
+    settings = {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False}
     built, facts = tiny(**settings), ModelCounter(build_empty('tiny', settings)).facts()
     assert facts['trained_parameters'] == trained(built)
-    assert facts['frozen_parameters'] == size_of(built.vae) + (0 if built.train_text_encoder else size_of(built.text))
+    assert facts['frozen_parameters'] == size_of(built.vae) + size_of(built.text)
     assert facts['text_length'] == built.text.tokenizers[0].model_max_length
     assert facts['text_width'] == built.text.width
     assert facts['trains_text_encoder'] == built.train_text_encoder
     assert facts['latent_diffusion']
-
-
-@pytest.mark.slow
-def test_facts_of_sd2_match_the_published_ones():
-    facts = ModelCounter(build_empty('sd2', {'pretrained': None})).facts()
-    assert facts['trained_parameters'] == 865_910_724
-    assert facts['frozen_parameters'] == 83_653_863 + 340_387_840
-    assert facts['text_encoder_flops'] / 1e9 == pytest.approx(45.13, abs=0.005)
 
 
 def test_empty_model_is_built_without_reading_weights(small_vae, tmp_path):
@@ -81,18 +62,6 @@ def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path, monkeypatch)
     clip_tokenizer().save_pretrained(tmp_path / 'tokenizer')
     counter = ModelCounter(build_empty('sd2', {'pretrained': str(tmp_path)}))
     assert (counter.channels, len(counter.text.encoders[0].text_model.encoder.layers)) == (16, 2)
-
-
-@pytest.mark.slow
-def test_all_parameters_of_the_autoencoder_are_trained():
-    settings = {'block_out_channels': (8, 16), 'latent_channels': 4}
-    counter = ModelCounter(build_empty('autoencoder', settings))
-    facts = counter.facts()
-    assert facts['trained_parameters'] == trained(tiny_autoencoder(**settings))
-    assert (facts['frozen_parameters'], facts['latent_diffusion'], facts['pixels_per_cell']) == (0, False, 2)
-    flops = counter.flops(square(64))
-    assert flops['image_encoder'] == 0 < flops['trained']
-    assert counter.activations(square(64), 'half') == counter.activations(square(64), 'half+compile')
 
 
 @pytest.fixture(scope='module')
@@ -159,8 +128,3 @@ def test_program_prints_a_user_error_as_json(monkeypatch, capsys):
     monkeypatch.setattr('sys.stdin', io.StringIO(json.dumps(request)))
     assert main() == 0
     assert 'nowhere/vae: AutoencoderKL could not be loaded' in json.loads(capsys.readouterr().out)['mistake']
-
-
-def test_unregistered_model_is_rejected():
-    with pytest.raises(UserError, match=r"no model is called 'mine'; .* imports only the modules of `imports`"):
-        answer({'imports': [], 'name': 'mine', 'kwargs': {}, 'flops': [], 'activations': []})

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from model_batches import batch_of
 
 from diffusion.models import batch_keys
 from diffusion.models.objective import Objective
@@ -11,15 +12,6 @@ OBJECTIVES = {
     'v_prediction': Objective(prediction_type='v_prediction'),
     'flow': Objective(path='flow', prediction_type='velocity', timesteps='logit_normal'),
 }
-
-
-def batch_of(model, side: int = 64, size: int = 4) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
-        batch_keys.INPUT_IDS: model._tokens([f'image number {i}' for i in range(size)]),
-        batch_keys.SAMPLE_ID: torch.arange(size),
-    }
 
 
 @pytest.fixture(scope='module')

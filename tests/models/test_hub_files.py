@@ -86,7 +86,6 @@ def test_configuration_alone_is_fetched_without_weights(hub):
         ('no-repository', '401: there is no such repository, or it is private: check the name, and HF_TOKEN'),
         ('no-revision', f'404: there is no revision {COMMIT}'),
         ('gated', 'access is restricted: accept the terms at .*/someone/model, and set HF_TOKEN'),
-        (401, 'the store refuses access .401.'),
         (403, 'the store refuses access .403.'),
         (404, '404'),
     ],
@@ -99,7 +98,7 @@ def test_refusal_is_a_user_error_without_a_retry(hub, fault, reason):
     assert len(hub.requests) == 1
 
 
-@pytest.mark.parametrize('fault', [408, 429, 500, 503, 'hang'])
+@pytest.mark.parametrize('fault', [429, 503, 'hang'])
 def test_hub_that_does_not_answer_is_an_external_error_after_all_tries(hub, fault, caplog):
     caplog.set_level(logging.INFO)
     hub.always = fault
@@ -114,12 +113,6 @@ def test_hub_that_does_not_answer_is_an_external_error_after_all_tries(hub, faul
     assert [each.name for each in caplog.records if each.name.startswith('diffusion')] == [
         'diffusion.storage.retry'
     ] * 2
-
-
-def test_unreachable_hub_is_an_external_error(hub):
-    hub.close()
-    with pytest.raises(ExternalError, match='could not be loaded from the Hugging Face Hub .*tried 3 times'):
-        load('vae')
 
 
 def test_faults_that_pass_and_cut_bodies_are_retried(hub, repository, monkeypatch):
@@ -150,11 +143,6 @@ def test_branch_is_resolved_to_a_commit(hub):
     assert hub.requests[before:] == ['GET /api/models/someone/model/revision/main'], 'it may have moved'
     load('vae')
     assert len(hub.requests) == before + 1
-
-
-def test_missing_subfolder_is_a_user_error(hub):
-    with pytest.raises(UserError, match='could not be loaded .*has no nowhere/config.json'):
-        load_pretrained(AutoencoderKL, 'someone/model', subfolder='nowhere', revision=COMMIT)
 
 
 def test_half_precision_alone_on_the_hub_is_refused_with_the_way_out(repository, tmp_path, monkeypatch):
@@ -195,12 +183,3 @@ def test_vae_is_found_in_the_repository_of_a_pipeline_and_in_its_own(
         loaded = load_vae('someone/model', revision=COMMIT)
     expected = AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False).state_dict()
     assert all(torch.equal(expected[name], tensor) for name, tensor in loaded.state_dict().items())
-
-
-def test_repository_without_a_vae_is_a_user_error(tmp_path, monkeypatch):
-    (tmp_path / 'empty').mkdir()
-    with (
-        serving(tmp_path / 'empty', tmp_path, monkeypatch),
-        pytest.raises(UserError, match='someone/model/vae: Autoenc'),
-    ):
-        load_vae('someone/model', revision=COMMIT)

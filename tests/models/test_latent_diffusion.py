@@ -8,19 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from model_batches import batch_of
 
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.families.mmdit.builder import tiny_mmdit
-from diffusion.models.families.prx.builder import tiny_prx
-from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective, training_timesteps
 from diffusion.models.randomness import Draws, Purpose
-from diffusion.models.text_conditioner import tokenize
 
-BATCH = 4
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 
 
@@ -28,18 +25,6 @@ FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_norma
 def shared_model(make_model) -> Any:
     """Model of the tests that do not change its weights or settings."""
     return make_model()
-
-
-def batch_of(model: LatentDiffusion, *, side: int = 64, size: int = BATCH) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    captions = [f'image number {i}' for i in range(size)]
-    return {
-        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
-        batch_keys.INPUT_IDS: model._tokens(captions),
-        batch_keys.SAMPLE_ID: torch.arange(10, 10 + size),
-        batch_keys.EPOCH: torch.full((size,), 2),
-        batch_keys.BATCH_INDEX: torch.full((size,), 7),
-    }
 
 
 def draws_of(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> Draws:
@@ -69,24 +54,13 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return functional.mse_loss(predicted, targets[model.objective.prediction_type])
 
 
-@pytest.mark.parametrize(
-    ('prediction_type', 'source'),
-    [
-        pytest.param('v_prediction', 'images', marks=pytest.mark.slow),
-        pytest.param('sample', 'images', marks=pytest.mark.slow),
-        pytest.param('epsilon', 'latents', marks=pytest.mark.slow),
-        ('v_prediction', 'latents'),
-        pytest.param('sample', 'latents', marks=pytest.mark.slow),
-    ],
-)
-def test_loss_equals_plain_pytorch(make_model, prediction_type, source):
+@pytest.mark.parametrize('prediction_type', ['v_prediction', pytest.param('sample', marks=pytest.mark.slow)])
+def test_loss_on_stored_latents_equals_plain_pytorch(make_model, prediction_type):
     model = make_model(objective=Objective(prediction_type=prediction_type), caption_dropout=0.0)
     batch = batch_of(model)
     expected = reference_loss(model, batch)
-    if source == 'latents':
-        batch[batch_keys.LATENT_MOMENTS] = model.encode(batch.pop(batch_keys.IMAGE))
-    outputs = model(batch)
-    torch.testing.assert_close(model.loss(outputs, batch), expected, rtol=1e-5, atol=1e-6)
+    batch[batch_keys.LATENT_MOMENTS] = model.encode(batch.pop(batch_keys.IMAGE))
+    torch.testing.assert_close(model.loss(model(batch), batch), expected, rtol=1e-5, atol=1e-6)
 
 
 def flow_reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -128,18 +102,11 @@ def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
     model.denoiser.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update({int(kwargs['timestep'][0]): args[0]}), with_kwargs=True
     )
-    assert model.eval_forward(batch).shape == (8, BATCH)
+    assert model.eval_forward(batch).shape == (8, 4)
     latents = model.latents_of(batch)
-    draws = Draws(model.seed, batch[batch_keys.SAMPLE_ID], torch.zeros(BATCH).long(), torch.full((BATCH,), 4))
+    draws = Draws(model.seed, batch[batch_keys.SAMPLE_ID], torch.zeros(4).long(), torch.full((4,), 4))
     noise = draws.normal(Purpose.VALIDATION_NOISE, latents.shape[1:])
     torch.testing.assert_close(seen[562], 0.438 * latents + 0.562 * noise)
-
-
-def test_stratified_times_of_a_flow_are_the_quantiles(shared_model):
-    objective = Objective(path='flow', prediction_type='velocity', timesteps='stratified')
-    quantiles = torch.linspace(0, 0.9, BATCH, dtype=torch.float64)
-    timesteps = training_timesteps(objective, draws_of(shared_model, batch_of(shared_model)), quantiles)
-    torch.testing.assert_close(timesteps, 1000 * torch.linspace(0, 0.9, BATCH))
 
 
 @pytest.mark.parametrize('prediction_type', ['velocity', pytest.param('sample', marks=pytest.mark.slow)])
@@ -160,18 +127,14 @@ def test_ddim_of_a_flow_is_eulers_method(make_model, prediction_type):
     torch.testing.assert_close(images, model.decode(state), rtol=1e-3, atol=1e-3)
 
 
-OTHER_SOLVERS = ('euler', 'dpm++', 'heun', 'unipc', 'DPMSolverSinglestepScheduler')
-
-
 @pytest.mark.parametrize(
     ('prediction_type', 'name'),
     [
         ('velocity', 'dpm++'),
         ('sample', 'euler'),
         *(
-            pytest.param(prediction_type, name, marks=pytest.mark.slow)
-            for prediction_type, name in itertools.product(('velocity', 'sample'), OTHER_SOLVERS)
-            if (prediction_type, name) not in {('velocity', 'dpm++'), ('sample', 'euler')}
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (('velocity', 'heun'), ('sample', 'unipc'), ('sample', 'DPMSolverSinglestepScheduler'))
         ),
     ],
 )
@@ -250,9 +213,8 @@ def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model, objective):
 
 def test_batch_without_ids_uses_torchs_generator(shared_model):
     model = shared_model
-    batch = {
-        name: tensor for name, tensor in batch_of(model).items() if name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)
-    }
+    whole = batch_of(model)
+    batch = {name: whole[name] for name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)}
     torch.manual_seed(3)
     first, second = model(batch).target, model(batch).target
     torch.manual_seed(3)
@@ -321,22 +283,13 @@ def test_frozen_parts_are_not_in_the_state_dict_but_move_with_the_model(make_mod
     assert next(model.text.parameters()).dtype == torch.float64
 
 
-def test_trained_text_encoder_gets_gradients(shared_model):
-    model = shared_model
-    batch = batch_of(model)
-    model.zero_grad()
-    model.loss(model(batch), batch).backward()
-    assert {name.split('.')[0] for name in model.state_dict()} == {'denoiser', 'text_encoder'}
-    assert all(parameter.grad is not None for parameter in model.text.parameters())
-
-
 def test_validation_loss_is_deterministic_at_eight_timesteps(shared_model):
     model = shared_model
     batch = batch_of(model)
     first = model.eval_forward(batch)
     torch.manual_seed(99)
     assert torch.equal(first, model.eval_forward({**batch, batch_keys.EPOCH: batch[batch_keys.EPOCH] + 1}))
-    assert first.shape == (8, BATCH)
+    assert first.shape == (8, 4)
     assert model.validation_timesteps() == [62, 187, 312, 437, 562, 687, 812, 937]
     metrics = model.get_metrics(is_train=False)
     for metric in metrics.values():
@@ -356,11 +309,9 @@ def test_generated_images_depend_only_on_their_own_seed(shared_model):
     assert model.training, 'the training mode is restored'
 
 
-OTHER_SCHEDULERS = ('ddim', 'ddpm', 'euler', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler')
-
-
 @pytest.mark.parametrize(
-    'name', ['dpm++', 'euler_ancestral', *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SCHEDULERS)]
+    'name',
+    ['dpm++', 'euler_ancestral', *(pytest.param(each, marks=pytest.mark.slow) for each in ('heun', 'pndm', 'unipc'))],
 )
 def test_every_scheduler_generates_finite_reproducible_images(shared_model, name):
     sampling = {'num_inference_steps': 4, 'noise_scheduler': name, 'guidance_rescale': 0.7}
@@ -371,20 +322,13 @@ def test_every_scheduler_generates_finite_reproducible_images(shared_model, name
     assert torch.equal(images, shared_model.generate(['a'], seeds=[3], **sampling))
 
 
-def test_other_sizes_can_be_generated(shared_model):
-    assert shared_model.generate(['a'], size=(32, 96), num_inference_steps=1).shape == (1, 3, 32, 96)
-
-
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
         (lambda m: m.generate([]), 'prompts: pass at least one caption'),
         (lambda m: m.generate('a cat'), r"prompts: pass a list of captions, such as \['a cat'\], instead"),
-        (lambda m: m.generate(['a', 3]), 'prompts: 3 is not a string; pass a list of captions'),
         (lambda m: m.generate(['a'], seeds=[1, 2]), 'seeds: 2 seeds for 1 prompts'),
-        (lambda m: m.generate(['a'], seeds=[-1]), 'seeds: -1 is out of range; use 0 to 4294967295'),
         (lambda m: m.generate(['a', 'b'], seeds=[0, 2**32]), 'seeds: 4294967296 is out of range'),
-        (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64; use positive multiples of 8 px'),
         (
             lambda m: m.generate(['a'], latents=torch.zeros(1, 4, 8, 8), size=(128, 128)),
             r'size: 128x128, but latents of shape \(1, 4, 8, 8\) give images of 64x64 px; pass only one of the two',
@@ -393,14 +337,9 @@ def test_other_sizes_can_be_generated(shared_model):
             lambda m: m.generate(['a', 'b'], latents=torch.zeros(1, 4, 8, 8)),
             r'latents: shape \(1, 4, 8, 8\); pass noise of shape \[2, 4, height / 8, width / 8\], one entry per prompt',
         ),
-        (lambda m: m.generate(['a'], latents=torch.zeros(1, 3, 8, 8)), r'latents: shape \(1, 3, 8, 8\); pass noise'),
-        (lambda m: m.generate(['a'], latents=torch.zeros(4, 8, 8)), r'latents: shape \(4, 8, 8\); pass noise'),
         (lambda m: m.generate(['a'], size=(0, 0)), 'size: 0x0; use positive multiples of 8 px'),
-        (lambda m: m.generate(['a'], size=(64, -8)), 'size: 64x-8; use positive multiples of 8 px'),
-        (lambda m: m.generate(['a'], num_inference_steps=0), 'num_inference_steps: 0 is out of range; use 1 to 1000'),
         (lambda m: m.generate(['a'], num_inference_steps=1001), 'num_inference_steps: 1001 is out of range'),
         (lambda m: m.generate(['a'], guidance_scale=-1), 'guidance_scale: -1 is out of range; use 0 or more'),
-        (lambda m: m.generate(['a'], guidance_scale=float('nan')), 'guidance_scale: nan is out of range'),
         (lambda m: m.generate(['a'], guidance_rescale=2), 'guidance_rescale: 2 is out of range; use 0 .* to 1'),
         (lambda m: m.generate(['a'], noise_scheduler='dimm'), "noise_scheduler: 'dimm' is unknown; did you mean"),
         (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: has .* needs either image or latent_moments'),
@@ -432,7 +371,7 @@ def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
     model = make_model()
     batch = batch_of(model)
     batch[batch_keys.LATENT_MOMENTS] = (
-        model.encode(batch.pop(batch_keys.IMAGE))[:, :4] * 0.0 + torch.randn(BATCH, 4, 8, 8) * 0.03
+        model.encode(batch.pop(batch_keys.IMAGE))[:, :4] * 0.0 + torch.randn(4, 4, 8, 8) * 0.03
     )
     for _ in range(2):
         model(batch)
@@ -442,7 +381,7 @@ def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
 @pytest.mark.parametrize(
     ('builder', 'sizes'),
     [
-        *(pytest.param(each, {}, marks=pytest.mark.slow) for each in (tiny, tiny_sdxl, tiny_prx)),
+        pytest.param(tiny_sdxl, {}, marks=pytest.mark.slow),
         (tiny_mmdit, {'depth': 1, 'dual_attention_blocks': 0, 'text_width': 32}),
     ],
 )
@@ -450,7 +389,7 @@ def test_captions_that_fill_the_text_encoder_are_counted_once(builder, sizes, sm
     model = builder(vae=str(small_vae), **sizes)
     length = model.text.token_length
     texts = ['a', 'a cat ' * 3 * length, 'on ' * (length // 6), 'b ' * 2 * length]
-    batch = batch_of(model) | {batch_keys.INPUT_IDS: tokenize(model.text.tokenizers, texts)}
+    batch = batch_of(model, texts)
     batch[batch_keys.IMAGE_SIZES] = torch.tensor([[64, 64, 0, 0, 64, 64]] * 4)
     for _ in range(2):
         model(batch)
@@ -487,19 +426,14 @@ def test_to_empty_keeps_the_weights_of_frozen_parts(make_model):
     assert model.text is not None
 
 
-def stratified_batch(model: LatentDiffusion, quantiles: list[float]) -> dict[str, torch.Tensor]:
-    batch = batch_of(model, size=len(quantiles))
-    return batch | {batch_keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
-
-
 @pytest.fixture(scope='module')
 def stratified_model(make_model) -> Any:
     return make_model(objective=Objective(timesteps='stratified'))
 
 
 def test_stratified_timesteps_do_not_depend_on_microbatches(stratified_model):
-    model = stratified_model
-    batch = stratified_batch(model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52])
+    model, quantiles = stratified_model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52]
+    batch = batch_of(model) | {batch_keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
     timesteps = training_timesteps(model.objective, draws_of(model, batch), batch[batch_keys.TIMESTEP_QUANTILE])
     assert timesteps.tolist() == [0, 250, 999, 999]
     with torch.no_grad():

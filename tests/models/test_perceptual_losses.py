@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_batches import CAPTIONS, batch_of
 from safetensors.torch import save_file
 from torch.nn import functional
 from torchmetrics.functional.image import lpips as torchmetrics_lpips
@@ -69,15 +70,6 @@ def make(weights):
         return model
 
     return make
-
-
-def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        batch_keys.IMAGE: torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=generator),
-        batch_keys.INPUT_IDS: model._tokens(['a', 'two cats', '']),
-        batch_keys.SAMPLE_ID: torch.arange(3),
-    }
 
 
 def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -150,7 +142,7 @@ def features_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Te
 @pytest.mark.parametrize('prediction', [pytest.param('sample', marks=pytest.mark.slow), 'velocity'])
 def test_loss_and_gradients_equal_a_reference_in_plain_pytorch(make, weights, prediction):
     model = make(prediction, lpips_weight=0.3, features_weight=0.2)
-    batch = batch_of(model)
+    batch = batch_of(model, CAPTIONS[:3])
     outputs = model(batch)
     model.loss(outputs, batch).backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.denoiser.named_parameters()}
@@ -175,20 +167,20 @@ def test_loss_and_gradients_equal_a_reference_in_plain_pytorch(make, weights, pr
 
 def test_a_perfect_prediction_costs_nothing_and_evaluation_uses_no_network(make, monkeypatch):
     model = make()
-    images = batch_of(model)[batch_keys.IMAGE].float() / 127.5 - 1
+    images = batch_of(model, CAPTIONS[:3])[batch_keys.IMAGE].float() / 127.5 - 1
     loss = model._frozen['perceptual_loss']
     assert loss(images, images).abs().max() < 1e-5
     assert loss(images.flip(3), images).min() > 1e-3
     assert not any('perceptual' in name for name in model.state_dict())
     assert not any(each.requires_grad for each in loss.parameters())
     monkeypatch.delitem(model._frozen, 'perceptual_loss')
-    assert model.eval_forward(batch_of(model)).shape == (8, 3)
+    assert model.eval_forward(batch_of(model, CAPTIONS[:3])).shape == (8, 3)
 
 
 def test_one_of_the_two_losses_is_enough(make, weights):
     model = make(features_weight=0.0, encoder=None, lpips_backbone=weights['safe'])
     assert model._frozen['perceptual_loss'].features is None
-    assert model(batch_of(model)).perceptual.shape == (3,)
+    assert model(batch_of(model, CAPTIONS[:3])).perceptual.shape == (3,)
     model = make(lpips_weight=0.0, lpips_backbone=None)
     assert model._frozen['perceptual_loss'].lpips is None
 
@@ -238,7 +230,7 @@ def test_check_without_torch_names_the_same_mistakes(write_recipe, small_vae):
 def test_given_encoder_replaces_the_named_one(make, weights):
     """In a model built in Python, for both perceptual losses and alignment."""
     named = make(lpips_weight=0.0, features_weight=0.2)
-    batch = batch_of(named)
+    batch = batch_of(named, CAPTIONS[:3])
     model = LatentDiffusion(
         named.denoiser,
         PixelSpace(),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_batches import CAPTIONS, batch_of
 from torch.nn import functional
 from transformers import CLIPTextConfig, Dinov2Config, Dinov2Model, DINOv3ViTConfig, DINOv3ViTModel
 
@@ -22,6 +23,7 @@ from diffusion.models.representation_alignment import RepresentationAlignment, b
 from diffusion.models.token_routing import Route
 from diffusion.training.initial_weights import SourceWeights, load_source
 
+THREE = CAPTIONS[:3]
 SIZES: dict[str, Any] = {'hidden_size': 32, 'num_attention_heads': 2, 'num_hidden_layers': 2, 'image_size': 28}
 
 
@@ -61,15 +63,6 @@ def make_prx(small_vae, encoders):
     return make
 
 
-def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        batch_keys.IMAGE: torch.randint(0, 256, (3, 3, 64, 48), dtype=torch.uint8, generator=generator),
-        batch_keys.INPUT_IDS: model._tokens([f'image number {i}' for i in range(3)]),
-        batch_keys.SAMPLE_ID: torch.arange(3),
-    }
-
-
 def reference_similarity(model: LatentDiffusion, batch: Any, tokens: torch.Tensor, folder: Path, kept: Any):
     """Return the mean cosine similarity of each sample, in plain PyTorch, cell by cell."""
     dino: Any = (Dinov2Model if folder.name == 'dinov2' else DINOv3ViTModel).from_pretrained(folder)
@@ -103,16 +96,11 @@ def reference_similarity(model: LatentDiffusion, batch: Any, tokens: torch.Tenso
 
 @pytest.mark.parametrize(
     ('encoder', 'routed'),
-    [
-        pytest.param('dinov2', False, marks=pytest.mark.slow),
-        pytest.param('dinov2', True, marks=pytest.mark.slow),
-        pytest.param('dinov3', False, marks=pytest.mark.slow),
-        ('dinov3', True),
-    ],
+    [pytest.param('dinov2', False, marks=pytest.mark.slow), ('dinov3', True)],
 )
 def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, routed):
     model, plain = make_prx(encoder), make_prx(None)
-    batch = batch_of(model)
+    batch = batch_of(model, THREE, height=64, width=48)
     route = Route(0, 2, 0.25)
     if routed:
         for each in (model, plain):
@@ -150,7 +138,7 @@ def test_denoiser_starts_and_is_evaluated_as_without_alignment_and_frozen_encode
     assert len(model.state_dict()) == len(names) + 6
     assert not any(each.requires_grad for each in model._frozen['image_encoder'].parameters())
     assert {'feature_projector.0.weight'} <= {name for name, _ in model.named_parameters()}
-    batch = batch_of(model)
+    batch = batch_of(model, THREE, height=64, width=48)
     # Not bit for bit: MKL chooses kernels by the alignment of memory.
     torch.testing.assert_close(model.eval_forward(batch), plain.eval_forward(batch), rtol=1e-6, atol=1e-6)
     moments = {**batch, batch_keys.LATENT_MOMENTS: model.encode(batch.pop(batch_keys.IMAGE))}
@@ -163,7 +151,7 @@ def test_denoiser_starts_and_is_evaluated_as_without_alignment_and_frozen_encode
 @pytest.mark.parametrize('routed', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stored_features_in_half_precision_give_the_loss_of_images(make_prx, routed):
     model = make_prx(posterior='mean')
-    batch = batch_of(model)
+    batch = batch_of(model, THREE, height=64, width=48)
     if routed:
         model.route_tokens(Route(0, 2, 0.25)).begin(model.draws_of(batch))
     expected = model(batch).alignment
@@ -197,7 +185,7 @@ def test_weights_are_exchanged_with_models_without_alignment(make_prx):
 
 def test_flops_include_encoder_and_projection(make_prx):
     model, plain = make_prx(), make_prx(None)
-    batch = batch_of(model)
+    batch = batch_of(model, THREE, height=64, width=48)
     added = (model.flops_per_batch(batch) - plain.flops_per_batch(batch)) // 3
     projection = 3 * 2 * 48 * (32 * 48 + 48 * 48 + 48 * 32)
     # 49 tokens in two layers of width 32 with MLPs of width 128, and the patches of 14 px.

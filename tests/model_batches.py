@@ -1,0 +1,25 @@
+"""Batches of a latent diffusion model, as its data loader would make them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from diffusion.models import batch_keys
+
+CAPTIONS = ['a red square', 'two cats', '', 'a very long caption of a small green circle and more']
+
+
+def batch_of(
+    model: Any, captions: Sequence[str] = CAPTIONS, *, width: int = 64, height: int = 64, first_id: int = 10
+) -> dict[str, torch.Tensor]:
+    """Return random images with captions, of the samples from `first_id` on, in batch 7 of epoch 2."""
+    generator = torch.Generator().manual_seed(1)
+    size = len(captions)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens(captions),
+        batch_keys.SAMPLE_ID: torch.arange(first_id, first_id + size),
+        batch_keys.EPOCH: torch.full((size,), 2),
+        batch_keys.BATCH_INDEX: torch.full((size,), 7),
+    }

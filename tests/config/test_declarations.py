@@ -115,19 +115,8 @@ def test_constraints_are_checked_without_importing_the_component(parts):
     assert check_keywords('model', 'model', 'strict', {'resolution': 48, 'depth': None}) == []
 
 
-def test_model_of_somebody_else_is_judged_only_by_its_own_constraints(parts):
-    register('model', 'free', f'{parts}:free')
-    assert check_keywords('model', 'model', 'free', {'resolution': 61}) == []
-
-
 def test_constraints_are_no_part_of_the_type_that_messages_name(parts):
     parameters = {each.name: each for each in of_source(parts, 'strict').parameters}
     assert parameters['resolution'].annotation == 'int'
     assert parameters['resolution'].constraints == (MultipleOf(16),)
     assert parameters['depth'].annotation == 'int | None'
-
-
-def test_constraints_of_an_imported_object_are_read_too():
-    width, levels = of_object(part).parameters
-    assert (width.annotation, width.constraints) == ('int', (MultipleOf(4),))
-    assert levels.constraints == (AtLeast(1),)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 
 import pytest
 from hypothesis import given
@@ -112,12 +111,6 @@ INVALID_BUCKETS = (
 def test_invalid_buckets_file_is_an_error(tmp_path, content):
     (tmp_path / 'buckets.json').write_text(content)
     with pytest.raises(ValueError, match='is not a valid list of buckets'):
-        read_buckets(tmp_path)
-
-
-def test_pipe_in_place_of_the_buckets_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / 'buckets.json')
-    with pytest.raises(ValueError, match=r'has no buckets\.json'):
         read_buckets(tmp_path)
 
 

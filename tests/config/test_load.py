@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_comparison import all_values
 
@@ -26,7 +26,7 @@ from diffusion.config.load import (
     to_yaml,
 )
 from diffusion.config.recipe import LoraConfig
-from diffusion.config.yaml_files import dump, parse_yaml
+from diffusion.config.yaml_files import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / 'yamls').glob('*.yaml'))
@@ -112,47 +112,6 @@ def test_saved_recipe_has_no_defaults_of_components_that_users_register(write, m
     assert parse_yaml(to_yaml(load(write({'callbacks': {'mine': None}}))))['callbacks'] == {'mine': {}}
 
 
-characters = st.characters(blacklist_categories=['Cs'], blacklist_characters='\0')
-names = st.text('abcdefghij_', min_size=1, max_size=8)
-
-
-@example(batch=1, lr=1.0, streams={'if': 64}, prompts=['1e100', '-', '\x85', 'a\u2028b', '1_0', 'on', '2024-01-01'])
-@given(
-    batch=st.integers(1, 10**6),
-    lr=st.floats(1e-9, 1.0),
-    streams=st.dictionaries(names, st.sampled_from([64, 256, 512]), min_size=1, max_size=4),
-    prompts=st.lists(st.text(characters, max_size=20), max_size=3),
-)
-@settings(max_examples=10, deadline=None)
-def test_random_recipe_round_trips_through_yaml(tmp_path_factory, batch, lr, streams, prompts):
-    folder = tmp_path_factory.mktemp('recipes')
-    content = VALID | {
-        'global_batch': batch,
-        'optimizer': {'name': 'adamw', 'lr': lr},
-        'streams': {name: {'remote': f's3://b/{name}', 'resolution': side} for name, side in streams.items()},
-        'generate': {'prompts': [p for p in prompts if p != '???' and '${' not in p]},
-    }
-    first, second = folder / 'a.yaml', folder / 'b.yaml'
-    first.write_text(dump(content), encoding='utf-8')
-    recipe = load(first)
-    assert recipe.generate.prompts == content['generate']['prompts']
-    second.write_text(to_yaml(recipe), encoding='utf-8')
-    assert all_values(load(second)) == all_values(recipe)
-
-
-def test_phase_two_changes_only_some_settings_of_phase_one():
-    one = load(ROOT / 'yamls/phase1.yaml', ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c'])
-    two = load(ROOT / 'yamls/phase2.yaml', ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c'])
-    assert two.init_from == 'runs/phase1'
-    assert two.algorithms['ema'] == Component('ema', {'ema_start': '800000ba', 'smoothing': 0.9999})
-    assert two.model.kwargs == one.model.kwargs | {'resolution': 512}
-    assert (one.trainer['max_duration'], two.trainer['max_duration']) == ('550000ba', '850000ba')
-    assert two.optimizer == one.optimizer == Component('adamw', {'lr': 1e-4, 'weight_decay': 0.01})
-    assert (one.global_batch, one.device_train_microbatch_size) == (2048, 16)
-    assert one.scheduler == Component('constant_with_warmup', {'t_warmup': '10000ba'})
-    assert not one.parallelism.reshard_after_forward
-
-
 def test_mappings_merge_and_false_removes_an_entry(write):
     base = write({'callbacks': {'lr_monitor': None, 'nan_monitor': None}}, 'base.yaml')
     child = write(
@@ -163,11 +122,6 @@ def test_mappings_merge_and_false_removes_an_entry(write):
     assert recipe.callbacks['speed_monitor'].kwargs == {'window_size': 5}
     assert set(recipe.callbacks) == {'nan_monitor', 'speed_monitor'}
     assert set(load(child, ['callbacks.speed_monitor=false']).callbacks) == {'nan_monitor'}
-
-
-def test_two_callbacks_of_the_same_name_under_different_keys(write):
-    recipe = load(write({'callbacks': {'a': {'name': 'lr_monitor'}, 'b': {'name': 'lr_monitor'}}}))
-    assert recipe.callbacks['b'] == Component('lr_monitor')
 
 
 def test_overrides_replace_sections_and_add_entries(write):
@@ -190,24 +144,19 @@ def test_missing_values_are_listed_if_allowed(write):
 
 WRONG_CONTENTS = {
     'parallelism: {replicas: 2}': 'parallelism.replicas: needs fsdp2; under ddp every device is a replica: remove it',
-    'parallelism: {strategy: fsdp2, replicas: 0}': 'parallelism.replicas: 0 is not positive',
     'parallelism: {checkpoints: sharded}': 'parallelism.checkpoints: sharded needs strategy: fsdp2, not ddp; use whole',
     'parallelism: {mixed_precision: pure}': 'parallelism.mixed_precision: needs fsdp2; ddp follows trainer.precision',
     'parallelism: {strategy: fsdp1}': r"parallelism.strategy: 'fsdp1' is not .* fsdp2; .* \(SHARD_GRAD_OP is ",
     'parallelism: {sharding_strategy: SHARD_GRAD_OP}': r'sharding_strategy: unknown key; .* \(SHARD_GRAD_OP is ',
     'trainr: {}': "trainr: unknown key; did you mean 'trainer'?",
-    'loader: {num_worker: 2}': "loader.num_worker: unknown key; did you mean 'num_workers'?",
     'global_batch: many': "global_batch: 'many' is not an integer",
     'generate: {prompts: [a, 3]}': r'generate.prompts\[1\]: 3 is not a string',
-    'seed: true': 'seed: True is not an integer',
     'loader: 3': r'loader: 3 is not a mapping \(key: value\)',
     "streams: {a: {remote: '???', resolution: 64}}": r'streams.a.remote: is still \?\?\?; set the object store folder',
     'streams: {a: {local: x}}': 'streams.a.resolution: is missing; set the side in pixels',
     "model: {name: tiny, vae: '???'}": r'model.vae: is still \?\?\?',
     'model: {name: sd22}': "model: no model is called 'sd22'; did you mean 'sd2'?",
-    'model: {resolution: 64}': 'model.name: is missing; use one of: autoencoder, .*sd2, .*tiny',
     'model: {name: tiny, resolutoin: 64}': "model.resolutoin: unknown key; did you mean 'resolution'?",
-    'optimizer: {name: adamw, lr: fast}': "optimizer.lr: 'fast' is not a number",
     'optimizer: {name: adamw, lr: .nan}': 'optimizer.lr: nan is not a number',
     'model: {name: tiny, objective: {path: flow}}': "objective.prediction_type: 'epsilon'; use one of velocity, sample",
     'model: {name: tiny, objective: {path: flow, beta_end: 0.1}}': 'objective.beta_end: a flow has no such setting',
@@ -215,7 +164,6 @@ WRONG_CONTENTS = {
         r"min_snr_gamma: \[\] is not .*\n.*snr_shift: 'a' is not a number\n.*zero_terminal_snr: epsilon does not"
     ),
     'model: {name: tiny, caption_dropout_mode: zero}': "caption_dropout_mode: 'zero' is not .*; did you mean 'zeros'",
-    'model: {name: tiny, objective: {timesteps: stratifed}}': "'stratifed' is not .*; did you mean 'stratified'",
     'callbacks: {image_grid: null}': 'callbacks.image_grid.prompts: is missing',
     'optimizer: {name: adamw, params: 1}': 'optimizer.params: is set by the program; remove it',
     'trainer: {precision: fp32}': 'trainer.max_duration: is missing; set how long to train',
@@ -223,11 +171,9 @@ WRONG_CONTENTS = {
     'streams: {a: {local: x, resolution: 60}}': 'streams.a.resolution: 60 is not a multiple of 8',
     'streams: {a: {local: x, resolution: 64, shape: 60x64}}': "streams.a.shape: '60x64': sides must be",
     'model: {name: sd2, resolution: 60}': 'model.resolution: 60 is not a positive multiple of 8; use 56 or 64',
-    'model: {name: tiny, block_out_channels: [64, 100]}': r'block_out_channels: 100 is not a .*; use 96 or 128',
     'scheduler: {name: linear_with_warmup, t_warmup: 100}': 'scheduler.t_warmup: 100 has no unit; write 100ba',
     "scheduler: {name: multi_step_with_warmup, t_warmup: 10ba, milestones: ['20']}": "milestones: '20' is not a dura",
     'algorithms: {ema: {ema_start: 100}}': 'algorithms.ema.ema_start: 100 has no unit; write 100ba',
-    'algorithms: {ema: {ema_start: true}}': 'algorithms.ema.ema_start: True is not a string',
     'global_batch: 33, device_train_microbatch_size: 16': (
         'device_train_microbatch_size: 16 does not divide .* of global_batch=33 on any .*; use 11, or .* of 32 or 48'
     ),
@@ -255,12 +201,9 @@ WRONG_FILES = {
 WRONG_OVERRIDES = {
     'device_train_microbatch_size=auto': "'auto' is not an integer",
     'trainer.save_filename=x.pt': "applies only to Composer's own checkpoints; this run saves to .*: remove it",
-    'trainer.max_duraton=3ba': "trainer.max_duraton: unknown key; did you mean 'max_duration'?",
     'trainer.optimizers=3': 'trainer.optimizers: belongs in another section; set optimizer',
     'trainer.max_duration=5': r'trainer.max_duration: 5 has no unit; write 5ba \(batches\) or 5ep \(epochs\)',
-    'trainer.save_interval=0.5': 'trainer.save_interval: 0.5 has no unit; write',
     'trainer.device=gpus': "trainer.device: 'gpus' is not supported; did you mean 'gpu'",
-    'trainer.device=hpu': "trainer.device: 'hpu' is not supported; did you mean 'gpu'",
     'trainer.precision=fp16': "trainer.precision: 'fp16' is not supported; did you mean 'amp_fp16'",
     'trainer.device=cpu trainer.precision=amp_bf16': 'trainer.precision: amp_bf16 needs a GPU in',
     'generate.num_inference_steps=0': 'generate.num_inference_steps: 0 is out of range',
@@ -268,12 +211,10 @@ WRONG_OVERRIDES = {
         'generate.num_inference_steps: 50 is out of range; use 1 to 40, the number of timesteps'
     ),
     'generate.guidance_scale=-1': 'generate.guidance_scale: -1.0 is out of range; use 0 or',
-    'generate.guidance_scale=.nan': 'generate.guidance_scale: nan is not a number',
     'generate.guidance_rescale=1.5': 'generate.guidance_rescale: 1.5 is out of range',
     'generate.seed=4294967290 generate.prompts=[a,b] generate.num_images_per_prompt=4': (
         'generate.seed: 4294967290 is out of range; use 0 to 4294967288 for the first of 8 images'
     ),
-    'generate.num_images_per_prompt=0': 'generate.num_images_per_prompt: 0 is out of range',
     'generate.noise_scheduler=dimm': "generate.noise_scheduler: 'dimm' is unknown",
 }
 
@@ -313,12 +254,8 @@ def test_all_mistakes_are_reported_in_one_error(write):
     path = write({'trainr': 1, 'seed': 'x', 'loader': {'shufle': True}, 'streams': {'a': {'resolution': '???'}}})
     with pytest.raises(RecipeError) as error:
         load(path)
-    assert [problem.where for problem in error.value.problems] == [
-        'trainr',
-        'seed',
-        'loader.shufle',
-        'streams.a.resolution',
-    ]
+    found = [problem.where for problem in error.value.problems]
+    assert found == ['trainr', 'seed', 'loader.shufle', 'streams.a.resolution']
     assert str(error.value).startswith(f'{path} has 4 mistakes:\n  trainr: ')
 
 
@@ -360,23 +297,14 @@ def test_loss_guard_that_skips_is_refused_with_amp_fp16(write, trainer, action, 
     [
         (2048, None, 128, None),
         (1536, None, 96, None),
-        (1920, None, 240, None),
         (1536, 64, 4, None),
         (
             1536,
             64,
             96,
-            'loader.num_canonical_nodes: 64 cannot be split evenly over 12 nodes; use 192 from the start of a run '
-            '.it changes the order of samples., or a number of nodes that divides 64; 8 or 16 nodes of 8 devices work '
-            'as it is',
+            r'loader.num_canonical_nodes: 64 cannot be split evenly over 12 nodes; use 192 .*',
         ),
-        (
-            2048,
-            None,
-            96,
-            'global_batch: 2048 does not divide over 96 devices; use 2016 or 2112; 8 or 16 nodes of 8 devices work as '
-            'it is',
-        ),
+        (2048, None, 96, 'global_batch: 2048 does not divide over 96 devices; use 2016 or 2112; 8 or 16 nodes .*'),
     ],
 )
 def test_number_of_nodes_must_suit_the_batch_and_the_order_of_samples(write, batch, canonical_nodes, gpus, message):
@@ -505,9 +433,6 @@ def test_pretrained_repository_needs_a_revision(write, tmp_path, monkeypatch, na
         ({'lora': {'rank': 0}}, 'lora.rank', '0 is less than 1; 4 to 64 are common'),
         ({'lora': {'alpha': -1}}, 'lora.alpha', r'-1(\.0)? is not positive; use the rank, for a factor of 1'),
         ({'lora': {'targets': []}}, 'lora.targets', 'is empty, so nothing would be trained'),
-        ({'lora': {'targets': ['']}}, 'lora.targets', 'has an empty name'),
-        ({'lora': {'targets': 'to_q'}}, 'lora.targets', "'to_q' is not a list"),
-        ({'lora': {'ranks': 4}}, 'lora.ranks', "unknown key; did you mean 'rank'"),
         ({'lora': {}, 'init_from': None}, 'lora', 'trains updates of published weights; set init_from'),
         ({'lora': {}, 'model': {'name': 'tiny'}}, 'model.train_text_encoder', '.*text encoder is frozen; set false'),
         ({'lora': {}, 'model': {'name': 'autoencoder'}}, 'lora', 'the model autoencoder has no denoiser'),

@@ -95,7 +95,6 @@ def test_signatures_of_installed_packages():
         ('Derived', {'wide': True}, ['here.depth: is missing and has no default; set it (int)']),
         ('Derived', {'depth': 3, 'wid': True}, ["here.wid: unknown key; did you mean 'wide'?"]),
         ('Derived', {'depth': 3.5}, ['here.depth: 3.5 is not an integer']),
-        ('Derived', {'depth': True}, ['here.depth: True is not an integer']),
         ('Derived', {'depth': 1, 'name': 7}, ['here.name: 7 is not a string or null; put it in quotes']),
         ('Bare', {'depth': 3}, ['here.depth: unknown key; known: none']),
         ('Options', {'speed': 3}, []),
@@ -126,15 +125,6 @@ def test_supplied_keywords_are_neither_missing_nor_allowed():
     assert problems('optimizer', 'adamw', {'params': 1}, supplied=('params',)) == [
         'here.params: is set by the program; remove it from the recipe'
     ]
-
-
-def test_recipe_cannot_set_keywords_that_a_dataset_passes_to_streaming():
-    # ImageTextDataset passes **streaming to StreamingDataset; a recipe sets these values in its loader section.
-    supplied = ('buckets', 'batch_size', 'tokenizers', 'seed')
-    assert problems('dataset', 'image_text', {'crop': 'random'}, supplied=supplied) == []
-    assert problems('dataset', 'image_text', {'shuffle': True}, supplied=supplied)[0].startswith(
-        'here.shuffle: unknown key'
-    )
 
 
 def test_missing_values_are_not_type_errors():
@@ -193,12 +183,6 @@ def test_offered_values_are_used_if_accepted_and_not_in_the_recipe():
     assert build('model', Component('drawing', {'color': 'red', 'device': 'tpu'}), offered=offered).device == 'tpu'
     with pytest.raises(TypeError, match='folder'):
         build('model', Component('drawing', {'color': 'red'}), folder='runs/a')
-
-
-def test_keywords_are_the_defaults_overridden_by_the_recipe():
-    register('model', 'drawing', Drawing)
-    component = Component('drawing', {'color': 'red', 'device': 'gpu'})
-    assert registry.keywords('model', component) == {'shape': None, 'device': 'gpu', 'color': 'red'}
 
 
 def test_settings_are_those_of_components_of_this_package_with_their_defaults():

@@ -174,12 +174,6 @@ def test_change_is_described_with_both_values(overrides, text, effect):
     assert (str(found), found.rule.effect) == (text, effect)
 
 
-def test_another_seed_is_one_change():
-    assert str(change('quickstart', 'seed=3')) == 'seed 17 -> 3'
-    found = changes(values('quickstart'), values('quickstart', 'model.seed=3'))
-    assert [str(each) for each in found] == ['model.seed 17 -> 3']
-
-
 def test_start_of_averaging_is_fixed_once_there_are_averages():
     found = [change('quickstart', 'algorithms.ema.ema_start=9ba'), change('quickstart', 'algorithms.ema=false')]
     assert refused(found, averaging=False) == []

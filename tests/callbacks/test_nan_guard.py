@@ -28,17 +28,11 @@ BAD = 121
 BAD_BATCH = 2
 
 
-@pytest.mark.parametrize('value', [math.nan, math.inf])
-@pytest.mark.parametrize('keep_sample_losses', [True, False])
+@pytest.mark.parametrize(('value', 'keep_sample_losses'), [(math.nan, True), (math.inf, False)])
 def test_run_stops_after_the_batch_and_names_its_samples(tmp_path, value, keep_sample_losses):
     data = make_data(bad=[BAD], value=value)
-    trainer = make_trainer(
-        data,
-        [NaNGuard(folder=str(tmp_path))],
-        folder=tmp_path,
-        save_interval='1ba',
-        keep_sample_losses=keep_sample_losses,
-    )
+    settings = {'save_interval': '1ba', 'keep_sample_losses': keep_sample_losses}
+    trainer = make_trainer(data, [NaNGuard(folder=str(tmp_path))], folder=tmp_path, **settings)
     samples = 'sample 121' if keep_sample_losses else r'samples 116, 117, .* 123'
     with pytest.raises(BadLoss, match=rf'batch 2: loss is {value}; {samples}; the newest checkpoint, .*/ba2.pt'):
         trainer.fit()

@@ -56,10 +56,8 @@ def test_new_faults_are_logged(caplog):
 @pytest.mark.parametrize(
     ('second', 'xids', 'fault'),
     [
-        ({}, [], ''),
         ({}, [13, 31, 43], ''),  # errors of a program
         ({}, [79], 'Xid 79 (GPU has fallen off the bus)'),
-        ({'rows': (1, 1, False, False)}, [], ''),
         ({'rows': (0, 1, True, False)}, [], 'row remapping is pending until a reset'),
         ({'rows': (0, 8, True, True)}, [], 'row remapping failed'),
         ({'errors': 3}, [], ''),  # before the run

@@ -100,11 +100,6 @@ def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
     assert saved == [3, 6]
 
 
-def test_message_of_a_run_without_save_folder():
-    trainer = make_trainer(make_data(), [Preemption(), signal_at()])
-    assert_preempted(trainer, 'stopped at batch 5 on SIGTERM; nothing is saved: there is no save_folder')
-
-
 @pytest.mark.parametrize('duration', ['6ba', '1ep', '9ba', '48sp'])
 def test_run_that_ends_with_this_batch_ends_as_usual(tmp_path, duration):
     last = {'9ba': 8}.get(duration, 5)

@@ -119,10 +119,3 @@ def test_reference_images_of_a_folder_are_read_as_compared_ones(tmp_path):
     assert np.array_equal(images[3].permute(1, 2, 0), np.asarray(read_image(tmp_path / 'turned.png')))
     with pytest.raises(UserError, match='notes.png: cannot be read as an image .*; replace it'):
         images[2]
-
-
-def test_image_with_a_large_text_is_compared(tmp_path):
-    info = PngImagePlugin.PngInfo()
-    info.add_text('workflow', 'x' * 3_000_000, zip=True)
-    Image.new('RGB', (4, 4)).save(tmp_path / '0.png', pnginfo=info)
-    assert numbered_images(tmp_path, PROMPTS[:1]) == [tmp_path / '0.png']

@@ -1,7 +1,6 @@
 """Feature networks and their resizing, against clean-fid, torch-fidelity, transformers and CMMD's published steps."""
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from urllib.error import URLError
 
@@ -26,7 +25,7 @@ from transformers import (
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation import feature_networks
-from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception, clean_resize
+from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, Inception, clean_resize
 from diffusion.evaluation.metrics import Moments, frechet_distance, gaussian_distance, kernel_distance
 from diffusion.prepare.openmoji import all_emoji
 
@@ -108,33 +107,16 @@ def small_network() -> EfficientNetLite0:
     return network
 
 
-def blurred(image: Tensor, amount: float, _: int) -> Tensor:
+def blurred(image: Tensor, amount: float) -> Tensor:
     side = max(2, round(64 * (1 - amount)))
     small = functional.interpolate(image[None].float(), (side, side), mode='bilinear', antialias=True)
     return functional.interpolate(small, (64, 64), mode='bilinear')[0].round().byte()
 
 
-def noised(image: Tensor, amount: float, index: int) -> Tensor:
-    drawn = torch.randn(image.shape, generator=torch.Generator().manual_seed(index))
-    return (image + 255 * amount * drawn).clamp(0, 255).byte()
-
-
-def shuffled(image: Tensor, amount: float, index: int) -> Tensor:
-    """Exchange a share of the tiles of 16 pixels."""
-    tiles = functional.unfold(image[None].float(), 16, stride=16)[0]
-    generator = torch.Generator().manual_seed(index)
-    chosen = torch.randperm(tiles.shape[1], generator=generator)[: round(amount * tiles.shape[1])]
-    tiles[:, chosen] = tiles[:, chosen.roll(1)]
-    return functional.fold(tiles[None], (64, 64), 16, stride=16)[0].byte()
-
-
-@pytest.mark.parametrize(
-    'damage', [blurred, pytest.param(noised, marks=pytest.mark.slow), pytest.param(shuffled, marks=pytest.mark.slow)]
-)
-def test_distances_grow_with_damage(emoji, small_network, damage: Callable[[Tensor, float, int], Tensor]):
+def test_distances_grow_with_damage(emoji, small_network):
     reference, found = small_network.features(emoji), []
     for amount in (0.1, 0.25, 0.5):
-        rows = small_network.features([damage(image, amount, index) for index, image in enumerate(emoji)])
+        rows = small_network.features([blurred(image, amount) for image in emoji])
         some = slice(256)  # a Fréchet distance takes the cube of the number of features
         frechet = frechet_distance(Moments.of(rows[:, some]), Moments.of(reference[:, some]))
         found.append((frechet, kernel_distance(rows, reference), gaussian_distance(rows, reference)))
@@ -199,10 +181,3 @@ def test_other_models_are_refused(tmp_path):
     CLIPTextModel(CLIPTextConfig(**SMALL, vocab_size=50)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match='is a clip_text_model; use one of dinov2'):
         Dino(str(tmp_path))
-
-
-@pytest.mark.parametrize('shape', [(1, 8, 8), (8, 8), (1, 3, 8, 8)])
-def test_images_of_a_wrong_shape_are_refused(clip_folder, shape):
-    network: FeatureNetwork = Clip(str(clip_folder))
-    with pytest.raises(ValueError, match='images must be uint8'):
-        network.features([torch.zeros(shape, dtype=torch.uint8)])

@@ -72,13 +72,6 @@ def test_small_images_are_enlarged_by_an_integer_factor_with_a_gap_between_them(
     assert np.array_equal(sheet[MARGIN : MARGIN + height, MARGIN : MARGIN + width], figure)
 
 
-def test_columns_set_the_number_of_figures_per_row():
-    figures = [Figure([Image.new('RGB', (8, 8))], str(number)) for number in range(6)]
-    one, two, three = (draw_sheet([Section('', figures)], columns=columns) for columns in (1, 2, 3))
-    assert one.width < two.width < three.width
-    assert one.height > two.height > three.height
-
-
 @pytest.mark.parametrize('size', [(512, 512), (1024, 256), (256, 1024), (320, 192)])
 def test_images_keep_their_aspect_ratio_and_have_equal_areas(size):
     width, height = size_on_sheet(Image.new('RGB', size), 176)
@@ -121,17 +114,3 @@ def test_images_can_be_cut_out_of_a_saved_sheet(tmp_path):
         ]
     assert [figure['caption'] for figure in found] == ['caption 0', 'caption 1', 'caption 2']
     assert [each.tobytes() for each in cut] == [each.tobytes() for each in images]
-
-
-def test_failed_save_leaves_no_file(tmp_path, monkeypatch):
-    image = Image.new('RGB', (4, 4))
-    save_image(image, tmp_path / 'a' / 'b.png')
-    assert [file.name for file in (tmp_path / 'a').iterdir()] == ['b.png']
-
-    def full(*_args: object, **_kwargs: object) -> None:
-        raise OSError(28, 'No space left on device')
-
-    monkeypatch.setattr('diffusion.storage.atomic.Path.replace', full)
-    with pytest.raises(OSError, match='No space left'):
-        save_image(image, tmp_path / 'a' / 'c.png')
-    assert not (tmp_path / 'a' / 'c.png').exists()

@@ -41,31 +41,19 @@ def test_every_shipped_price_has_a_date_and_a_source():
         assert gpu.memory_gb_per_second, gpu.name
 
 
-@pytest.mark.parametrize(('name', 'tflops'), [('a100-80gb', 312), ('h100-sxm', 989), ('h200', 989), ('v100-32gb', 125)])
-def test_peaks_are_dense(name, tflops):
-    precision = 'fp16' if name.startswith('v100') else 'bf16'
-    assert GPUS[name].peak_flops(precision) == tflops * 1e12
-
-
-@pytest.mark.parametrize('name', ['H200', 'a100_80gb', 'A100-80GB'])
-def test_case_and_underscores_do_not_matter(name):
-    assert find_gpu(name, GPUS).name == name.lower().replace('_', '-')
-
-
 @pytest.mark.parametrize(
     ('name', 'hint'),
     [
         ('h20', 'did you mean h200'),
         ('a100', 'did you mean a100-40gb or a100-80gb'),
-        ('l40', 'did you mean l40s'),
         ('b20o', "did you mean 'b200'"),
         ('tpu', 'known: a100-40gb, '),
-        ('', 'known: a100-40gb, '),
     ],
 )
 def test_unknown_name_suggests_the_nearest(name, hint):
     with pytest.raises(ValueError, match=f'--gpu: no GPU is called {name!r}; {hint}'):
         find_gpu(name, GPUS)
+    assert find_gpu('A100_80GB', GPUS).name == 'a100-80gb'
 
 
 def test_unsupported_precision_lists_the_supported_ones():
@@ -108,11 +96,6 @@ def test_error_in_a_file_names_the_key(write, change, message):
         load_gpus(write({'mine': ONE['mine'] | change}))
 
 
-def test_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r'--gpus-file: .*none\.yaml cannot be read'):
-        load_gpus(tmp_path / 'none.yaml')
-
-
 CUDA_VERSION: str | None = importlib.import_module('torch.version').cuda
 CAPABILITIES = [(major, minor) for major in range(5, 13) for minor in range(10)]
 BLACKWELL = ('10.0', '10.3', '12.0', '12.1')
@@ -140,24 +123,6 @@ def test_compatibility_equals_brute_force_over_all_capabilities():
     for architectures in lists:
         expected = set().union(*(runs_on(name) for name in architectures))
         assert {each for each in CAPABILITIES if has_kernels(each, architectures)} == expected, architectures
-
-
-@pytest.mark.parametrize(
-    ('capability', 'architecture', 'runs'),
-    [
-        ('8.9', 'sm_86', True),
-        ('8.6', 'sm_80', True),
-        ('8.0', 'sm_86', False),
-        ('10.0', 'sm_90', False),
-        ('10.3', 'sm_100', True),
-        ('12.0', 'sm_100', False),
-        ('12.0', 'compute_90', True),
-        ('10.0', 'compute_90a', False),
-        ('9.0', 'gfx942', False),
-    ],
-)
-def test_binary_code_runs_within_a_major_version_and_ptx_on_newer_gpus(capability, architecture, runs):
-    assert has_kernels(capability_of(capability), [architecture]) is runs
 
 
 def test_every_shipped_gpu_has_a_capability_and_a_torch_that_runs_on_it():

@@ -79,12 +79,6 @@ def test_batch_memory_matches_the_stored_form():
         assert memory_of(replace(PHASE2, encoding=encoding), Setup(128, 16, SHARDED)).batch == 16 * size
 
 
-def test_sd2_with_ema_takes_16_bytes_per_parameter():
-    memory = memory_of(PHASE2, Setup(1, 16, DDP))
-    assert memory.weights + memory.optimizer + memory.averages == 16 * SD2
-    assert memory.buckets == 0  # nothing to reduce on one device
-
-
 def test_fsdp_shards_what_ddp_replicates():
     alone, sharded = (memory_of(PHASE2, Setup(128, 16, settings)) for settings in (DDP, SHARDED))
     for part in ('weights', 'gradients', 'optimizer', 'averages'):
@@ -207,13 +201,6 @@ def test_reduce_once_keeps_unsharded_gradients_and_weights():
     assert memory_of(work, Setup(128, 16, RESHARDED)).buckets == 0  # a single microbatch is reduced once anyway
 
 
-def test_compiled_blocks_keep_fewer_activations():
-    compiled = phase(PHASES[1])
-    for settings in (DDP, SHARDED):
-        kept = [memory_of(work, Setup(128, 16, settings)).activations for work in (PHASE2, compiled)]
-        assert kept[1] < 0.9 * kept[0]
-
-
 def test_largest_microbatch_fits_and_its_double_does_not():
     gpu = A100
     setup = Setup(8, 16, SHARDED)
@@ -245,13 +232,9 @@ def test_ways_out_list_settings_that_fit():
             assert fits_in_memory(memory_of(PHASE1, replace(sharded, microbatch=int(way.split('=')[1]))), gpu)
 
 
-def test_ways_out_suggest_sharding_instead_of_ddp():
-    gpu = find_gpu('a10g', GPUS)
-    suggestions = ways_out(PHASE1, Setup(128, 16, DDP), gpu, GPUS)
+def test_ways_out_suggest_sharding_instead_of_ddp_and_may_not_exist():
+    suggestions = ways_out(PHASE1, Setup(128, 16, DDP), find_gpu('a10g', GPUS), GPUS)
     assert 'parallelism.strategy=fsdp2 parallelism.reshard_after_forward=false' in suggestions
-
-
-def test_no_way_out_on_one_gpu_that_is_far_too_small():
     tiny_gpu = replace(A100, memory_gib=2.0, name='small')
     assert ways_out(PHASE2, Setup(1, 2048, DDP), tiny_gpu, {'small': tiny_gpu}) == []
 

@@ -8,7 +8,6 @@ from diffusion.config import registry
 from diffusion.config.image_shapes import square
 from diffusion.config.recipe import Component
 from diffusion.config.signatures import of_source
-from diffusion.errors import UserError
 from diffusion.models.vae import STABLE_DIFFUSION_VAE
 from diffusion.planning.model_costs import ModelCosts
 
@@ -69,14 +68,6 @@ def test_config_of_a_local_folder_is_used(tmp_path):
     (tmp_path / 'vae' / 'config.json').write_text('{')
     with pytest.raises(ValueError, match=r'config\.json: not JSON .*save_pretrained'):
         costs('tiny', **settings)
-
-
-def test_user_error_while_counting_is_reported_by_the_plan(tmp_path):
-    (tmp_path / 'vae').mkdir()
-    config = STABLE_DIFFUSION_VAE | {'block_out_channels': [32] * 4, 'latents_mean': [0.0], 'latents_std': [1.0]}
-    (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config))
-    with pytest.raises(UserError, match='model tiny: .*vae: latents_mean and latents_std have 1 and 1 values for 4'):
-        costs('tiny', block_out_channels=[32], text_layers=1, vae=str(tmp_path)).count()
 
 
 def test_shape_that_is_not_a_multiple_of_the_latent_cell_is_an_error():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from diffusion.cli import main
-from tests.planning.recipes import PHASES, YAMLS, write_recipe
+from tests.planning.recipes import PHASES, YAMLS
 
 BOTH = [str(path) for path in PHASES]
 
@@ -44,16 +44,6 @@ def test_plan_of_the_published_recipe(capsys):
     ):
         assert text in out
     assert 'WARNINGS' not in out
-
-
-def test_number_columns_are_right_aligned_and_text_columns_left_aligned(capsys):
-    out = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128')
-    header, *rows = out.partition('Checkpoints, with')[2].split('\n')[1:4]
-    words = header.index('recipe saves every')
-    numbers = header.index('goodput') + len('goodput')
-    for row in rows:
-        assert row[words - 1] == ' ' != row[words]
-        assert row[numbers - 1] != ' ' == row[numbers]
 
 
 def test_goodput_of_each_save_strategy_is_simulated(capsys):
@@ -219,25 +209,21 @@ def test_recipe_that_does_not_fit_gets_settings_that_do(capsys):
     assert as_json(capsys, *words[:-1], smaller)['phases'][0]['memory'][0]['fits']
 
 
-def test_launch_bound_model_warns(capsys):
+def test_launch_bound_model_and_impossible_speed_warn(capsys):
     out = planned(capsys, str(YAMLS / 'quickstart.yaml'))
     assert 'is faster than kernels can be launched' in out
-
-
-def test_impossible_speed_warns(capsys):
     out = planned(capsys, BOTH[0], '--gpu', 'a100-80gb', '--images-per-second', '99999', '--gpus', '8')
     assert 'of the peak is not possible' in out
 
 
 @pytest.mark.parametrize('recipe', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
-@pytest.mark.parametrize('precision', [pytest.param('fp32', marks=pytest.mark.slow), 'amp_bf16'])
-def test_every_training_recipe_is_planned_from_shipped_counts(capsys, monkeypatch, tmp_path, recipe, precision):
+def test_every_training_recipe_is_planned_from_shipped_counts(capsys, monkeypatch, tmp_path, recipe):
     from diffusion.config.load import load
 
     if 'max_duration' not in load(recipe, allow_missing=True).trainer:
         pytest.skip('no training recipe')
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    assert main(['plan', str(recipe), '--gpus', '8', f'trainer.precision={precision}']) == 0
+    assert main(['plan', str(recipe), '--gpus', '8', 'trainer.precision=amp_bf16']) == 0
     assert capsys.readouterr().err == '', 'nothing is counted'
 
 
@@ -264,20 +250,13 @@ def test_pixels_are_not_stored_as_latents(capsys):
     assert message in refused(capsys, str(YAMLS / 'speedrun.yaml'), '--stored', 'latents')
 
 
-def test_plan_without_a_recipe_is_an_error(capsys):
-    assert 'no recipe given' in refused(capsys, 'global_batch=8')
-
-
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
         (['--mfu', '0.4', '--images-per-second', '9'], 'not allowed with argument --mfu'),
         (['--mfu', '40'], '--mfu: 40 is not a fraction in (0, 1], such as 0.4'),
-        (['--gpus', '0'], '--gpus: 0 is less than 1; use 1 or more'),
-        (['--price', '-1'], '--price: -1.0 is less than 0; use 0 or more'),
         (['--samples', '1e6,x'], "'x' is not an integer"),
         (['--stored', 'text'], "invalid choice: 'text'"),
-        (['--gpuz', '3'], 'unrecognized arguments: --gpuz'),
     ],
 )
 def test_invalid_option_values_are_rejected(capsys, words, message):
@@ -309,13 +288,6 @@ def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
     assert counts_around([small], 3) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     huge = phase(overrides=['global_batch=65536', 'device_train_microbatch_size=1'])
     assert 32_768 in counts_around([huge], 32_768)
-
-
-def test_from_run_scales_measured_throughput_by_number_of_gpus(capsys, tmp_path):
-    path = write_recipe(tmp_path)
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 5, "throughput/device/samples_per_sec": 12.5}\n')
-    plan = as_json(capsys, str(path), '--gpus', '4', '--from-run', str(tmp_path))
-    assert plan['phases'][0]['images_per_second'] == pytest.approx(50)
 
 
 def test_run_shorter_than_its_saves_is_planned(capsys):

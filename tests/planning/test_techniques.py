@@ -130,12 +130,6 @@ def test_muon_flops_are_those_of_its_matrix_products(pixel_recipe):
     assert seconds == pytest.approx((8 * work.flops() + work.optimizer_flops) / (0.5 * 312e12))
 
 
-def test_muon_without_convolutions_has_fewer_flops(tmp_path):
-    path = write_recipe(tmp_path, optimizer={'name': 'muon', 'lr': 0.001})
-    flops = [phase(path, [f'optimizer.convolutions={value}']).optimizer_flops for value in ('true', 'false')]
-    assert flops[0] > flops[1] > 0
-
-
 @pytest.mark.slow
 def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_path):
     settings = {'block_out_channels': [32, 64], 'text_layers': 1, 'train_text_encoder': False}
@@ -159,11 +153,8 @@ def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_p
     assert any('a LoRA' in note for note in work.notes)
     plan = make_plan([work], Assumptions(A100, 1), gpus=GPUS)
     sizes = plan.phases[0].sizes
-    assert (sizes.weights, sizes.with_optimizer, sizes.with_averages) == (
-        weights,
-        weights + 8 * trained,
-        weights + 12 * trained,
-    )
+    found = (sizes.weights, sizes.with_optimizer, sizes.with_averages)
+    assert found == (weights, weights + 8 * trained, weights + 12 * trained)
 
 
 def test_lora_of_sd2_is_planned_from_the_published_throughput():

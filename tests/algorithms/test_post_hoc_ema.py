@@ -134,7 +134,6 @@ def test_large_errors_are_logged_with_alternatives(run, caplog):
 @pytest.mark.parametrize(
     ('width', 'at', 'message'),
     [
-        (0.3, None, r'width=0.3 is not between 0 and 0\.2887'),
         (0.1, 301, f'batch 301 is not between 1 and {BATCHES}, the batch of the last snapshot'),
         (0.1, 0, 'batch 0 is not between 1'),
     ],

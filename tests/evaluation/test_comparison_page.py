@@ -243,33 +243,7 @@ def test_order_and_sides_differ_between_people_and_favor_no_side(page):
 
 @pytest.mark.slow
 @needs_browser
-def test_browser_that_keeps_nothing_says_so_and_answers_are_not_lost(desktop, address, html):
-    page = desktop[0].new_page()
-    page.add_init_script("Storage.prototype.setItem = () => { throw new Error('QuotaExceededError') }")
-    page.add_init_script("Storage.prototype.getItem = () => { throw new Error('SecurityError') }")
-    page.goto(address)
-    page.click('#begin')
-    assert 'does not keep your progress' in page.inner_text('#warning')
-    given = vote(page, html, 'ArrowLeft', 'ArrowDown')
-    dialogs = []
-
-    def stay(dialog) -> None:
-        dialogs.append(dialog.type)
-        dialog.dismiss()
-
-    page.on('dialog', stay)
-    page.close(run_before_unload=True)
-    page.wait_for_timeout(200)
-    assert dialogs == ['beforeunload'], 'the browser asks before answers are lost'
-    answers = parse_answers(exported(page), 'exported', COMPARISON, len(KEY.pairs))
-    assert [(each.pair, each.question, each.choice) for each in answers] == given
-    page.close()
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-@pytest.mark.parametrize('width', [1280, 390])
+@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 390)])
 def test_page_has_no_serious_accessibility_issue(page, scheme, width):
     page.set_viewport_size({'width': width, 'height': 800})
     page.emulate_media(color_scheme=scheme, reduced_motion='reduce')

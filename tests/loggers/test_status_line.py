@@ -155,12 +155,3 @@ pathlib.Path('survived').touch()
         [sys.executable, '-c', program], cwd=tmp_path, env=environ, check=False, timeout=60, capture_output=True
     )
     assert (tmp_path / 'survived').exists()
-
-
-def test_emulated_terminal_wraps_erases_and_moves():
-    screen = Screen(5)
-    screen.feed('abcdefg\r\nxyz\rQ\x1b[K\x1b[1A!')
-    assert str(screen) == 'abcde\nf!\nQ'
-    assert screen.wrapped == [1]
-    with pytest.raises(AssertionError, match='unknown control code'):
-        screen.feed('\x1b[2J')

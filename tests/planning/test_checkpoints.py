@@ -4,8 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion.checkpointing.retention import CheckpointInfo, kept
-from diffusion.config.checkpointing import KeepConfig
 from diffusion.planning.checkpoints import (
     best_interval,
     chosen_interval,
@@ -13,7 +11,6 @@ from diffusion.planning.checkpoints import (
     default_stall_seconds,
     goodput,
     kept_checkpoints,
-    most_checkpoints,
     observed_mtbf_hours,
     resilience_of,
     sizes_of,
@@ -149,23 +146,3 @@ def test_storage_of_checkpoints_follows_the_rules_that_keep_them(words, count):
     else:
         assert kept_at_most is not None and kept_at_most.count == count
         assert kept_at_most.bytes == pytest.approx(count * 10.39e9, rel=0.001)
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.floats(0, 40_000), min_size=1, max_size=60),
-    st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 3)),
-    st.none() | st.integers(1, 100),
-)
-def test_number_of_checkpoints_is_never_larger(gaps, counts, every):
-    last, hourly, daily = counts
-    rules = KeepConfig(last, hourly, daily, None if every is None else f'{every}ba')
-    most = most_checkpoints(rules, saves=len(gaps), batches=7 * len(gaps))
-    assert most is not None
-    present: list[CheckpointInfo] = []
-    for number, gap in enumerate(gaps, 1):
-        saved = gap + (present[-1].saved or 0 if present else 0)
-        present.append(CheckpointInfo(7 * number, saved))
-        assert len(present) <= most
-        staying = kept(present, rules)
-        present = [each for each in present if each.batch in staying]

@@ -1,6 +1,5 @@
-"""Simulated goodput of save strategies, against the closed form and an event queue."""
+"""Simulated goodput of save strategies, against the closed form."""
 
-import heapq
 import runpy
 
 import pytest
@@ -40,57 +39,6 @@ def test_synchronous_saves_agree_with_the_closed_form(stall, restart, factor, mt
     assert simulated_goodput(synchronous(interval, stall), mtbf=mtbf, restart=restart) == pytest.approx(
         closed, abs=0.003
     )
-
-
-def queued_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, failures: int) -> float:
-    """Return the goodput of a simulation with a queue of events: each save point, each completion, each failure."""
-    clock = at = progress = 0.0
-    complete = dict.fromkeys([tier.name for tier in strategy.tiers], 0.0)
-    queue: list[tuple[float, int, str, float]] = []
-    waiting = restart
-    for gap, failure in goodput_simulation._draw_failures(failures):
-        end = clock + gap * mtbf
-        # A checkpoint that is complete in the moment of a failure does not count.
-        queue, at = [], clock + waiting + strategy.interval + strategy.stall
-        point = progress + strategy.interval
-        heapq.heappush(queue, (at, 0, 'save', point))
-        while queue and queue[0][0] <= end:
-            now, _, what, position = heapq.heappop(queue)
-            if what != 'save':
-                complete[what] = position
-                continue
-            number = round(position / strategy.interval)
-            for tier in strategy.tiers:
-                if number % tier.every == 0:
-                    heapq.heappush(queue, (now + tier.lag, 1, tier.name, position))
-            heapq.heappush(queue, (now + strategy.interval + strategy.stall, 0, 'save', position + strategy.interval))
-        clock = end
-        for tier in strategy.tiers:
-            if tier.survives < failure:
-                complete[tier.name] = 0.0
-        progress = max(complete.values())
-        first = next(
-            (tier for tier in strategy.tiers if progress and complete[tier.name] == progress), strategy.tiers[-1]
-        )
-        waiting = restart - strategy.tiers[-1].restore + first.restore
-    return progress / clock
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.floats(30, 2000), st.floats(0.5, 60), st.lists(st.floats(0, 3000), min_size=3, max_size=3), st.integers(1, 9))
-def test_jumps_between_failures_equal_an_event_queue(interval, stall, lags, every):
-    tiers = (
-        Tier('memory', Failure.PROCESS, lags[0], restore=1.0),
-        Tier('disk', Failure.NODE, lags[1], restore=10.0, every=every),
-        Tier('durable', Failure.CLUSTER, lags[2], restore=60.0, every=2 * every),
-    )
-    strategy = SaveStrategy('tiers', interval, stall, tiers)
-    jumped, queued = (
-        simulate(strategy, mtbf=2 * HOUR, restart=300.0, failures=150)
-        for simulate in (simulated_goodput, queued_goodput)
-    )
-    # Sums in another order may differ by a save point where a failure is at the same moment.
-    assert jumped == pytest.approx(queued, abs=2 * every * interval / (150 * 2 * HOUR))
 
 
 def test_tiers_gain_only_by_frequent_failures_that_spare_memory(monkeypatch):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from diffusion.algorithms.ema import EMA
 from diffusion.models import batch_keys, stage_hooks
-from diffusion.models.flops import FlopCount, empty_copy, forward_flops
 from diffusion.profiling.breakdown import STAGES, WAITS, Breakdown, BreakdownReport, Recorder, Timeline, shares_of
 
 SLEEP_SECONDS = 0.04
@@ -288,30 +287,3 @@ def test_line_includes_the_slowest_rank_only_if_it_is_slower():
     slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
     assert '100 ms/step (slowest rank 200)' in slow.line()
     assert 'throughput/device/mfu' not in slow.metrics()
-
-
-@pytest.mark.slow
-def test_flops_of_a_batch_equal_torch_flop_counter(make_model):
-    height, width = 8, 4
-    model = make_model(train_text_encoder=False, layers_per_block=0)
-    denoiser = FlopCount(model.denoiser)(height, width, 16)
-    images = {
-        batch_keys.IMAGE: torch.zeros(5, 3, 8 * height, 8 * width, dtype=torch.uint8),
-        batch_keys.INPUT_IDS: torch.zeros(5, 1, 16, dtype=torch.int64),
-    }
-    vae = sum(
-        forward_flops(empty_copy(part, 'meta'), torch.empty(5, channels, *size, device='meta'))
-        for part, channels, size in (
-            (model.vae.encoder, 3, (8 * height, 8 * width)),
-            (model.vae.quant_conv, 8, (height, width)),
-        )
-    )
-    text = forward_flops(empty_copy(model.text, 'meta'), images[batch_keys.INPUT_IDS].to('meta'))
-    assert model.flops_per_batch(images) == 5 * 3 * denoiser + vae + text
-    latents = {
-        batch_keys.LATENT_MOMENTS: torch.zeros(5, 8, height, width),
-        batch_keys.INPUT_IDS: images[batch_keys.INPUT_IDS],
-    }
-    stored = latents | {batch_keys.TEXT_EMBEDS: torch.zeros(5, 16, 32)}
-    assert model.flops_per_batch(stored) == 15 * denoiser
-    assert 15 * denoiser < model.flops_per_batch(latents) < model.flops_per_batch(images)

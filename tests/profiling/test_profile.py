@@ -112,15 +112,12 @@ def test_no_advice_without_measurements():
     [
         ('sm90_xmma_wgrad_implicit_gemm_indexed_bf16f32_nhwckrsc', 'convolutions'),
         ('void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>', 'attention'),
-        ('nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT', 'matrix products'),
         ('void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>', 'matrix products'),
         ('triton_red_fused_native_group_norm_silu_3', 'compiled kernels'),
         ('void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>', 'optimizer'),
         ('void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>', 'layout changes'),
-        ('void at::native::vectorized_layer_norm_kernel<float, float>', 'norms'),
         ('Memcpy HtoD (Pinned -> Device)', 'copies'),
         ('ncclDevKernel_AllGather_RING_LL', 'communication'),
-        ('aten::mkldnn_convolution', 'convolutions'),
         ('something else', 'others'),
     ],
 )

@@ -97,22 +97,6 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
         assert LatentManifest.read(folder, '').shape == str(shape)
 
 
-@pytest.mark.slow
-def test_finished_job_can_be_started_again_but_not_with_other_settings(write, tmp_path, caplog):
-    caplog.set_level('INFO')
-    precompute(load(write()))
-    assert 'shards to encode: ' in caplog.text
-    caplog.clear()
-    before = contents(tmp_path / 'latents')
-    precompute(load(write()))
-    assert 'shards to encode: ' not in caplog.text
-    assert contents(tmp_path / 'latents') == before
-    with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(posterior differ\); remove it'):
-        precompute(load(write(posterior='mean')))
-    with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(text_encoder, captions differ\)'):
-        precompute(load(write(model={'train_text_encoder': False}, latents='image+text', captions='first')))
-
-
 def test_unfinished_job_is_not_resumed_with_other_settings(write, tmp_path, monkeypatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, 'No space left on device')

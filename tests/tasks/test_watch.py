@@ -1,7 +1,6 @@
 """Watchers of runs: real processes that race, are killed, and meet pruned and half-written checkpoints."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -220,18 +219,6 @@ def test_best_checkpoints_are_pinned(site):
     write(Path(site.run), 40)
     Watcher(site.settings(keep_best=('fid', 1))).run()
     assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba40.pinned']
-
-
-def test_interrupted_watcher_ends_its_evaluation_and_frees_the_checkpoint(site):
-    watcher = site.process(60)
-    site.wait_for_starts(1)
-    pid = int(next(site.starts.iterdir()).stem.partition('-')[2])
-    watcher.send_signal(signal.SIGINT)
-    watcher.wait(60)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    Watcher(site.settings(only=['ba10'])).run()
-    assert results(site) == ['ba10']
 
 
 def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appear(site):

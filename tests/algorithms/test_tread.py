@@ -20,7 +20,6 @@ from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.randomness import Purpose
 from diffusion.models.token_routing import Route
-from diffusion.training import performance
 
 START, END, DEPTH = 1, 3, 4
 
@@ -106,41 +105,6 @@ def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx,
     assert found.keys() == expected_gradients.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-6, msg=name)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_see_fixed_numbers_of_tokens(make_prx, monkeypatch):
-    """Loss and gradients of compiled blocks, which are compiled once per number of tokens."""
-    model = make_prx(caption_dropout=0.0)
-    batches = [batch_of(model, ids=range(i, i + 4)) for i in (0, 4, 8)]
-    router = model.route_tokens(Route(START, END, 0.5))
-
-    def losses() -> list[float]:
-        found = []
-        for batch in batches:
-            with router.routing(model.draws_of(batch)):
-                loss = model.loss(model(batch), batch)
-                loss.backward()
-            found.append(float(loss.detach()))
-        return found
-
-    eager, eager_gradients = losses(), gradients(model)
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(performance, 'BACKEND', backend)
-    torch._dynamo.reset()
-    performance.compile_blocks(model)
-    performance.fuse_attention(model.denoiser)
-    graphs.clear()
-    assert losses() == pytest.approx(eager, rel=1e-6)
-    compiled = [graph for graph in graphs if 'gelu' in str(graph.graph)]
-    assert 1 <= len(compiled) <= DEPTH, 'one graph per block at most, whatever the batch'
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, eager_gradients[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_at_least_one_token_is_kept():

@@ -6,7 +6,7 @@ import pytest
 from evaluation.comparisons import COMPARISON, answers_of, answers_text, make_key, rater_name
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_answers import MAX_BYTES, answers_json, checksum, failed_checks, read_answers
+from diffusion.evaluation.comparison_answers import MAX_BYTES, answers_json, checksum, read_answers
 
 KEY = make_key()
 PAIRS = len(KEY.pairs)
@@ -95,17 +95,3 @@ def test_two_files_of_one_person_that_differ_are_refused(write):
 def test_file_without_answers_is_named(write, caplog):
     assert read_answers([write('none.json', answers_json(COMPARISON, rater_name(1), []))], COMPARISON, PAIRS) == []
     assert 'none.json: has no answers' in caplog.text
-
-
-def test_attention_checks_are_failed_by_preferring_the_damaged_image_or_neither():
-    key = make_key(checks=4)
-    wrong = {0: 'first', 1: 'second'}
-
-    def careless(pair, question):
-        number = [index for index in key.damaged() if key.pairs[index] is pair]
-        if number and [*key.damaged()].index(number[0]) in wrong:
-            return pair.damaged if [*key.damaged()].index(number[0]) == 0 else 'tie'
-        return 'second' if pair.damaged == 'first' else 'first'
-
-    answers = answers_of(key, 1) + answers_of(key, 2, careless) + answers_of(key, 3, pairs=0)
-    assert failed_checks(answers, key.damaged()) == {rater_name(1): 0.0, rater_name(2): 0.5}

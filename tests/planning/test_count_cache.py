@@ -1,7 +1,6 @@
 """Shipped and cached model counts, and the conditions under which a model is counted again."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -102,49 +101,6 @@ def test_truncated_cache_is_counted_again(requests):
     model.key.cached.write_text('{"facts": {"trained')
     assert ModelCosts(Component('tiny', TINY)).trained_parameters > 0
     assert len(requests) == 1
-
-
-OTHER = """
-from composer.models import ComposerModel
-from torch import nn
-
-
-class Pixels(ComposerModel):
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.net = nn.Conv2d(3, width, 3, padding=1)
-
-    def forward(self, batch):
-        print('libraries may print')
-        return self.net(batch['image'].float())
-
-    def loss(self, outputs, batch):
-        return outputs.mean()
-"""
-
-
-@pytest.mark.slow
-def test_recipe_with_a_user_defined_model_is_planned(tmp_path):
-    """Run `diffusion plan`, whose counting process imports the recipe's modules."""
-    (tmp_path / 'pixels.py').write_text(OTHER)
-    (tmp_path / 'parts.py').write_text("import diffusion\ndiffusion.register('model', 'pixels', 'pixels:Pixels')\n")
-    (tmp_path / 'recipe.yaml').write_text(
-        'name: run\nimports: [parts]\nglobal_batch: 8\nmodel: {name: pixels, width: 16}\n'
-        'streams: {a: {local: x, resolution: 64}}\ntrainer: {max_duration: 80ba, precision: amp_bf16}\n'
-    )
-    environ = count_cache.os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
-
-    def plan():
-        command = [sys.executable, '-m', 'diffusion', 'plan', 'recipe.yaml', '--json']
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-
-    first, second = plan(), plan()
-    assert first.stderr.startswith('counting FLOPs and activations of pixels on the meta device')
-    assert second.stderr == ''
-    assert first.stdout == second.stdout
-    (phase,) = json.loads(first.stdout)['phases']
-    assert phase['flop_per_image']['forward'] == 2 * 16 * 27 * 64 * 64
-    assert phase['trained_parameters'] == 16 * 28
 
 
 def test_failing_counter_raises_counting_failed(monkeypatch):

@@ -18,7 +18,7 @@ from diffusion.planning.throughput import (
 )
 from tests.planning.recipes import A100, GPUS, both, phase, write_sd2_recipe
 
-TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]
+TABLE = [(8, 81.33, 31_230), (32, 20.06, 30_805), (128, 5.51, 33_874)]
 """Published number of A100s, days and dollars of both phases with precomputed latents and text embeddings."""
 
 
@@ -111,9 +111,7 @@ def test_recomputation_costs_one_forward_pass_and_lowers_mfu():
     ('gpu', 'overrides'),
     [
         ('h100-sxm', ['device_train_microbatch_size=128']),
-        ('a100-80gb', ['model.resolution=768', 'streams.laion.resolution=768']),
         ('a100-80gb', ['trainer.precision=fp32']),
-        ('a100-80gb', ['parallelism.activation_checkpointing=true']),
     ],
 )
 def test_mfu_is_assumed_if_no_figure_was_published(gpu, overrides):

@@ -93,18 +93,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     'A is nowhere': (['nowhere', *BUILD[1:]], 'A: nowhere: does not exist; check'),
     'B is not a model': (['a', '.', *BUILD[2:]], 'B: checkpoint: . is not a checkpoint or a'),
     'A and B are one folder': (['a', '../{name}/a', *BUILD[2:]], 'A and B: are the same (a); name two different ones'),
-    'prompts are empty': ([*BUILD, '--prompts', 'empty.txt'], '--prompts: empty.txt: has no prompts'),
-    'prompts in another column': (
-        [*BUILD, '--prompts', 'prompts.csv'],
-        '--prompts: prompts.csv line 2: has no column prompt or prompts or caption or text, only id, sentence',
-    ),
     'one prompt': ([*BUILD, '--prompts', 'one.txt'], '--prompts: one prompt gives no confidence interval'),
-    'images of other prompts': (
-        [*BUILD, '--prompts', 'own'],
-        'A: a: has 8 images for 120 prompts; give one image per prompt',
-    ),
     'limit': ([*BUILD, '--limit', '9'], '--limit: 9 is more than the 8'),
-    'checks': ([*BUILD, '--checks', '9'], '--checks: 9 is more than the 8'),
     'steps of images': (
         [*BUILD, '--steps', '9'],
         '--steps: A and B are folders of images, so nothing is generated; remove it',

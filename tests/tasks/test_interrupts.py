@@ -14,14 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from forkserver import ROOT, SOCKET
-from ranks import free_port
 
 from diffusion.exit_codes import INTERRUPTED, PREEMPTED
-from diffusion.runs import attempts, run_status
+from diffusion.runs import attempts
 from diffusion.runs.attempt_recorder import outcome_of
-from diffusion.runs.run_status import RunReport, format_report, inspect_run
+from diffusion.runs.run_status import RunReport, inspect_run
 from diffusion.runs.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
 
 CTRL_C = b'\x03'
@@ -158,6 +156,25 @@ def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
     assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
 
 
+@pytest.mark.slow
+def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_path):
+    session = start(recipe(slow_batch=slow(tmp_path, seconds=60)))
+    session.wait_for(tmp_path / 'reached')
+    run = tmp_path / 'runs' / 'run'
+    found = status_at_batch(run, 6)
+    assert (found.state, found.total_batches, [node['node'] for node in found.nodes]) == ('running', 2000, [0])
+    session.press_ctrl_c()
+    session.wait_for_text('press Ctrl-C again')
+    time.sleep(0.6)
+    session.press_ctrl_c()
+    assert session.wait(20) == INTERRUPTED
+    (only,) = attempts.read_attempts(run)
+    loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
+    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
+    text = ' '.join(session.text().split())
+    assert loss in text and 'Traceback' not in text
+
+
 @pytest.mark.parametrize(
     'number', [signal.SIGHUP, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM))]
 )
@@ -233,58 +250,3 @@ def test_exit_that_is_no_signal_is_recorded_as_a_crash(error, expected):
 )
 def test_lost_batches_are_described(batch, saved, expected):
     assert describe_loss(batch, saved) == expected
-
-
-@pytest.fixture
-def launch(forkserver, recipe, tmp_path):
-    """Function that runs `diffusion launch` of a local job of two nodes in a terminal."""
-
-    def launch(**callbacks: object) -> Session:
-        spec = {
-            'name': 'job',
-            'backend': 'local',
-            'recipe': str(recipe(**callbacks)),
-            'workdir': str(tmp_path),
-            'nodes': 2,
-            'gpu': None,
-            'gpus_per_node': 1,
-            'master_port': free_port(),
-            'preflight': 'none',
-            'schedule': {'notice_seconds': 60},
-        }
-        (tmp_path / 'job.yaml').write_text(yaml.safe_dump(spec))
-        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
-        environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
-        command = [sys.executable, '-m', 'diffusion', 'launch', tmp_path / 'job.yaml']
-        sessions.append(Session(command, environ, tmp_path))
-        return sessions[-1]
-
-    sessions: list[Session] = []
-    yield launch
-    for session in sessions:
-        session.end()
-
-
-@pytest.mark.slow
-def test_status_and_second_ctrl_c_of_a_launched_job(launch, tmp_path, monkeypatch):
-    session = launch(slow_batch=slow(tmp_path, seconds=60))
-    session.wait_for(tmp_path / 'reached')
-    found = status_at_batch(tmp_path / 'runs' / 'run', 6)
-    assert (found.state, [node['node'] for node in found.nodes]) == ('running', [0, 1])
-    assert found.newest_checkpoint == str(tmp_path / 'runs' / 'run' / 'ba4')
-    assert found.seconds_left is not None and found.batches_per_second is not None
-    assert found.seconds_left == pytest.approx(1994 / found.batches_per_second)
-    monkeypatch.setattr(run_status, 'SILENT_SECONDS', 0.1)
-    monkeypatch.setattr(run_status, 'SILENT_BATCHES', 0)
-    while 'silent, no batch for ' not in format_report(inspect_run(tmp_path / 'runs' / 'run')):
-        assert session.process.poll() is None, session.text()
-        time.sleep(0.05)
-    session.press_ctrl_c()
-    session.wait_for_text('press Ctrl-C again')
-    time.sleep(0.6)
-    session.press_ctrl_c()
-    assert session.wait(20) == INTERRUPTED
-    (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
-    loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
-    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
-    assert loss in ' '.join(session.text().split())

@@ -16,8 +16,6 @@ from diffusion.config.load import load
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import LatentManifest
 from diffusion.storage import object_store
-from diffusion.storage.places import StorePlace
-from diffusion.storage.shard_writer import pin_plan
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
 
@@ -187,11 +185,3 @@ def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, sto
     precompute(load(path))
     with pytest.raises(ValueError, match=r'precompute\.out: s3://latents/here/.* holds other latents'):
         precompute(load(write('remote', out='s3://latents/here', posterior='mean')))
-
-
-def test_unfinished_job_in_an_object_store_is_reported_with_its_url(tmp_path, store):
-    remote = store.bucket('latents') + '/here'
-    pin_plan(StorePlace(f'{remote}/unfinished', tmp_path / 'one'), {'samples': 8}, where='precompute.out')
-    other = StorePlace(f'{remote}/unfinished', tmp_path / 'other')
-    with pytest.raises(ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was started with other'):
-        pin_plan(other, {'samples': 4}, where='precompute.out')

@@ -10,7 +10,6 @@ import yaml
 
 from diffusion.cli import main
 from diffusion.config.load import load
-from diffusion.exit_codes import USAGE_ERROR
 from diffusion.training.train import build_trainer, train
 
 BATCHES = 6
@@ -73,11 +72,6 @@ def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, c
     caplog.set_level(logging.INFO, logger='diffusion')
     build_trainer(load(finished)).close()
     assert 'learning rate' not in caplog.text
-
-
-def test_setting_that_cannot_change_fails_the_check(finished, capsys):
-    assert main(['check', finished, 'seed=18', '--resume', '--quiet']) == USAGE_ERROR
-    assert 'seed: 17 in the checkpoint, 18 now' in capsys.readouterr().err
 
 
 def test_run_without_checkpoint_starts_at_batch_0(write_recipe, capsys):

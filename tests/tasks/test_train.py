@@ -228,14 +228,6 @@ def test_export_is_uploaded_with_a_model_card_of_the_run(finished, tmp_path, mon
     assert str(path.parent) not in card and str(tmp_path) not in card, 'no paths'
 
 
-def test_export_never_overwrites_a_folder(finished, tmp_path):
-    _, run = finished
-    (tmp_path / 'full').mkdir()
-    (tmp_path / 'full' / 'thesis.txt').write_text('text')
-    with pytest.raises(ValueError, match='--out: .*full is not empty; remove it or give another folder'):
-        export(run, tmp_path / 'full')
-
-
 def test_failed_export_leaves_no_files(finished, tmp_path, monkeypatch):
     _, run = finished
 

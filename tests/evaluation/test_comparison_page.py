@@ -194,25 +194,6 @@ def test_votes_by_keyboard_survive_a_reload_and_are_exported(page, html, address
 
 @pytest.mark.slow
 @needs_browser
-def test_answers_can_be_corrected_by_keyboard_and_mouse(page, html):
-    page.click('#begin')
-    index, left = shown_pair(page, html)
-    vote(page, html, 'ArrowLeft', 'ArrowLeft')
-    page.keyboard.press('Backspace')
-    assert shown_pair(page, html)[0] == index
-    pressed = page.locator('.choices [aria-pressed=true]')
-    assert pressed.all_inner_texts() == ['Left', 'Left']
-    page.keyboard.press('ArrowDown')
-    assert pressed.all_inner_texts() == ['No difference', 'Left'], 'the first question is corrected'
-    page.click('fieldset[data-question=alignment] [data-side=right]')
-    wait_for_next(page)
-    answers = parse_answers(exported(page), 'exported', COMPARISON, len(KEY.pairs))
-    right = 'second' if left == 'first' else 'first'
-    assert [(each.pair, each.choice) for each in answers] == [(index, 'tie'), (index, right)]
-
-
-@pytest.mark.slow
-@needs_browser
 def test_order_and_sides_differ_between_people_and_favor_no_side(page):
     found = page.evaluate("""() => {
         const raters = [...Array(2000)].map(() => newState().rater);

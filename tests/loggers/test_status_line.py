@@ -119,27 +119,3 @@ def test_control_characters_of_a_file_name_are_escaped(term):
 def test_only_rank_zero_shows_a_status_line():
     screen = see("status_line.show('status'); log.warning('logged')", RANK='1')
     assert 'status' not in screen.last_rows and 'logged' in str(screen)
-
-
-@pytest.mark.slow
-def test_closed_terminal_does_not_end_the_program(tmp_path):
-    program = (
-        START
-        + """
-import os, pty, pathlib
-master, device = pty.openpty()
-os.dup2(device, 2)
-os.close(device)
-assert status_line.install()
-status_line.show('one')
-os.close(master)
-status_line.show('two')
-assert status_line.columns() > 0
-pathlib.Path('survived').touch()
-"""
-    )
-    environ = os.environ | {'TERM': 'xterm', 'PYTHONPATH': str(ROOT)}
-    subprocess.run(
-        [sys.executable, '-c', program], cwd=tmp_path, env=environ, check=False, timeout=60, capture_output=True
-    )
-    assert (tmp_path / 'survived').exists()

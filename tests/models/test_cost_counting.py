@@ -38,8 +38,7 @@ def test_facts_of_tiny_match_the_built_model():
     assert facts['trained_parameters'] == trained(built)
     assert facts['frozen_parameters'] == size_of(built.vae) + size_of(built.text)
     assert facts['text_length'] == built.text.tokenizers[0].model_max_length
-    assert facts['text_width'] == built.text.width
-    assert facts['trains_text_encoder'] == built.train_text_encoder
+    assert (facts['text_width'], facts['trains_text_encoder']) == (built.text.width, built.train_text_encoder)
     assert facts['latent_diffusion']
 
 

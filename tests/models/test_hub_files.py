@@ -14,7 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.models.hub_files import check_weights
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained, load_vae, without_weights
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained, load_vae
 
 PARTS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
 
@@ -62,17 +62,6 @@ def test_part_is_fetched_once_and_then_loaded_without_a_request(hub, repository,
     else:
         assert again('a cat').input_ids == clip_tokenizer(max_length=16)('a cat').input_ids
         assert again.model_max_length == 16
-
-
-def test_configuration_alone_is_fetched_without_weights(hub):
-    with without_weights():
-        load('vae')
-    assert [request for request in hub.requests if request.startswith('GET')] == [
-        f'GET /api/models/someone/model/revision/{COMMIT}',
-        f'GET /someone/model/resolve/{COMMIT}/vae/config.json',
-    ]
-    load('vae')
-    assert any(request.endswith('.safetensors') for request in hub.requests), 'the weights are still fetched later'
 
 
 @pytest.mark.parametrize(

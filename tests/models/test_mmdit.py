@@ -11,7 +11,6 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from model_batches import CAPTIONS, batch_of
-from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from diffusion.config.recipe import Component
 from diffusion.errors import UserError
@@ -20,7 +19,7 @@ from diffusion.models.activation_memory import blocks_of
 from diffusion.models.cost_counting import build_empty
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit import builder as mmdit_builder
-from diffusion.models.families.mmdit.builder import byte_tokenizer, mmdit, sd3_objective, tiny_mmdit
+from diffusion.models.families.mmdit.builder import mmdit, sd3_objective, tiny_mmdit
 from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import clip_tokenizer
@@ -47,29 +46,13 @@ def size_of(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize(
-    ('keywords', 'parameters', 'published'),
-    [
-        (
-            {},
-            2_243_171_520,
-            {'pos_embed_max_size': 384, 'qk_norm': 'rms_norm', 'dual_attention_layers': tuple(range(13))},
-        ),
-        pytest.param(
-            {'dual_attention_blocks': 0, 'qk_norm': False, 'pos_embed_max_size': 192},
-            2_028_328_000,
-            {'pos_embed_max_size': 192},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=['sd3.5 medium', 'sd3 medium'],
-)
-def test_published_number_of_parameters(keywords, parameters, published):
-    model: Any = build_empty('mmdit', {'pretrained': None, **keywords})
+def test_published_number_of_parameters():
+    model: Any = build_empty('mmdit', {'pretrained': None})
+    published = {'pos_embed_max_size': 384, 'qk_norm': 'rms_norm', 'dual_attention_layers': tuple(range(13))}
     with torch.device('meta'):
         sizes = {'num_layers': 24, 'num_attention_heads': 24, 'caption_projection_dim': 1536, 'sample_size': 128}
         theirs = SD3Transformer2DModel(**sizes, **published)  # type: ignore[arg-type]
-    assert size_of(model.denoiser) == parameters
+    assert size_of(model.denoiser) == 2_243_171_520
     ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
     assert ours == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
     assert len(blocks_of(model.denoiser)) == 24
@@ -195,12 +178,9 @@ def test_encoders_that_do_not_fit_together_are_refused(model):
     def conditioner(clips, t5, tokenizers, width=128, t5_length=24):
         return Sd3TextConditioner(clips, t5, tokenizers, width=width, t5_length=t5_length)
 
-    assert isinstance(clips[0], CLIPTextModelWithProjection) and isinstance(t5, T5EncoderModel)
     assert conditioner(clips, t5, tokenizers).width == 128
     with pytest.raises(UserError, match='T5 has width 128 and a tokenizer of length 24; expected 256 and 24'):
         conditioner(clips, t5, tokenizers, width=256)
-    with pytest.raises(UserError, match='T5 has width 128 and a tokenizer of length 12; expected 128 and 24'):
-        conditioner(clips, t5, [*tokenizers[:2], byte_tokenizer(max_length=12)])
     with pytest.raises(UserError, match=r'2 CLIP models with tokenizers of lengths \[16, 12\]; use two'):
         conditioner(clips, t5, [tokenizers[0], clip_tokenizer(max_length=12), tokenizers[2]])
     with pytest.raises(UserError, match='the CLIP models have width 64 together, T5 has 32'):

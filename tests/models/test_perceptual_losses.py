@@ -183,18 +183,17 @@ def test_mistakes_are_named(weights, small_vae, tmp_path):
         tiny_prx(vae='pixels', patch_size=8, objective=Objective(), perceptual_losses=losses, **SIZES)
 
 
+FEATURES = {'lpips_weight': 0, 'encoder': 'x'}
+
+
 def test_check_without_torch_names_the_same_mistakes(write_recipe, small_vae):
     sizes = {'name': 'tiny_prx', 'resolution': 32}
     for model, message in (
-        ({'vae': str(small_vae), 'perceptual_losses': {'lpips_weight': 0, 'encoder': 'x'}}, 'needs a model on pixels'),
+        ({'vae': str(small_vae), 'perceptual_losses': FEATURES}, 'needs a model on pixels'),
         ({'vae': 'pixels', 'perceptual_losses': {'encoder': 'x'}}, 'model.perceptual_losses.lpips_backbone: is'),
         ({'vae': 'pixels', 'perceptual_losses': {'lpips_weight': -1}}, 'lpips_weight: -1 is negative'),
         (
-            {
-                'vae': 'pixels',
-                'perceptual_losses': {'lpips_weight': 0, 'encoder': 'x'},
-                'objective': {'prediction_type': 'epsilon'},
-            },
+            {'vae': 'pixels', 'perceptual_losses': FEATURES, 'objective': {'prediction_type': 'epsilon'}},
             'needs a flow or x-prediction',
         ),
     ):

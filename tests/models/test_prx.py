@@ -137,21 +137,6 @@ def test_padding_of_captions_has_no_effect(model):
     )
 
 
-def test_attention_gets_one_mask_of_padding_for_all_heads_and_image_tokens(model, monkeypatch):
-    masks = []
-
-    def attention(query, key, value, attn_mask: Any = None, **settings):
-        masks.append(attn_mask.numel() * attn_mask.element_size())
-        return plain(query, key, value, attn_mask=attn_mask, **settings)
-
-    condition = model._condition(model._tokens(['two cats', 'a']))
-    plain = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', attention)
-    model._predict(torch.randn(2, 4, 4, 4), torch.tensor([500.0, 500.0]), condition)
-    tokens = condition.mask.shape[1] + 4 * 4 // model.denoiser.config['patch_size'] ** 2
-    assert masks == [2 * tokens] * model.denoiser.config['depth'], 'bytes of a mask of two captions'
-
-
 @pytest.mark.filterwarnings('ignore:`LoraLoaderMixin` is deprecated')
 def test_pretrained_parts_are_read_and_a_saved_pipeline_loads_them_again(pipeline_folder, tmp_path):
     sizes: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'max_length': 12}

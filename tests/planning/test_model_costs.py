@@ -17,8 +17,7 @@ def costs(name, **kwargs):
 
 def test_sd2_has_the_published_parameters_and_flops():
     model = costs('sd2', resolution=256)
-    assert model.trained_parameters == 865_910_724
-    assert model.frozen_parameters == 83_653_863 + 340_387_840
+    assert (model.trained_parameters, model.frozen_parameters) == (865_910_724, 83_653_863 + 340_387_840)
     assert (model.posterior, model.trains_text, model.text_embedding_elements) == ('sample', False, 77 * 1024)
     assert model.notes == []
     gigaflops = {256: (181.09, 272.7), 512: (804.26, 1116.7), 768: (2149.11, None), 1024: (4674.99, None)}

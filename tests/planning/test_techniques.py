@@ -88,8 +88,7 @@ def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
     frozen = sum(each.numel() for part in model._frozen.values() for each in part.parameters())
     memory = memory_of(work, Setup(1, 8, work.recipe.parallelism))
     networks = work.perceptual.facts['frozen_parameters']
-    assert memory.encoders == 2 * frozen + 4 * networks
-    assert memory.weights == 4 * work.trained_parameters
+    assert (memory.encoders, memory.weights) == (2 * frozen + 4 * networks, 4 * work.trained_parameters)
     without = memory_of(replace(work, perceptual=None), Setup(1, 8, work.recipe.parallelism))
     assert memory.activations - without.activations == 8 * work.perceptual.activations(work.largest_shape, 'half').kept
     assert memory.activations > without.activations

@@ -136,8 +136,7 @@ def test_stages_sum_to_an_independently_measured_step(measured):
     assert stages == pytest.approx(measured.step_seconds, rel=0.05)
     assert sum(report.shares.values()) == pytest.approx(1, abs=1e-9)
     assert set(report.shares) == set(STAGES)
-    assert report.batches == 3
-    assert report.samples == 24
+    assert (report.batches, report.samples) == (3, 24)
     assert report.samples_per_second == pytest.approx(8 / measured.step_seconds, rel=0.05)
     for stage in ('encode', 'forward', 'backward', 'optimizer'):
         assert report.shares[stage] > 0.01, stage

@@ -22,30 +22,21 @@ BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
 """Batches per epoch: 88 samples of one stream and 48 of the other, in batches of 8."""
-STRATEGIES = {'ddp': {}, 'fsdp2': SHARDED}
 
 
 class Runs:
-    """Runs of one recipe, started when they are first needed."""
+    """Runs of one recipe."""
 
     def __init__(self, root: Path, content: dict, ranks: Ranks) -> None:
         self.root, self.content, self.ranks = root, content, ranks
 
-    def recipe(self, name: str, strategy: str, **sections) -> Path:
+    def recipe(self, name: str, **sections) -> Path:
         path = self.root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(self.content | {'name': name, 'parallelism': STRATEGIES[strategy]} | sections))
+        path.write_text(yaml.safe_dump(self.content | {'name': name} | sections))
         return path
 
     def folder(self, name: str) -> Path:
         return self.root / 'runs' / name
-
-    def whole(self, count: int, strategy: str) -> Path:
-        """Return the folder of an uninterrupted run."""
-        name = f'whole-{count}-{strategy}'
-        if not self.folder(name).exists():
-            path = self.recipe(name, strategy)
-            train(load(path)).close() if count == 1 else self.ranks.run(count, path)
-        return self.folder(name)
 
     def wait_for_batch(self, job, name: str, batch: int) -> None:
         """Return when the loss of a batch has been written."""
@@ -89,7 +80,9 @@ def distance(one: Path, other: Path, which: Weights) -> float:
 
 @pytest.mark.slow  # tests/checkpointing/test_checkpointer.py compares two ranks with one in fewer batches
 def test_sharded_runs_on_two_ranks_have_the_curve_of_one_rank(runs):
-    one, other = runs.whole(1, 'ddp'), runs.whole(2, 'fsdp2')
+    train(load(runs.recipe('one'))).close()
+    runs.ranks.run(2, runs.recipe('sharded', parallelism=SHARDED))
+    one, other = runs.folder('one'), runs.folder('sharded')
     first, another = read_losses(one), read_losses(other)
     assert list(first) == list(range(BATCHES)) and EPOCH < BATCHES, 'the run crosses the end of an epoch'
     assert another[0] == pytest.approx(first[0], rel=1e-6)
@@ -103,7 +96,7 @@ def test_in_float64_the_difference_shrinks_with_the_precision(runs):
     """Without clipping: with it FSDP2 differs by 5e-10, since torch 2.7 computes the norm of shards less precisely."""
     algorithms = {'ema': runs.content['algorithms']['ema']}
     for count, parallelism in ((1, {}), (2, SHARDED | {'mixed_precision': 'full'})):
-        path = runs.recipe(f'double-{count}', 'ddp', parallelism=parallelism, algorithms=algorithms)
+        path = runs.recipe(f'double-{count}', parallelism=parallelism, algorithms=algorithms)
         runs.ranks.run(count, path, double=True)
     one, two = runs.folder('double-1'), runs.folder('double-2')
     assert largest_difference(read_losses(one), read_losses(two)) < 1e-12
@@ -117,10 +110,10 @@ def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
     randomness = random.Random(20)
     trainer = runs.content['trainer'] | {'save_interval': '2ba', 'max_duration': '12ba'}
     whole = runs.folder('whole-short')
-    runs.ranks.run(1, runs.recipe('whole-short', 'ddp', trainer=trainer))
+    runs.ranks.run(1, runs.recipe('whole-short', trainer=trainer))
 
     def kill(number: int) -> Path:
-        path, folder = runs.recipe(f'random-{number}', 'ddp', trainer=trainer), runs.folder(f'random-{number}')
+        path, folder = runs.recipe(f'random-{number}', trainer=trainer), runs.folder(f'random-{number}')
         if number % 2:
             unfinished = folder / f'.ba{2 * randomness.randint(1, 5)}.unfinished'
             runs.ranks.start(1, path, deaths={0: (randomness.randrange(2, 5), unfinished)}).wait_for_death(0)

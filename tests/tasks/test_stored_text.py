@@ -97,20 +97,13 @@ def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored
     cases = [
         (small, {'representation_alignment': other}, 'its image features were made by .*dino .*precompute them again'),
         (small, {'patch_size': 1}, r'features are 2 x 2 x 32 .* the model needs 4 x 4 x 32'),
-        (
-            tmp_path / 'without',
-            {},
-            r'the latents of streams\.small have none; precompute them again with this recipe \(task=precompute\), use '
-            'dataset.name: image_text .*representation_alignment: null',
-        ),
+        (tmp_path / 'without', {}, r'the latents of streams\.small have none; precompute them again with this recipe'),
     ]
     for number, (folder, changes, message) in enumerate(cases):
         streams = {'small': {'local': str(folder), 'resolution': 32}}
+        sections = {'model': model | changes, 'dataset': {'name': 'latents'}, 'streams': streams}
         with pytest.raises(UserError, match=message):
-            losses(
-                *(tmp_path, tiny_recipe, f'wrong{number}'),
-                **{'model': model | changes, 'dataset': {'name': 'latents'}, 'streams': streams},
-            )
+            losses(tmp_path, tiny_recipe, f'wrong{number}', **sections)
 
     settings = {'model': model, 'dataset': {'name': 'latents'}, 'loader': IN_ORDER}
     for folder, wrong in ((tmp_path / 'without', True), (small, False)):

@@ -26,7 +26,6 @@ from diffusion.loggers import metrics_file
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.original_layout import read_original
-from diffusion.models.vae import decode_latents, posterior_of, with_folded_statistics
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.export import export
 from diffusion.tasks.generate import generate
@@ -153,20 +152,6 @@ def test_generated_images_depend_on_prompt_and_seed_only(finished, tmp_path):
     with Image.open(again[0]) as single, Image.open(files[1]) as batched:
         one, other = (np.asarray(image).astype(int) for image in (single, batched))
     assert abs(one - other).max() <= 1, 'sums in batches of one and two are rounded differently'
-
-
-def test_folded_latent_statistics_change_only_the_scale_of_latents(make_model):
-    model = make_model()
-    folded = with_folded_statistics(model.vae)
-    pixels = torch.rand(2, 3, 64, 64) * 2 - 1
-    theirs, ours = posterior_of(folded, pixels), posterior_of(model.vae, pixels)
-    torch.testing.assert_close(theirs.mean, (ours.mean - model.latent_mean) / model.latent_std, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(theirs.std, ours.std / model.latent_std, rtol=1e-4, atol=1e-5)
-    latents = torch.randn(2, 4, 8, 8)
-    decoded = decode_latents(model.vae, latents * model.latent_std + model.latent_mean)
-    torch.testing.assert_close(decode_latents(folded, latents), decoded, rtol=1e-4, atol=1e-4)
-    assert folded.config['scaling_factor'] == 1.0
-    assert folded.config['latents_mean'] is None
 
 
 STOCK = ('stable_diffusion.pipeline_stable_diffusion', 'StableDiffusionPipeline')
@@ -333,16 +318,3 @@ def test_status_of_a_run_that_launch_did_not_start(finished, capsys):
     assert re.search(r'(?m)^  batch +8 of 8', text) and f'{last:.4f}' in text and str(run / 'ba8') in text
     assert re.search(r'(?m)^  process +none, the run has ended$', text)
     assert re.search(r'(?m)^  last activity +\d{4}-.* ago$', text)
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_metrics_and_images(write_recipe, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    grid = {'image_grid': {'prompts': ['a'], 'every': '2ba', 'num_inference_steps': 1}}
-    loggers = {'tensorboard': {'log_dir': str(tmp_path / 'tb')}}
-    train(load(write_recipe('logged', loggers=loggers, callbacks=grid), ['trainer.max_duration=2ba'])).close()
-    (folder,) = {file.parent for file in (tmp_path / 'tb').rglob('events.*')}
-    events = EventAccumulator(str(folder)).Reload()
-    assert len(events.Scalars('loss/train/total')) == 2
-    assert events.Tags()['images'], 'the image grid is logged'

@@ -97,12 +97,6 @@ def test_two_widths_are_enough_for_a_range_of_widths(count, widest_error):
     assert max(between) < 0.002
 
 
-def test_weight_is_split_over_two_equal_snapshots():
-    shares, error = mixture([*kept(3), kept(3)[-1]], kept(3)[-1])
-    np.testing.assert_allclose(shares[-2:], 0.5, atol=1e-9)
-    assert error < 1e-6
-
-
 @settings(max_examples=40)
 @given(WIDTHS, st.integers(1, 60))
 def test_mixture_has_the_least_error(width, seed):

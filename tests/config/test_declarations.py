@@ -113,10 +113,3 @@ def test_constraints_are_checked_without_importing_the_component(parts):
         'model.depth: 0 is less than 1; use 1 or more',
     ]
     assert check_keywords('model', 'model', 'strict', {'resolution': 48, 'depth': None}) == []
-
-
-def test_constraints_are_no_part_of_the_type_that_messages_name(parts):
-    parameters = {each.name: each for each in of_source(parts, 'strict').parameters}
-    assert parameters['resolution'].annotation == 'int'
-    assert parameters['resolution'].constraints == (MultipleOf(16),)
-    assert parameters['depth'].annotation == 'int | None'

@@ -128,17 +128,3 @@ def test_text_is_written_so_that_readers_of_yaml_1_1_keep_it(text):
         content = yaml.load(written, yaml.SafeLoader)
         assert str(content['key']) == text
         assert merge([{}], [f'key={dump_inline(text)}']) == {'key': text}
-
-
-def test_words_of_yaml_1_1_are_text_as_keys_too(tmp_path):
-    path = tmp_path / 'a.yaml'
-    path.write_text('env: {YES: no, on: 010, 010: x}\n')
-    assert read_yaml(path) == {'env': {'YES': 'no', 'on': '010', '010': 'x'}}
-
-
-@pytest.mark.parametrize('written', ['!!int 010', '!!int 1:30'])
-def test_tag_does_not_turn_such_text_into_a_number(tmp_path, written):
-    path = tmp_path / 'a.yaml'
-    path.write_text(f'seed: {written}\n')
-    with pytest.raises(UnreadableYAML, match='a.yaml:1:7: .* is not a valid int; correct it, or put it in quotes'):
-        read_yaml(path)

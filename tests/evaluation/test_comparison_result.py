@@ -102,23 +102,6 @@ def test_equal_answers_of_all_do_not_give_an_interval_of_width_zero():
     assert needed is not None and needed > 10
 
 
-@pytest.mark.slow
-def test_answers_needed_find_the_difference_with_the_promised_power():
-    random = np.random.default_rng(6)
-    pilots = [analyze_preference(draw(random, 0.2, 0.4, 0.4, 0.0), *cells()) for _ in range(200)]
-    factor = float(np.median([each.factor_needed(0.05) for each in pilots]))
-    raters, prompts = round(factor * RATERS), round(factor * PROMPTS)
-    base = NormalDist().inv_cdf(0.55) * math.sqrt(1 + 2 * 0.4**2)
-    assert true_share(base, 0.4, 0.4, 0.0) == pytest.approx(0.55)
-    cluster = cells(raters, prompts)
-    tries = [
-        analyze_preference(draw(random, base, 0.4, 0.4, 0.0, raters=raters, prompts=prompts), *cluster)
-        for _ in range(200)
-    ]
-    assert 0.72 < sum(each.low > 0.5 for each in tries) / 200 < 0.88
-    assert pilots[0].factor_needed(0.5) == 1
-
-
 def test_more_people_do_not_help_where_prompts_are_too_few():
     random = np.random.default_rng(7)
     found = analyze_preference(draw(random, 0.0, 0.2, 1.0, 0.0), *cells())

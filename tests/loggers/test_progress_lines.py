@@ -57,13 +57,6 @@ def test_slow_first_batch_does_not_count_and_the_average_is_unbiased(clock):
     assert clock.timer.seconds_per_batch == pytest.approx(4.0, rel=0.05)
 
 
-def test_data_that_come_in_bursts_count_with_their_average(clock):
-    for _ in range(100):
-        clock.train(7, 0.1)
-        clock.train(1, 2.5)
-    assert clock.timer.seconds_per_batch == pytest.approx(0.4, rel=0.1)
-
-
 @pytest.mark.parametrize(('before', 'after'), [(0.01, 0.1), (20.0, 60.0)])
 def test_average_follows_a_change_of_speed(clock, before, after):
     clock.train(500, before)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -15,7 +14,6 @@ from diffusion.errors import UserError
 from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.families.sd2.builder import sd2, sd2_tokenizers, tiny
 from diffusion.models.pretrained import clip_tokenizer
-from diffusion.models.text_conditioner import tokenize
 from diffusion.models.vae import latent_statistics
 
 # https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, as published
@@ -45,15 +43,6 @@ def test_sd2_is_stable_diffusion_2_base():
     assert ours == {name: tensor.shape for name, tensor in published.state_dict().items()}
     different = {key for key in PUBLISHED_UNET if model.denoiser.config[key] != published.config[key]}
     assert not different
-
-
-def test_tokenizer_ids_match_open_clip():
-    captions = ['a photo of a cat', 'Émile Zola, 1898 — "J’accuse…!"', '', 'bell pepper ' * 50, '🦊 naïve café']
-    ids = tokenize([clip_tokenizer(max_length=77, pad_token='<|endoftext|>')], captions)[:, 0]
-    references = open_clip.get_tokenizer('ViT-B-32')(captions)
-    for ours, reference in zip(ids.tolist(), references.tolist(), strict=True):
-        end = reference.index(49407)
-        assert ours[: end + 1] == reference[: end + 1]
 
 
 def test_tokenizer_adds_no_token_and_pads_with_id_0():

@@ -71,15 +71,6 @@ def test_later_changes_to_the_denoiser_do_not_change_its_count():
     assert count(8, 8, 5) == 2 * 9 * 16 * 64
 
 
-def test_empty_copy_does_not_change_the_module():
-    module = Other()
-    weights = module.convolution.weight.detach().clone()
-    copied = empty_copy(module, 'meta')
-    assert {tensor.device.type for tensor in (*copied.parameters(), *copied.buffers())} == {'meta'}
-    assert module.convolution.weight.device.type == 'cpu'
-    assert torch.equal(module.convolution.weight, weights)
-
-
 def test_flops_of_encoders_match_torch(model):
     image = torch.zeros(1, 3, 64, 96)
     assert vae_encoder_flops(model.vae, height=8, width=12) == counted(model.vae.encode, image)

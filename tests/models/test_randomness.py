@@ -152,13 +152,6 @@ def test_each_stratified_number_is_uniform():
     assert abs(torch.corrcoef(first[:, :2].T)[0, 1] + 1 / 7) < 0.12, 'two of eight without replacement'
 
 
-def test_repeated_sample_gets_two_parts():
-    ids = torch.tensor([4, 9, 4, 1])
-    twice = Draws(17, ids, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
-    numbers = twice.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
-    assert sorted((numbers * 4).long().tolist()) == [0, 1, 2, 3]
-
-
 def test_integers_are_uniform():
     values = draws(20_000).integers(Purpose.TIMESTEP, 10)
     counts = torch.bincount(values, minlength=10)

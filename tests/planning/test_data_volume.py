@@ -76,15 +76,6 @@ def test_bytes_per_sample_of_latents_and_text(path, latents):
     assert sample_bytes(phase(path, [*MEANS, 'precompute.dtype=float32']), 'latents') == 2 * latents + CAPTION_BYTES
 
 
-def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
-    work = phase(PHASES[1], MEANS, samples=790_000_000)
-    stored = {
-        kind: storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes for kind in ('pictures', 'latents')
-    }
-    assert stored['pictures'] == pytest.approx(49e12, rel=0.01)
-    assert stored['latents'] == pytest.approx(26e12, rel=0.01)
-
-
 def test_read_bandwidth_is_bytes_times_throughput_and_divides_among_nodes():
     work = phase()
     storage = storage_of(work, 'latents+text', images_per_second=11_600, nodes=16)

@@ -14,12 +14,6 @@ def write_index(folder, samples, size=1000):
     (folder / 'index.json').write_text(f'{{"shards": [{shard}]}}', encoding='utf-8')
 
 
-def test_batches_and_images_of_the_published_phases():
-    first, second = both()
-    assert (first.batches, second.batches) == (550_000, 850_000)
-    assert (first.images, second.images) == (1_126_400_000, 1_740_800_000)
-
-
 def test_published_phases_assume_the_published_number_of_images():
     assert [work.distinct_images for work in both()] == [790_000_000, 300_000_000]
     assert phase(samples=5).distinct_images == 5

@@ -14,7 +14,6 @@ from diffusion.profiling.advice import (
     ProfileMeasurements,
     kind_of,
     largest_opportunities,
-    opportunities,
     seconds_by_kind,
 )
 from diffusion.profiling.profile import can_use_graphs, for_profiling, microbatches_of
@@ -99,12 +98,6 @@ def test_largest_opportunities_come_first_and_are_limited_in_number():
     shares = [each.share for each in largest_opportunities(measured)]
     assert shares == [0.3, 0.2, pytest.approx(0.15)]
     assert len(largest_opportunities(measured, count=2)) == 2
-
-
-def test_no_advice_without_measurements():
-    empty = ProfileMeasurements(shares={}, step_seconds=1.0)
-    assert largest_opportunities(empty) == []
-    assert {each.share for each in opportunities(empty)} == {0}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Evaluation, generation and export of a run in an object store, by its URL and without its working folder."""
-
-import json
-import shutil
+"""Checkpoints of a run in an object store, named by its URL and without its working folder."""
 
 import pytest
 from checkpointing.run_folders import write
@@ -9,28 +6,9 @@ from object_store import Store
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.cli import main
-from diffusion.config.load import load
 from diffusion.exit_codes import USAGE_ERROR
 from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_folder
-from diffusion.tasks import run_recipe
-from diffusion.training.train import train
-
-
-@pytest.fixture
-def run(store: Store, write_recipe, pictures, tmp_path, monkeypatch) -> str:
-    """URL of a run that was trained on another machine."""
-    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'trained'))
-    post_hoc = {'post_hoc_ema': {'every': '2ba'}}
-    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
-    runs_dir = f'runs_dir={store.bucket("bucket")}/runs'
-    path = write_recipe(algorithms=post_hoc, eval_streams=streams)
-    recipe = load(path, [runs_dir, 'trainer.max_duration=4ba', 'trainer.save_interval=2ba'])
-    train(recipe).close()
-    shutil.rmtree(tmp_path / 'trained')
-    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'here'))
-    monkeypatch.chdir(tmp_path)
-    return recipe.run_place
 
 
 @pytest.fixture
@@ -45,30 +23,18 @@ def small_run(store: Store, tmp_path, monkeypatch) -> str:
     return url
 
 
-@pytest.mark.slow
-@pytest.mark.cpu_seconds(10)
-def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
-    assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0
-    assert [path.suffix for path in (tmp_path / 'images').iterdir()] == ['.png']
-    assert main(['export', f'{run}/ba2', '--out', 'average', '--ema-width', '0.1']) == 0
-    assert (tmp_path / 'average' / 'model_index.json').is_file()
-    assert '(batch 2)' in (tmp_path / 'average' / 'README.md').read_text()
-    assert run_recipe.main([str(tmp_path / 'run.yaml'), 'task=evaluate', 'runs_dir=s3://bucket/runs']) == 0
-    metrics = json.loads(store.objects('bucket')['runs/run/evaluation.json'])
-    assert metrics['weights'] == 'training' and len(metrics) > 1
-    downloaded = working_folder(run, 'downloads')
-    assert {path.name for path in downloaded.glob('ba*')} == {'ba2', 'ba4'}
-    before = len(store.requests)
-    assert find_checkpoint(f'{run}/latest') == downloaded / 'ba4'
-    assert not [request for request in store.requests[before:] if 'state.pt' in request], 'the copy is used again'
-
-
 def test_wrong_url_is_a_mistake(small_run, tmp_path, capsys):
     for name in ('ba3', 'other', 'ba2/state.pt'):
         assert main(['export', f'{small_run}/{name}', '--out', 'exported']) == USAGE_ERROR
         message = f'error: checkpoint: {small_run}/{name} is not a checkpoint or a run ('
         assert message in capsys.readouterr().err.replace('\n', ' ')
     assert not (tmp_path / 'exported').exists()
+
+
+def test_checkpoint_is_downloaded_once(small_run, store):
+    downloaded = working_folder(small_run, 'downloads')
+    assert find_checkpoint(f'{small_run}/latest') == find_checkpoint(small_run) == downloaded / 'ba4'
+    assert sum('GET' in request and 'ba4/state.pt' in request for request in store.requests) == 1
 
 
 def test_newest_checkpoint_that_is_removed_during_its_download(small_run, store, monkeypatch):

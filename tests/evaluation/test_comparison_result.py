@@ -179,12 +179,6 @@ def test_people_who_saw_no_check_count_and_are_counted():
     assert '1 person stopped before an attention check; their answers count.' in result_text(result, 0.05)
 
 
-def test_several_images_of_a_prompt_are_one_prompt():
-    key = make_key(['a', 'a', 'b', 'b'], checks=0)
-    result = analyze_answers(key, answers_of(key, 1) + answers_of(key, 2))
-    assert (result.preferences['quality'].prompts, result.preferences['quality'].answers) == (2, 8)
-
-
 @pytest.mark.parametrize(
     ('answers', 'message'),
     [

@@ -70,6 +70,16 @@ def find_checkpoint(place: str | Path) -> Path:
     if is_url(place):
         return download_checkpoint(str(place))
     path = Path(place)
+    if (found := local_checkpoint(path)) is not None:
+        return found
+    folder = path if path.is_dir() else path.parent
+    present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
+    what = f'{folder} contains {", ".join(present[:4])}' if present else f'{folder} contains no checkpoint'
+    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({what}); check the path')
+
+
+def local_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint at a local path, as `find_checkpoint` does, or None if there is none."""
     run = path.parent if path.name == LATEST and path.is_symlink() else path
     if run.is_dir() and batch_number(run) is None and (newest := list_checkpoints(run)[:1]):
         link = run / LATEST
@@ -80,10 +90,7 @@ def find_checkpoint(place: str | Path) -> Path:
     for choice in (path, path / LATEST):
         if choice.is_file() or (choice / STATE).is_file():
             return choice.parent / choice.readlink() if choice.is_symlink() else choice
-    folder = path if path.is_dir() else path.parent
-    present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
-    found = f'{folder} contains {", ".join(present[:4])}' if present else f'{folder} contains no checkpoint'
-    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found}); check the path')
+    return None
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path:

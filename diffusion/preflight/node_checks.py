@@ -18,7 +18,7 @@ from diffusion.config.image_shapes import BUCKETS
 from diffusion.config.model_checks import PIXELS
 from diffusion.config.path_checks import reads_initial_weights
 from diffusion.config.recipe import Component, InitFrom, Recipe, StreamConfig
-from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file, path_problem
+from diffusion.config.weight_sources import hub_repository, path_problem
 from diffusion.data.shard_cache import INDEX
 from diffusion.errors import ExternalError, UserError, exit_status
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
@@ -236,13 +236,6 @@ class _Model:
         self.build()
         return ''  # `checking_weights` has listed the parts
 
-    def denoiser(self, source: str) -> Any:
-        """Return the model's denoiser; raise UserError if the model has none."""
-        denoiser = getattr(self.build(), 'denoiser', None)
-        if denoiser is None:
-            raise UserError(f'{source}: only a model with a denoiser can start from it; use a checkpoint of a run')
-        return denoiser
-
 
 def _check_encoder(where: str, settings: Mapping[str, Any]) -> str:
     from diffusion.models.representation_alignment import load_feature_encoder
@@ -259,18 +252,19 @@ def _check_file(path: str) -> str:
 
 def _check_initial_weights(model: _Model, start: InitFrom) -> str:
     from diffusion.models.diffusers_weights import check_hub_denoiser, check_local_denoiser
-    from diffusion.training.initial_weights import has_checkpoint
+    from diffusion.training.initial_weights import Checkpoint, OriginalFile, source_of, with_denoiser
 
     if (problem := path_problem(start)) is not None:
         raise UserError(problem)
-    repository, path = hub_repository(start), Path(start.source)
-    if repository is not None:
-        assert start.revision is not None, 'the check of the recipe requires a revision'
-        size = check_hub_denoiser(model.denoiser(start.source), repository, start.revision)
-        return f'{bytes_text(size)} to download' if size else 'in the cache'
-    if is_original_file(start.source):
+    source, path = source_of(start), Path(start.source)
+    if isinstance(source, OriginalFile):
         return _check_file(start.source)
-    if is_diffusers_folder(path) and not has_checkpoint(path):
-        check_local_denoiser(model.denoiser(start.source), path)
+    if isinstance(source, Checkpoint):
+        return str(find_checkpoint(path))
+    denoiser, repository = with_denoiser(model.build(), start).denoiser, hub_repository(start)
+    if repository is None:
+        check_local_denoiser(denoiser, path)
         return 'found'
-    return str(find_checkpoint(path))
+    assert start.revision is not None, 'the check of the recipe requires a revision'
+    size = check_hub_denoiser(denoiser, repository, start.revision)
+    return f'{bytes_text(size)} to download' if size else 'in the cache'

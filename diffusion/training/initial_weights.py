@@ -2,15 +2,15 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint, local_checkpoint
 from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
 from diffusion.checkpointing.checkpoint_weights import (
     NoAverages,
@@ -41,8 +41,7 @@ TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
 """Text encoder settings that affect its output but not the shapes of its weights."""
 
 
-@dataclass(frozen=True)
-class SourceWeights:
+class SourceWeights(NamedTuple):
     """Weights that `init_from` has read.
 
     Attributes:
@@ -84,61 +83,80 @@ def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
         UserError: The source cannot be used, as in `start_from`; the message names the key and says what to do.
     """
     try:
-        is_public = hub_repository(start) is not None or is_original_file(start.source)
-        if is_public or (is_diffusers_folder(Path(start.source)) and not has_checkpoint(Path(start.source))):
-            return published_weights(model, start)
-        checkpoint = find_checkpoint(start.source)
-        weights, _ = weights_of(checkpoint, start.weights)
+        return source_of(start).read(model)
     except DamagedCheckpoint as error:
         raise UserError(f'init_from: {error}; copy the checkpoint again, or name an earlier one') from error
     except NoAverages as error:
         raise UserError(f'init_from.weights: ema, but {error.reason}; use training') from error
     except UserError as error:
         raise UserError(f'init_from: {str(error).removeprefix("checkpoint: ")}') from error
-    return SourceWeights(weights, str(checkpoint), f'the {start.weights} weights')
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Return True if a folder is a checkpoint or a run's folder with a checkpoint."""
-    try:
-        find_checkpoint(folder)
-    except UserError:
-        return False
-    return True
+def source_of(start: InitFrom) -> 'Checkpoint | OriginalFile | DiffusersModel':
+    """Return the source of weights that `init_from` names."""
+    is_on_hub, folder = hub_repository(start) is not None, Path(start.source)
+    if not is_on_hub and is_original_file(start.source):
+        return OriginalFile(start)
+    if is_on_hub or (is_diffusers_folder(folder) and local_checkpoint(folder) is None):
+        return DiffusersModel(start)
+    return Checkpoint(start)
 
 
-def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Return weights from a diffusers folder, a repository on the Hub, or a file in the original layout.
+class Checkpoint(NamedTuple):
+    """Path or URL of a checkpoint, or of a run, from which the newest checkpoint is read."""
 
-    Raises:
-        UserError: The model has no denoiser, or the source has no weights that fit its parts.
-        ExternalError: The Hub did not respond for several minutes.
-    """
-    if not isinstance(model, LatentDiffusion):
-        raise UserError(f'{start.source}: only a model with a denoiser can start from it; use a checkpoint of a run')
-    repository = hub_repository(start)
-    if repository is None and is_original_file(start.source):
+    start: InitFrom
+
+    def read(self, model: ComposerModel) -> SourceWeights:
+        checkpoint = find_checkpoint(self.start.source)
+        weights, _ = weights_of(checkpoint, self.start.weights)
+        return SourceWeights(weights, str(checkpoint), f'the {self.start.weights} weights')
+
+
+class OriginalFile(NamedTuple):
+    """File in the layout of Stability's own code."""
+
+    start: InitFrom
+
+    def read(self, model: ComposerModel) -> SourceWeights:
+        model, source = with_denoiser(model, self.start), self.start.source
         if model.train_text_encoder:
             raise UserError(
-                f'{start.source}: the model trains its text encoder, which is not read from a file in this layout; '
+                f'{source}: the model trains its text encoder, which is not read from a file in this layout; '
                 'convert the file once with StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER) and '
                 'use the folder, or set model.train_text_encoder: false'
             )
-        weights = read_original(model.denoiser, Path(start.source), start.weights)
-        return SourceWeights(_prefixed(DENOISER, weights), start.source, f'the {start.weights} weights of the denoiser')
-    if start.weights == 'ema':
-        raise NoAverages(f'{start.source} has only one set of weights')
-    if repository is None:
-        folder = denoiser_folder(model.denoiser, Path(start.source))
-    else:
-        assert start.revision is not None, 'the check of the recipe requires a revision'
-        folder = fetched_denoiser_folder(model.denoiser, repository, start.revision)
-    weights = _prefixed(DENOISER, read_diffusers(model.denoiser, folder))
-    encoders = text_encoder_weights(model, repository or start.source, start.revision)
-    place = start.source if start.revision is None else f'{start.source} at {start.revision}'
-    return SourceWeights(
-        weights | encoders, place, 'the weights of denoiser and text encoder' if encoders else "the denoiser's weights"
-    )
+        weights = read_original(model.denoiser, Path(source), self.start.weights)
+        return SourceWeights(_prefixed(DENOISER, weights), source, f'the {self.start.weights} weights of the denoiser')
+
+
+class DiffusersModel(NamedTuple):
+    """Pipeline or denoiser that diffusers saved, in a folder or in a repository on the Hub."""
+
+    start: InitFrom
+
+    def read(self, model: ComposerModel) -> SourceWeights:
+        model, start = with_denoiser(model, self.start), self.start
+        if start.weights == 'ema':
+            raise NoAverages(f'{start.source} has only one set of weights')
+        repository = hub_repository(start)
+        if repository is None:
+            folder = denoiser_folder(model.denoiser, Path(start.source))
+        else:
+            assert start.revision is not None, 'the check of the recipe requires a revision'
+            folder = fetched_denoiser_folder(model.denoiser, repository, start.revision)
+        weights = _prefixed(DENOISER, read_diffusers(model.denoiser, folder))
+        encoders = text_encoder_weights(model, repository or start.source, start.revision)
+        place = start.source if start.revision is None else f'{start.source} at {start.revision}'
+        what = 'the weights of denoiser and text encoder' if encoders else "the denoiser's weights"
+        return SourceWeights(weights | encoders, place, what)
+
+
+def with_denoiser(model: object, start: InitFrom) -> LatentDiffusion:
+    """Return the model; raise UserError if it has no denoiser."""
+    if isinstance(model, LatentDiffusion):
+        return model
+    raise UserError(f'{start.source}: only a model with a denoiser can start from it; use a checkpoint of a run')
 
 
 def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | None) -> dict[str, Tensor]:

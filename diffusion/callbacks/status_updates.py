@@ -8,7 +8,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from diffusion.loggers.progress_lines import BatchTimer, total_batches
-from diffusion.runs import attempt_recorder, node_status
+from diffusion.runs import node_status
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.heartbeats import SAVING, TRAINING, write_rank_heartbeat
 
@@ -32,8 +32,8 @@ class RunStatus(Callback):
         self.run = run
         self.attempt: Attempt | None = None
         """Record of this attempt, on rank 0 of a run without a node entry point."""
-        self.on_record: Callable[[], None] = lambda: None
-        """Called in the writer thread after the progress of the attempt was recorded."""
+        self.on_record: Callable[[Attempt], None] = lambda attempt: None
+        """Records the progress of the attempt; called in the writer thread."""
         self._timer = BatchTimer()
         self._writer: node_status.StatusWriter | None = None
         self._epoch = time.time() - time.monotonic()
@@ -83,8 +83,7 @@ class RunStatus(Callback):
             return
         if now - self._recorded_at >= RECORD_SECONDS or not self._recorded_at:
             self._recorded_at = now
-            attempt_recorder.record(self.run, 'progress', attempt)
-            self.on_record()
+            self.on_record(attempt)
 
 
 _BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from composer.core import Callback, State
@@ -12,15 +12,10 @@ from composer.utils import dist
 from torch import nn
 
 from diffusion.callbacks.reduce_once import fsdp_modules
+from diffusion.data.loader import BucketedLoader
 
 EVERY = 100
 """Logging interval in batches."""
-
-
-class WaitingLoader(Protocol):
-    """Data loader that measures the time that this rank waits for data."""
-
-    wait_seconds: float
 
 
 class HostTimer:
@@ -83,8 +78,7 @@ class Stragglers(Callback):
     # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without device
     # synchronization beyond Composer's own.
 
-    def __init__(self, loader: WaitingLoader) -> None:
-        self._loader = loader
+    def __init__(self) -> None:
         self._waited = 0.0
         self._first = True
         self._timer: HostTimer | CudaTimer | None = None
@@ -109,15 +103,17 @@ class Stragglers(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._timer is None:
             return
+        loader = state.train_dataloader
+        assert isinstance(loader, BucketedLoader)
         if self._first:
             # Compilation and the start of loader workers take very different times on different ranks.
             self._first = False
             self._timer.take()
-            self._waited = self._loader.wait_seconds
+            self._waited = loader.wait_seconds
             return
         if state.timestamp.batch.value % EVERY:
             return
-        waited, self._waited = self._loader.wait_seconds - self._waited, self._loader.wait_seconds
+        waited, self._waited = loader.wait_seconds - self._waited, loader.wait_seconds
         own = torch.tensor([waited + self._timer.take()], dtype=torch.float64)
         seconds = [each.item() for each in dist.all_gather(state.device.tensor_to_device(own))]
         rank, factor = slowest(seconds)

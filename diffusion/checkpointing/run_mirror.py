@@ -19,6 +19,7 @@ from diffusion.runs.run_id import RUN_FILE, claim_working_folder, open_bucket_ru
 from diffusion.runs.run_lock import LOCK
 from diffusion.storage import object_store
 from diffusion.storage.atomic import UNFINISHED, write_atomically
+from diffusion.storage.local_files import working_folder
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
@@ -130,14 +131,12 @@ class RunMirror:
 
 
 @contextmanager
-def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
+def mirrored(url: str) -> Iterator[RunMirror]:
     """Copy a run's small files from the store before the `with` block, and to the store during and after it.
 
     If the store does not respond during training, this is logged and retried at the next copy.
     """
-    if url is None:
-        yield None
-        return
+    folder = working_folder(url)
     claim_working_folder(folder, open_bucket_run(url))
     mirror, done = RunMirror(folder, url), threading.Event()
     mirror.pull()

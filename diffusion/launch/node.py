@@ -33,7 +33,7 @@ from diffusion.runs.attempts import Attempt
 from diffusion.runs.bounded_call import within_limit
 from diffusion.runs.heartbeats import Watchdog, early_timeout_warning
 from diffusion.runs.node_status import NODE_VARIABLE
-from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, ended_values
+from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
 from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.storage.places import files_of_run, is_url
 
@@ -284,8 +284,7 @@ class Node:
         if self.trains and not self.owns_run and outcome.status == BAD_HARDWARE:
             records.add_fault(outcome.detail)
         records.append('end', attempt)
-        reason = attempts.describe_attempt(attempt.cause, attempt.detail)
-        notifier.send('ended', f'ended: {reason}', **ended_values(attempt))
+        notifier.send_end(attempt)
         within_limit(notifier.check_goodput)
         if outcome.status:
             self._print(attempts.describe_attempt(attempt.cause, attempt.detail))

@@ -103,6 +103,12 @@ class Notifier:
             self._threads.append(thread)
             thread.start()
 
+    def send_end(self, attempt: attempts.Attempt) -> None:
+        """Send the event `ended` of an attempt."""
+        cause, detail = attempt.cause, attempt.detail
+        text = f'ended: {attempts.describe_attempt(cause, detail)}'
+        self.send('ended', text, cause=cause, detail=detail, status=attempt.status, batch=attempt.last)
+
     def check_goodput(self) -> None:
         """Send the event `goodput` if the run's goodput so far is below the recipe's threshold."""
         bound = self.config.goodput_below
@@ -124,11 +130,6 @@ class Notifier:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 log.warning('notify: the message %r was still being delivered when the process ended', thread.name)
-
-
-def ended_values(attempt: attempts.Attempt) -> dict[str, Any]:
-    """Return the fields of the message `ended`, given the record of an attempt."""
-    return {'cause': attempt.cause, 'detail': attempt.detail, 'status': attempt.status, 'batch': attempt.last}
 
 
 def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[str, Any]) -> None:

@@ -42,13 +42,7 @@ TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
 
 
 class SourceWeights(NamedTuple):
-    """Weights that `init_from` has read.
-
-    Attributes:
-        tensors: The weights by their names in the model.
-        place: The checkpoint, folder, repository or file they were read from.
-        what: Description of the weights for the log.
-    """
+    """Weights by their names in the model, the place that they were read from, and a description for the log."""
 
     tensors: dict[str, Tensor]
     place: str

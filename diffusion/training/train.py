@@ -1,6 +1,5 @@
 """`task: train`: build a recipe's Composer Trainer and run it."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -30,18 +29,16 @@ from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.run_recipe import RecipeKeeper, SameRun
 from diffusion.callbacks.status_updates import Heartbeat, RunStatus
 from diffusion.callbacks.stragglers import Stragglers
-from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpoint_store import RECIPE
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
-from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror, mirrored, try_to_push
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.tiers.node_tier import NodeTier, open_tiers
 from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored_batches
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
-from diffusion.config.recipe import Component, NotifyConfig, SpeedConfig, parts_without_effect
+from diffusion.config.recipe import Component, SpeedConfig, parts_without_effect
 from diffusion.data.bad_samples import ReplacedSamples
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
@@ -49,11 +46,7 @@ from diffusion.data.loader import BucketedLoader, to_data_spec
 from diffusion.errors import DataError, UserError
 from diffusion.loggers.progress_lines import ConsoleLines, ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.runs import run_lock
-from diffusion.runs.attempt_recorder import record_interrupt, recording_attempt
-from diffusion.runs.attempts import Attempt
 from diffusion.runs.heartbeats import collective_timeout
-from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
 from diffusion.training import components
 from diffusion.training.initial_weights import start_from
 from diffusion.training.parallelism import (
@@ -65,6 +58,7 @@ from diffusion.training.parallelism import (
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
 from diffusion.training.resume import check_saver, compare_with_checkpoint, schedule_of
 from diffusion.training.step_overhead import reduce_step_overhead
+from diffusion.training.training_run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -84,41 +78,17 @@ def train(recipe: Recipe) -> Trainer:
         DataError: Data could not be read, or too much of it is bad.
         Preempted: A signal stopped the run, which saved a checkpoint first.
     """
-    hide = partial(hide_environment, recipe)
-    # One rank holds the lock on the run's folder, unless the node entry point already holds it for the whole job.
-    takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.LOCK_HELD_VARIABLE not in os.environ
-    # Rank 0's working folder contains the recipe, metrics and images.
-    copied = recipe.run_url if os.environ.get('RANK', '0') == '0' else None
-    if not takes_lock:
-        # Other messages are sent by the first node's entry point.
-        config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
-        number = os.environ.get(NUMBER_VARIABLE)
-        attempt_number = None if number is None else int(number)
-        notifier = Notifier(config, recipe.run_place, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide)
-        with contextlib.closing(notifier), mirrored(recipe.run_dir, copied) as mirror:
-            return _train(recipe, None, notifier, mirror)
-    with (
-        run_lock.hold_run_lock(recipe.run_place),
-        mirrored(recipe.run_dir, copied) as mirror,
-        recording_attempt(recipe.run_place, recipe.notify, hide) as (attempt, notifier),
-    ):
-        return _train(recipe, attempt, notifier, mirror)
+    run = TrainingRun(recipe.run_place, recipe.notify, partial(hide_environment, recipe))
+    with run.held():
+        return _train(recipe, run)
 
 
-def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: RunMirror | None) -> Trainer:
-    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock on the run's folder.
-
-    Args:
-        attempt: Record of this attempt, kept up to date while training; None if another process records it.
-        notifier: Sender of messages about the run.
-        mirror: The small files of a run in an object store, on rank 0; None on other ranks.
-    """
+def _train(recipe: Recipe, run: TrainingRun) -> Trainer:
+    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the run."""
     trainer = build_trainer(recipe)
-    connect(trainer.state.callbacks, attempt, notifier)
-    if attempt is not None:
-        attempt.gpu = torch.cuda.get_device_name() if trainer.state.device.name == 'gpu' else 'cpu'
-    if mirror is not None:
-        upload_with_checkpoints(trainer.state.callbacks, mirror)
+    run.connect(trainer.state.callbacks)
+    if run.attempt is not None:
+        run.attempt.gpu = torch.cuda.get_device_name() if trainer.state.device.name == 'gpu' else 'cpu'
     if _is_done(trainer.state):
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
         return trainer
@@ -132,26 +102,6 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
         trainer.engine.close()
         raise
     return trainer
-
-
-def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: Notifier) -> None:
-    """Make callbacks update the record of an attempt, and send messages about its end, bad batches and failed saves."""
-    for callback in callbacks:
-        if isinstance(callback, RunStatus):
-            callback.attempt, callback.on_record = attempt, notifier.check_goodput
-        elif isinstance(callback, Preemption) and attempt is not None:
-            callback.on_interrupt = partial(record_interrupt, notifier.run, attempt, notifier)
-        elif isinstance(callback, LossGuard | NaNGuard):
-            callback.on_bad_batch = partial(notifier.send, 'loss_guard')
-        elif isinstance(callback, Checkpointer):
-            callback.failed_saves.on_failure = partial(notifier.send, 'checkpoint_failed')
-
-
-def upload_with_checkpoints(callbacks: Sequence[Callback], mirror: RunMirror) -> None:
-    """Upload a run's small files before each checkpoint, so that a run that resumes elsewhere has its metrics."""
-    for callback in callbacks:
-        if isinstance(callback, Checkpointer) and isinstance(callback.storage, BucketStorage):
-            callback.storage.before_publish = partial(try_to_push, mirror, MIRROR_RETRY)
 
 
 def fit(trainer: Trainer) -> None:
@@ -347,7 +297,7 @@ def _own_callbacks(
         RunStatus(recipe.run_place),
         *_in_run_evaluation(recipe),
         EvaluationResults(recipe.run_dir, recipe.run_url),
-        Stragglers(loader),
+        Stragglers(),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([CompileCache(recipe.run_dir / COMPILED)] if parts.compile and parts.compile_cache else []),
         *([checkpointer] if checkpointer is not None else []),

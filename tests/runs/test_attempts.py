@@ -25,7 +25,6 @@ from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.workers import Outcome
 from diffusion.runs import attempts, environment
-from diffusion.runs.attempt_recorder import recording_attempt
 from diffusion.runs.attempts import (
     Attempt,
     Clock,
@@ -72,9 +71,13 @@ def test_last_complete_record_of_attempt_counts(tmp_path):
 
 
 def test_devices_are_recorded(tmp_path, monkeypatch):
+    from diffusion.training.training_run import TrainingRun
+
     monkeypatch.setenv('WORLD_SIZE', '16')
-    with recording_attempt(tmp_path, NotifyConfig()) as (recorded, _):
-        recorded.gpu = 'NVIDIA H200'
+    run = TrainingRun(str(tmp_path), NotifyConfig())
+    with run.held():
+        assert run.attempt is not None
+        run.attempt.gpu = 'NVIDIA H200'
     (found,) = read_attempts(tmp_path)
     assert (found.devices, found.gpu, found.cause) == (16, 'NVIDIA H200', 'done')
 

@@ -227,7 +227,8 @@ def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hoo
 def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe, monkeypatch):
     from diffusion.callbacks.loss_guard import LossGuard
     from diffusion.checkpointing.checkpointer import Checkpointer
-    from diffusion.training.train import connect, train
+    from diffusion.training.train import train
+    from diffusion.training.training_run import TrainingRun
 
     monkeypatch.setenv('HOOK', hook.url)
     path = write_recipe(notify={'webhook': 'HOOK'})
@@ -255,7 +256,9 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
     # Callbacks can send too.
     guard, saver = LossGuard(folder=str(recipe.run_dir)), Checkpointer(recipe.run_dir)
     sender = Notifier(recipe.notify, recipe.run_dir)
-    connect([guard, saver], None, sender)
+    run = TrainingRun(recipe.run_place, recipe.notify)
+    run.notifier = sender
+    run.connect([guard, saver])
     guard.on_bad_batch('loss is nan')  # type: ignore[attr-defined]
     saver.failed_saves.on_failure('no space left')  # type: ignore[attr-defined]
     sender.close()
@@ -267,6 +270,6 @@ def test_training_process_of_a_launched_job_sends_the_number_of_the_attempt(hook
 
     for name, value in {'HOOK': hook.url, LOCK_HELD_VARIABLE: '1', notify.NUMBER_VARIABLE: '4'}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, '_train', lambda recipe, attempt, notifier, mirror: notifier.send('loss_guard', 'nan'))
+    monkeypatch.setattr(train, '_train', lambda recipe, run: run.notifier.send('loss_guard', 'nan'))
     train.train(load(write_recipe(notify={'webhook': 'HOOK'})))
     assert [(each['event'], each['attempt']) for each in hook.messages] == [('loss_guard', 4)]

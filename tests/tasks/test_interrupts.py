@@ -18,7 +18,6 @@ from forkserver import ROOT, SOCKET
 
 from diffusion.exit_codes import INTERRUPTED, PREEMPTED
 from diffusion.runs import attempts
-from diffusion.runs.attempt_recorder import outcome_of
 from diffusion.runs.run_status import RunReport, inspect_run
 from diffusion.runs.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
 
@@ -235,6 +234,8 @@ def test_thread_of_signals_leaves_the_wakeup_descriptor_of_another_library():
     ],
 )
 def test_exit_that_is_no_signal_is_recorded_as_a_crash(error, expected):
+    from diffusion.training.training_run import outcome_of
+
     assert outcome_of(error) == expected
 
 

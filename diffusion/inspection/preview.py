@@ -25,7 +25,6 @@ from diffusion.models.vae import Vae, decode_latents
 from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
-Sections = Mapping[str, Mapping[str, StreamConfig]]
 SIDE = 176
 """Side in pixels at which a square image is drawn; other shapes are drawn with the same area."""
 
@@ -48,15 +47,13 @@ def look(
             local VAE; without one, the first three latent channels are drawn.
     """
     sections = [each for name in chosen for each in _sections(recipe, name, chosen[name], samples, seed, decode)]
-    content = preview_page(sections).encode() if out.suffix == '.html' else png_bytes(draw_sheet(sections, side=SIDE))
+    if out.suffix == '.html':
+        parts = [f'<h2>{html.escape(each.title)}</h2>{html_figures(each.figures, side=SIDE)}' for each in sections]
+        content = html_page('diffusion data look', '\n'.join(parts)).encode()
+    else:
+        content = png_bytes(draw_sheet(sections, side=SIDE))
     write_atomically(out, content)
     print(f'{out}: {sum(len(section.figures) for section in sections)} samples of {len(sections)} buckets')
-
-
-def preview_page(sections: Sequence[Section]) -> str:
-    """Return drawn samples as an HTML page, with images at full resolution and complete captions."""
-    parts = [f'<h2>{html.escape(each.title)}</h2>{html_figures(each.figures, side=SIDE)}' for each in sections]
-    return html_page('diffusion data look', '\n'.join(parts))
 
 
 def _sections(

@@ -127,7 +127,7 @@ class _Addition(Preparation):
             self.forget_other_plan(plan)
         if not plan.parts:
             return self.nothing_to_do()
-        self.work.begin_append()
+        write_atomically(self.work.append, '')
         plan.write_or_check(self.work)
         with self.work.cleared_after_errors(share):
             self.convert_parts(plan, share)

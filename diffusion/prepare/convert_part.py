@@ -1,7 +1,4 @@
-"""Convert one part of the input into one folder of shards, which gets its final name when complete.
-
-A part is the unit of input that one job converts, such as a tar file or 1000 image files.
-"""
+"""Convert one part of the input into one folder of shards, which gets its final name when complete."""
 
 import base64
 import json
@@ -137,10 +134,9 @@ class PartJob:
             return read_counts(self.folder, self.part)
 
     def _write(self, folder: Path, note: Note) -> PartCounts:
-        counts, shards = (
-            PartCounts(self.part.size),
-            _ShardBuffer(ShardPlace(folder, self.url), mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)),
-        )
+        counts = PartCounts(self.part.size)
+        format_ = mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)
+        shards = _ShardBuffer(ShardPlace(folder, self.url), format_)
         inputs: list[InputRow] = []
         stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
@@ -197,15 +193,9 @@ class PartJob:
         # no need to flush each file: the folder is flushed and renamed as a whole
         write_tables(folder, inputs, stored)
         (folder / THUMBNAILS_FILE).write_text(json.dumps(thumbnails), encoding='utf-8')
-        summary = {
-            'inputs': counts.inputs,
-            'rejected': counts.rejected,
-            'columns': sorted(counts.columns),
-            'passed_over': {kind: vars(files) for kind, files in sorted(counts.passed_over.items())},
-            'details': counts.details,
-            'repaired': vars(counts.repaired),
-        }
-        (folder / COUNTS_FILE).write_text(json.dumps(summary), encoding='utf-8')
+        sorted_counts = {'columns': sorted(counts.columns), 'passed_over': dict(sorted(counts.passed_over.items()))}
+        content = {name: value for name, value in vars(counts).items() if name != 'size'} | sorted_counts
+        (folder / COUNTS_FILE).write_text(json.dumps(content, default=vars), encoding='utf-8')
         (folder / mds.INDEX).write_text(mds.index_text(shards.entries), encoding='utf-8')
         return counts
 
@@ -294,15 +284,9 @@ class _ShardBuffer:
 
 def read_counts(folder: Path, part: Part) -> PartCounts:
     content = read_json(folder / COUNTS_FILE)
-    return PartCounts(
-        part.size,
-        content['inputs'],
-        Counter(content['rejected']),
-        set(content['columns']),
-        {kind: NamedCount(**files) for kind, files in content['passed_over'].items()},
-        content['details'],
-        NamedCount(**content['repaired']),
-    )
+    content['rejected'], content['columns'] = Counter(content['rejected']), set(content['columns'])
+    content['passed_over'] = {kind: NamedCount(**files) for kind, files in content['passed_over'].items()}
+    return PartCounts(part.size, **content | {'repaired': NamedCount(**content['repaired'])})
 
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:

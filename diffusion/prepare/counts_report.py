@@ -83,33 +83,17 @@ class PrepareReport:
         return self.rejected_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
-        content = {
-            'source': self.source,
-            'arguments': self.arguments,
-            'versions': self.versions,
-            'license': self.license,
-            'inputs': self.inputs,
-            'pictures': self.pictures,
-            'buckets': self.buckets,
-            'empty_buckets': self.empty_buckets,
-            'bytes': self.bytes,
-            **({} if self.held_out is None else {'held_out': vars(self.held_out)}),
-            'rejected': {reason: vars(rejected) for reason, rejected in sorted(self.rejected.items())},
-            **({'details': self.details} if self.details else {}),
-            **({'repaired': vars(self.repaired)} if self.repaired.count else {}),
-            'passed_over': {kind: vars(files) for kind, files in sorted(self.passed_over.items())},
+        content = vars(self) | {
+            'rejected': dict(sorted(self.rejected.items())),
+            'repaired': self.repaired if self.repaired.count else None,
+            'passed_over': dict(sorted(self.passed_over.items())),
             'rejected_share': self.rejected_share,
-            'max_rejected': self.max_rejected,
             'passed': self.passed,
-            'notes': self.notes,
-            'statistics': self.statistics,
-            'fingerprint': self.fingerprint,
-            **({'deliveries': self.deliveries} if self.deliveries else {}),
-            **({'removed': self.removed} if self.removed else {}),
-            'date': self.date,
             'seconds': round(self.seconds, 1),
         }
-        write_atomically(path, json.dumps(content, indent=2) + '\n')
+        optional = ('held_out', 'details', 'repaired', 'deliveries', 'removed')
+        content = {name: value for name, value in content.items() if value or name not in optional}
+        write_atomically(path, json.dumps(content, indent=2, default=vars) + '\n')
 
     @classmethod
     def read(cls, path: Path) -> 'PrepareReport':
@@ -195,7 +179,8 @@ def report_page(
         if report.empty_buckets
         else '',
         *(_figures(name, shown) for name, shown in buckets.items()),
-        *_held_out(report.held_out, held_out),
+        *([] if report.held_out is None else ['<h2>Held out</h2>', _bucket_bars(report.held_out)]),
+        '' if report.held_out is None else _figures(report.held_out.out, held_out),
         '<h2>Rejected</h2>',
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
         *(_details(reason, found) for reason, found in sorted(report.details.items())),
@@ -234,11 +219,6 @@ def _deliveries(report: PrepareReport) -> list[str]:
     head = ''.join(f'<th>{name.replace("_", " ")}</th>' for name in names)
     rows = [''.join(f'<td>{html.escape(str(delivery[name]))}</td>' for name in names) for delivery in report.deliveries]
     return ['<h2>Deliveries</h2>', f'<table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>']
-
-
-def _held_out(held_out: HeldOut | None, shown: Iterable[Figure]) -> list[str]:
-    """Return the section about held-out images; empty if there are none."""
-    return [] if held_out is None else ['<h2>Held out</h2>', _bucket_bars(held_out), _figures(held_out.out, shown)]
 
 
 def _table(values: Mapping[str, Any]) -> str:

@@ -170,15 +170,10 @@ def as_utf8(text: str) -> str:
     return encoded.decode('utf-8', 'backslashreplace')
 
 
-def stem_of(file: File, suffix: str) -> str:
-    """Return a file's name without `suffix`; a name with a different suffix is returned unchanged."""
-    # Do not remove just any suffix: 00000.tar and 00000.tgz would have the same stem.
-    return file.name[: -len(suffix)] if file.name.endswith(suffix) else file.name
-
-
 def single_file_part(file: File, suffix: str) -> Part:
     """Return a part (the unit of input that one job converts) that consists of one file, such as a tar file."""
-    stem = stem_of(file, suffix)
+    # Do not remove just any suffix: 00000.tar and 00000.tgz would have the same stem.
+    stem = file.name.removesuffix(suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
 
 

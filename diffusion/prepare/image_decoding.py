@@ -54,7 +54,11 @@ def decode_image(
     try:
         if 'jxl' in formats:
             with unreadable():
-                _check_jxl(file, max_pixels)
+                header = read_jxl_header(file)
+                if header is not None:
+                    check_pixels(header.width, header.height, max_pixels)
+                    if header.is_animated:
+                        raise UnreadableImage('animated', 'the file has several frames')
         decoded = read_image(
             file, background=background, max_pixels=max_pixels, extra_formats=extra, resized_to=resized_to
         )
@@ -92,12 +96,3 @@ def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     # With `reducing_gap`, Pillow first reduces by an integer factor, which is faster; according to Pillow's
     # documentation, the result is practically the same with a gap of 3.0 or more.
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
-
-
-def _check_jxl(encoded: bytes, max_pixels: int) -> None:
-    """Raise UnreadableImage if a JPEG XL file's header specifies too many pixels or an animation."""
-    header = read_jxl_header(encoded)
-    if header is not None:
-        check_pixels(header.width, header.height, max_pixels)
-        if header.is_animated:
-            raise UnreadableImage('animated', 'the file has several frames')

@@ -57,7 +57,7 @@ def perceptual_hash(image: Image.Image) -> PerceptualHash:
     pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): take the DCT of a 32 x 32
     thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each value above their median.
     """
-    pixels = _thumbnail(image)
+    pixels = np.asarray(image.convert('L').resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX))
     # Use integer arithmetic, so that the hash is the same on every machine.
     low = _cosines() @ pixels.astype(np.int64) @ _cosines().T
     bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 of 64 values are above the median, unless there are ties
@@ -132,11 +132,6 @@ def _cosines() -> np.ndarray:
     return (cosines * 2**14).round().astype(np.int64)
 
 
-def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return an image's luma averaged to 32 x 32 pixels, uint8 [32, 32], for the perceptual hash."""
-    return np.asarray(image.convert('L').resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX))
-
-
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
     """Return for each value the index of the first equal value."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
@@ -180,10 +175,12 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
         later, earlier = np.tril_indices(len(hashes), -1)
         near = _within(hashes[later] ^ hashes[earlier], distance)
         return later[near], earlier[near]
-    for blocks in _numbers_of_blocks(len(hashes), distance):
-        pairs = _pairs_by_blocks(hashes, distance, blocks)
-        if pairs is not None:
-            return pairs
+    least = _fastest_blocks(distance, 10 * log2(len(hashes)), 10 * len(hashes))
+    for blocks in range(least, least + 3):
+        if blocks == least or comb(blocks, distance) <= MAX_TABLES:
+            pairs = _pairs_by_blocks(hashes, distance, blocks)
+            if pairs is not None:
+                return pairs
     return None
 
 
@@ -219,7 +216,8 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
     swapped = len(hashes) < len(kept)
     few, many = (hashes, kept) if swapped else (kept, hashes)
     found = np.full(len(hashes), len(kept))
-    for mask in _masks(distance, _blocks_of_search(len(few), len(many), distance)):
+    per_mask = 10 * len(few) * log2(len(few) + 2) + 10 * len(many)
+    for mask in _masks(distance, _fastest_blocks(distance, per_mask, 20 * len(few) * len(many))):
         order = np.argsort(few & mask)
         ordered = few[order]
         keys = ordered & mask
@@ -254,12 +252,13 @@ class KeyTable:
         return keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - self._bits)
 
 
-def _blocks_of_search(few: int, many: int, distance: int) -> int:
-    """Return the number of blocks that is estimated to be fastest for `_first_near`."""
+def _fastest_blocks(distance: int, per_mask: float, per_collision: float) -> int:
+    """Return the number of blocks with the lowest estimated time, given two parts of the time per mask in ns."""
 
+    # More blocks mean more masks (each needs a sort), but smaller groups and thus fewer comparisons.
     def nanoseconds(blocks: int) -> float:
         bits = 64 * (blocks - distance) / blocks
-        return comb(blocks, distance) * (10 * few * log2(few + 2) + many * (10 + 20 * few / 2**bits))
+        return comb(blocks, distance) * (per_mask + per_collision / 2**bits)
 
     return min(range(distance + 1, distance + 7), key=nanoseconds)
 
@@ -298,17 +297,3 @@ def _masks(distance: int, blocks: int) -> list[np.uint64]:
     edges = [round(64 * block / blocks) for block in range(blocks + 1)]
     of_block = [(1 << stop) - (1 << start) for start, stop in pairwise(edges)]
     return [np.uint64(sum(chosen)) for chosen in combinations(of_block, blocks - distance)]
-
-
-def _numbers_of_blocks(count: int, distance: int) -> list[int]:
-    """Return the numbers of blocks to try in `_pairs_by_blocks`, by estimated speed, fastest first."""
-
-    # More blocks mean more masks (each needs a sort), but smaller groups and thus fewer comparisons.
-    def nanoseconds(blocks: int) -> float:
-        bits = 64 * (blocks - distance) / blocks
-        return comb(blocks, distance) * (10 * log2(count) + 10 * count / 2**bits)
-
-    least = min(range(distance + 1, distance + 7), key=nanoseconds)
-    return [
-        blocks for blocks in (least, least + 1, least + 2) if comb(blocks, distance) <= MAX_TABLES or blocks == least
-    ]

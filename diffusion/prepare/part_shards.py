@@ -1,10 +1,8 @@
 """Shards and tables of a converted part; shards are in the part's folder or, until packed, in an object store.
 
-A part is the unit of input that one job converts, such as a tar file. With an object store, a preparation needs local
-disk space only for the image tables and the shards being written.
-
-This lets machines without a shared folder convert shares of one input, and lets a preparation resume after losing its
-disk. A part counts as stored once its tables, which are written last as one object, are in the store.
+With an object store, a preparation needs local disk space only for the image tables and the shards being written, it
+can resume after losing its disk, and machines without a shared folder can convert shares of one input. A part counts as
+stored once its tables, which are written last as one object, are in the store.
 """
 
 import json
@@ -123,11 +121,7 @@ def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
 def _entries(folder: Path) -> list[tuple[mds.ShardFormat, int]]:
     """Return the format and the number of samples of each shard of a part."""
     entries = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
-    found = []
-    for entry in entries:
-        columns = dict(zip(entry['column_names'], entry['column_encodings'], strict=True))
-        found.append((mds.ShardFormat(columns, entry['size_limit']), entry['samples']))
-    return found
+    return [(mds.ShardFormat.of_entry(entry), entry['samples']) for entry in entries]
 
 
 def store_tables(folder: Path, url: str) -> None:

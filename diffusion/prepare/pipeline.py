@@ -137,7 +137,7 @@ class Preparation:
         return pieces_of(plan, self.source)
 
     def folders(self, plan: InputPlan) -> list[Path]:
-        return [self.work.part(piece.name) for piece in self.pieces(plan)]
+        return [self.work.parts / piece.name for piece in self.pieces(plan)]
 
     def finished_report(self, plan: InputPlan) -> PrepareReport | None:
         """Return the report of the dataset already in the output if it was made with the same plan, otherwise None."""
@@ -168,7 +168,7 @@ class Preparation:
             stored = f'{self.settings.parts.rstrip("/")}/{plan.fingerprint[:16]}'
             self.work.store_parts(stored)
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
-        remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
+        remaining = [piece for piece in pieces if not (self.work.parts / piece.name).is_dir()]
         # List parts converted by other machines or by an earlier start whose work folder was lost.
         there = list_stored(stored) if stored is not None and remaining else {}
         if share is not None:
@@ -181,7 +181,7 @@ class Preparation:
                 piece.content(plan),
                 self.source,
                 self.settings,
-                self.work.part(piece.name),
+                self.work.parts / piece.name,
                 url=None if stored is None else f'{stored}/{piece.name}',
                 stored=there.get(piece.name),
             )
@@ -347,7 +347,7 @@ class Preparation:
         if split == HELD_OUT:
             report.inputs, report.notes = len(images), [f'held out from {self.settings.out}']
         else:
-            done = [read_counts(self.work.part(piece.name), piece.part) for piece in self.pieces(plan)]
+            done = [read_counts(self.work.parts / piece.name, piece.part) for piece in self.pieces(plan)]
             report.rejected, report.passed_over = catalog.rejected, summed_counts(each.passed_over for each in done)
             report.details = summed_details(each.details for each in done)
             report.repaired = summed_counts({'': each.repaired} for each in done).get('', report.repaired)

@@ -188,7 +188,9 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
             entries, old, of_removed = _without_samples(dataset, delivery, selection, token)
             captions |= of_removed
             removal.rewritten += old
-            _put_json(dataset, new.shards, entries)
+            path = dataset.scratch / 'new' / 'content.json'
+            write_atomically(path, json.dumps(entries, sort_keys=True))
+            dataset.folder.put(new.shards, path)
             obsolete += [delivery.images, delivery.shards, delivery.report]
         deliveries.append(new)
     removed = f'removed-{token}.parquet'
@@ -260,12 +262,6 @@ def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> N
         tables.append(read_rows(dataset.path(delivery.images), rows).select(list(HASHES)))
     path = dataset.scratch / 'new' / 'removed.parquet'
     write_removed(path, pa.concat_tables(tables))
-    dataset.folder.put(name, path)
-
-
-def _put_json(dataset: RecordedDataset, name: str, content: Any) -> None:
-    path = dataset.scratch / 'new' / 'content.json'
-    write_atomically(path, json.dumps(content, sort_keys=True))
     dataset.folder.put(name, path)
 
 

@@ -41,7 +41,7 @@ def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
         problem = 'is compressed and cannot be rewritten; prepare the data again without the images'
     elif KEY not in entry['column_names']:
         problem = f'its samples have no column {KEY!r}, so they cannot be found; prepare the data again'
-    elif _format(entry).config()['column_sizes'] != entry['column_sizes']:
+    elif ShardFormat.of_entry(entry).config()['column_sizes'] != entry['column_sizes']:
         problem = f'has columns of types that cannot be rewritten ({", ".join(entry["column_encodings"])})'
     if problem is not None:
         raise UserError(f'{where}: {problem}')
@@ -101,18 +101,15 @@ def rewrite_shard(
     """
     kept: list[bytes] = []
     captions: set[str] = set()
+    shards = ShardFormat.of_entry(entry)
     for sample in _samples(path):
         if _value(sample, entry, KEY).decode() not in keys:
             kept.append(sample)
-        elif dict(zip(entry['column_names'], entry['column_encodings'], strict=True)).get('captions') == 'json':
+        elif shards.columns.get('captions') == 'json':
             captions.update(map(str, json.loads(_value(sample, entry, 'captions'))))
     if not kept:
         return None, captions
-    return _format(entry).write_shard(target, kept, [len(sample) for sample in kept], name=target.name), captions
-
-
-def _format(entry: Mapping[str, Any]) -> ShardFormat:
-    return ShardFormat(dict(zip(entry['column_names'], entry['column_encodings'], strict=True)), entry['size_limit'])
+    return shards.write_shard(target, kept, [len(sample) for sample in kept], name=target.name), captions
 
 
 def _samples(path: Path) -> Iterator[bytes]:

@@ -51,7 +51,7 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     check(svg)
     text = svg.decode('utf-8-sig')
     # Without width and height of a frame, resvg allocates whatever size the drawing claims.
-    width, height = png_size(rendered(text, FIRST_SIDE))
+    width, height = struct.unpack_from('>II', rendered(text, FIRST_SIDE), 16)  # in the PNG's header
     # Subtract one, because the small rendering's size is rounded and an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))
     if frame * (-(-frame * min(width, height) // max(width, height))) > max_pixels:
@@ -78,10 +78,6 @@ def rendered(svg: str, side: int) -> bytes:
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
     return bytes(png)
-
-
-def png_size(png: bytes) -> tuple[int, int]:
-    return struct.unpack_from('>II', png, 16)
 
 
 if __name__ == '__main__':

@@ -71,17 +71,13 @@ class WorkFolder:
         self.complete = path / 'complete'
         """Copy of the report; exists once the datasets are complete and only need to be moved to the outputs."""
         self.append = path / 'append'
-        """Empty file; exists if this is an addition to a dataset (`prepare --append`)."""
+        """Empty file; exists if this is an addition to a dataset (`prepare --append`), from before the plan."""
 
     def store_parts(self, url: str) -> None:
         """Record an object store folder for shards of converted parts; `remove` and `clear` delete its content."""
         known = self.stored_parts.read_text(encoding='utf-8').splitlines() if self.stored_parts.exists() else []
         if url not in known:
             write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))
-
-    def begin_append(self) -> None:
-        """Mark the work as an addition to a dataset; call this before the plan is written."""
-        write_atomically(self.append, '')
 
     def check_kind(self, *, is_append: bool) -> None:
         """Raise UserError if unfinished work in the folder is a preparation rather than an addition, or vice versa."""
@@ -90,9 +86,6 @@ class WorkFolder:
                 f'{self.path}: has an unfinished {"preparation" if is_append else "addition to a dataset"}; finish it '
                 f'{"without" if is_append else "with"} --append, or remove the folder'
             )
-
-    def part(self, name: str) -> Path:
-        return self.parts / name
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:

@@ -4,15 +4,9 @@ The process pool survives the death of a worker: it retries the job, and if the 
 item. By contrast, if a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work,
 without reporting which job the worker was running.
 
-Several machines need the input at the same location, and a shared work folder (NFS, Lustre). Shares need no shared work
-folder if `PrepareSettings.parts` is in an object store.
-
-- Ray: `diffusion prepare RECIPE.yaml --engine ray` on a cluster started with `ray start`; without one, Ray uses only
-  this machine.
-- No engine: run the command with `--share 0/16` to `--share 15/16`, one per machine, to convert 1/16 of the input each;
-then run it once without `--share`.
-- Other engines: `prepare(settings, run=function)`, where the function runs picklable jobs and yields results. For
-  Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
+Several machines need the input at the same location, and a shared work folder (NFS, Lustre), except shares with
+`PrepareSettings.parts` in an object store. For engines other than Ray, call `prepare(settings, run=function)`; in Spark
+`lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
 
 import multiprocessing

@@ -15,7 +15,6 @@ from diffusion.report.report_source import (
     REPORT,
     ReportSource,
     RunsSource,
-    TableReader,
     TableSource,
     runs_in,
     written_report,
@@ -61,7 +60,7 @@ def run_report(options: ReportOptions) -> int:
         # Links are relative to the page, so they work only if the page is in the folder that contains the runs.
         beside = not is_url(places[0]) and out.absolute().parent == Path(places[0]).absolute()
         link = (lambda name: written_report(places[0], name)) if beside else (lambda name: None)
-        source: ReportSource = TableSource(TableReader(places[0], price=options.price, link=link))
+        source: ReportSource = TableSource(places[0], price=options.price, link=link)
     else:
         source = RunsSource(places, price=options.price)
     check_writable(out.parent, '--out')
@@ -102,7 +101,7 @@ def _serve(options: ReportOptions, places: list[str], *, is_table: bool) -> int:
     seconds = BUCKET_SECONDS if any(map(is_url, places)) else POLL_SECONDS
     source: ReportSource = RunsSource(places, price=options.price)
     if is_table:
-        source = TableSource(TableReader(places[0], price=options.price, link=run_address))
+        source = TableSource(places[0], price=options.price, link=run_address)
     main = ServedPage(source, seconds)
 
     @cache

@@ -121,35 +121,6 @@ def runs_in(place: str) -> list[str]:
     return found
 
 
-class TableReader:
-    """Reads all runs in a folder or bucket; further calls of `read` read only what was added since.
-
-    `link` returns the URL of a run's page by name, or None. For `price`, see `RunReader`.
-    """
-
-    def __init__(self, place: str, *, price: float | None, link: Callable[[str], str | None]) -> None:
-        self.place, self.price, self.link = place.rstrip('/') or place, price, link
-        self._readers: dict[str, RunReader] = {}
-
-    def read(self) -> dict[str, Any]:
-        names = runs_in(self.place)
-        for name in names:
-            self._readers.setdefault(name, RunReader(f'{self.place}/{name}', price=self.price, curves=False))
-        notes: list[str] = []
-
-        def row(name: str) -> dict[str, Any] | None:
-            try:
-                return _table_row(self._readers[name].read(), self.link(name))
-            except (UserError, ExternalError) as error:
-                notes.append(str(error))
-                return None
-
-        # Use threads: if a run on another machine may be dead, its reader watches it for some seconds.
-        with ThreadPoolExecutor(_THREADS) as threads:
-            rows = [each for each in threads.map(row, names) if each is not None]
-        return {'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}
-
-
 def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
     status, cost = run.status, run.cost
     cause = status.attempts[-1]['cause'] if status.attempts else None
@@ -253,15 +224,34 @@ class RunsSource:
 
 
 class TableSource:
-    """Content of the page with a table of all runs in a folder or bucket."""
+    """Content of the page with all runs in a folder or bucket; further calls of `read` read only what was added since.
 
-    def __init__(self, reader: TableReader) -> None:
-        self._reader = reader
-        self.places = [reader.place]
-        self.title = f'Runs in {reader.place}'
+    `link` returns the URL of a run's page by name, or None. For `price`, see `RunReader`.
+    """
+
+    def __init__(self, place: str, *, price: float | None, link: Callable[[str], str | None]) -> None:
+        self.place, self.price, self.link = place.rstrip('/') or place, price, link
+        self.places = [self.place]
+        self.title = f'Runs in {self.place}'
+        self._readers: dict[str, RunReader] = {}
 
     def read(self) -> Page:
-        return Page(self._reader.read(), {})
+        names = runs_in(self.place)
+        for name in names:
+            self._readers.setdefault(name, RunReader(f'{self.place}/{name}', price=self.price, curves=False))
+        notes: list[str] = []
+
+        def row(name: str) -> dict[str, Any] | None:
+            try:
+                return _table_row(self._readers[name].read(), self.link(name))
+            except (UserError, ExternalError) as error:
+                notes.append(str(error))
+                return None
+
+        # Use threads: if a run on another machine may be dead, its reader watches it for some seconds.
+        with ThreadPoolExecutor(_THREADS) as threads:
+            rows = [each for each in threads.map(row, names) if each is not None]
+        return Page({'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}, {})
 
     def write(self) -> str:
         return report_page(self.read().data, title=self.title, places=self.places, images={})

@@ -90,8 +90,9 @@ def remove_stale_scratch(folder: Path) -> None:
         if handle is None:
             continue
         try:
-            if handle >= 0 or _age_seconds(scratch) > STALE_SECONDS:
-                shutil.rmtree(scratch, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                if handle >= 0 or time.time() - scratch.stat().st_mtime > STALE_SECONDS:
+                    shutil.rmtree(scratch, ignore_errors=True)
         finally:
             _release(handle, lock)
 
@@ -141,10 +142,3 @@ def _release(handle: int, lock: Path | None) -> None:
     # Unlock explicitly: if a process forked in the meantime shares the descriptor, closing does not release the lock.
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
-
-
-def _age_seconds(path: Path) -> float:
-    """Return the seconds since a file was last modified, or 0 if it does not exist."""
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.stat().st_mtime
-    return 0.0

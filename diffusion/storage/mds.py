@@ -57,6 +57,11 @@ class ShardFormat:
     columns: Mapping[str, str]
     size_limit: int | None = None
 
+    @classmethod
+    def of_entry(cls, entry: Mapping[str, Any]) -> 'ShardFormat':
+        """Return the format in a shard's index entry or header; the inverse of `config`."""
+        return cls(dict(zip(entry['column_names'], entry['column_encodings'], strict=True)), entry['size_limit'])
+
     def encode(self, sample: Mapping[str, Any]) -> bytes:
         """Encode a sample for a shard: sizes of variable-size columns, then all values sorted by column name."""
         names = sorted(self.columns)
@@ -152,9 +157,7 @@ class ShardHeader(NamedTuple):
 def read_header(file: BinaryIO) -> ShardHeader:
     samples, size = struct.unpack('<2I', file.read(8))
     file.seek(4 + 4 * (samples + 1))
-    config = json.loads(file.read(size - file.tell()))
-    columns = dict(zip(config['column_names'], config['column_encodings'], strict=True))
-    return ShardHeader(size, ShardFormat(columns, config['size_limit']))
+    return ShardHeader(size, ShardFormat.of_entry(json.loads(file.read(size - file.tell()))))
 
 
 def shard_name(number: int, token: str = '') -> str:
@@ -175,14 +178,13 @@ def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
     """
     try:
         entry = next(each for each in json.loads((folder / INDEX).read_bytes())['shards'] if each['samples'])
-        columns = dict(zip(entry['column_names'], entry['column_encodings'], strict=True))
-        if entry['zip_data'] is not None or not set(columns.values()) <= _DECODE.keys():
+        shards = ShardFormat.of_entry(entry)
+        if entry['zip_data'] is not None or not set(shards.columns.values()) <= _DECODE.keys():
             return []
         with (folder / entry['raw_data']['basename']).open('rb') as file:
             count = min(count, *struct.unpack('<I', file.read(4)))
             offsets = struct.unpack(f'<{count + 1}I', file.read(4 * (count + 1)))
             file.seek(offsets[0])
-            shards = ShardFormat(columns)
             return [shards.decode(file.read(stop - start)) for start, stop in pairwise(offsets)]
     except OSError:
         return []
@@ -271,7 +273,8 @@ def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> 
 
 
 def hash_of(path: Path, algorithm: str) -> str:
-    digest = _hasher(algorithm)
+    is_xxhash = algorithm in xxhash.algorithms_available
+    digest = getattr(xxhash, algorithm)() if is_xxhash else hashlib.new(algorithm)
     # Read unbuffered into one buffer, to avoid an allocation and a second copy per chunk.
     chunk = memoryview(bytearray(CHUNK))
     with path.open('rb', buffering=0) as file:
@@ -285,9 +288,3 @@ def file_signature(path: str | Path) -> int:
     status = os.stat(path)
     # Hashes of integers do not depend on PYTHONHASHSEED, so they are the same in every process.
     return hash((status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)) & 2**64 - 1 | 1
-
-
-def _hasher(algorithm: str) -> Any:
-    if algorithm in xxhash.algorithms_available:
-        return getattr(xxhash, algorithm)()
-    return hashlib.new(algorithm)

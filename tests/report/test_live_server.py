@@ -22,7 +22,7 @@ from synthetic_run import append_metrics, write_run, write_sheet
 
 from diffusion.errors import UserError
 from diffusion.report.live_server import ReportServer, ServedPage, run_address
-from diffusion.report.report_source import RunsSource, TableReader, TableSource
+from diffusion.report.report_source import RunsSource, TableSource
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_page_shows_what_is_added_to_the_run(run):
 def test_table_leads_to_live_pages_of_its_runs(run):
     folder = run.parent
     write_run(folder / 'second one', batches=80, evaluations=False, sheets=0)
-    table = TableSource(TableReader(str(folder), price=None, link=run_address))
+    table = TableSource(str(folder), price=None, link=run_address)
     pages = {name: ServedPage(RunsSource([str(folder / name)]), 5.0) for name in ('sd2', 'second one')}
     server = ReportServer('127.0.0.1', 0, ServedPage(table, 5.0), pages.get)
     with serving(server), browser_context() as (context, left):

@@ -10,7 +10,7 @@ from browser import browser_context, needs_browser, serious_issues
 from playwright.sync_api import BrowserContext, Page, expect
 from synthetic_run import append_metrics, write_attempts, write_evaluation, write_run
 
-from diffusion.report.report_source import RunsSource, TableReader, TableSource, written_report
+from diffusion.report.report_source import RunsSource, TableSource, written_report
 
 pytestmark = needs_browser
 PHONE, DESK = {'width': 390, 'height': 844}, {'width': 1280, 'height': 900}
@@ -268,7 +268,7 @@ def test_hostile_texts_are_shown_as_texts(visit, tmp_path):
     (run / 'attempts.jsonl').write_text(attempts)
     for source in (
         RunsSource([str(run)]),
-        TableSource(TableReader(str(tmp_path), price=None, link=lambda name: './x')),
+        TableSource(str(tmp_path), price=None, link=lambda name: './x'),
     ):
         path = tmp_path / 'page.html'
         path.write_text(source.write())
@@ -322,8 +322,8 @@ def test_table_of_runs(visit, tmp_path):
     write_run(tmp_path / 'second', batches=200, evaluations=False)
     (tmp_path / 'no-run').mkdir()
     (first / 'report.html').write_text(RunsSource([str(first)]).write())
-    reader = TableReader(str(tmp_path), price=None, link=lambda name: written_report(str(tmp_path), name))
-    (tmp_path / 'report.html').write_text(TableSource(reader).write())
+    table = TableSource(str(tmp_path), price=None, link=lambda name: written_report(str(tmp_path), name))
+    (tmp_path / 'report.html').write_text(table.write())
     page = visit(tmp_path / 'report.html')
     rows = page.locator('tbody tr')
     assert rows.count() == 2 and serious_issues(page) == []

@@ -7,7 +7,7 @@ from synthetic_run import append_metrics, write_run
 
 from diffusion.errors import UserError
 from diffusion.report import report_source
-from diffusion.report.report_source import RunsSource, TableReader, page_data, runs_in
+from diffusion.report.report_source import RunsSource, TableSource, page_data, runs_in
 from diffusion.report.run_reader import RunReader
 
 
@@ -40,8 +40,8 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
         write_run(tmp_path / name, batches=40, evaluations=False, sheets=0)
     (tmp_path / 'notes').mkdir()
     assert runs_in(str(tmp_path)) == ['a', 'b']
-    table = TableReader(str(tmp_path), price=2.0, link=lambda name: None)
-    rows = {row['name']: row for row in table.read()['rows']}
+    table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)
+    rows = {row['name']: row for row in table.read().data['rows']}
     assert rows['a']['batch'] == 40 and rows['a']['dollars'] == pytest.approx(2 * rows['a']['device_hours'])
     assert rows['a']['loss'] == pytest.approx(RunReader(str(tmp_path / 'a')).read().status.last_loss)
 
@@ -49,4 +49,5 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
         raise UserError('gone')
 
     monkeypatch.setattr(RunReader, 'read', fail)
-    assert table.read()['rows'] == [] and table.read()['notes'] == ['gone', 'gone']
+    data = table.read().data
+    assert data['rows'] == [] and data['notes'] == ['gone', 'gone']

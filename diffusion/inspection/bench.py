@@ -58,10 +58,7 @@ class Clock:
 
 
 def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20, mfu: float = 0.4) -> None:
-    """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
-
-    `gpu` is the GPU whose demand is estimated, at the fraction `mfu` of its peak FLOP/s.
-    """
+    """Time the loading of a recipe's streams; compare with the demand of `gpu` at the fraction `mfu` of its peak."""
     recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
     rate_per_core, needed = _print_stages(recipe, gpu, mfu)
     best = _print_loader_rates(recipe, workers, batches)
@@ -79,10 +76,7 @@ def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20
 
 
 def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
-    """Time each stage of data loading in one process, and print a table.
-
-    Return samples per second on one core, and the GPU's demand in samples per second (or why it is unknown).
-    """
+    """Time each stage of data loading; return samples/s on one core and the GPU's demand, or why it is unknown."""
     dataset = build_dataset(
         recipe, streams=recipe.streams, component=recipe.dataset, batch_size=recipe.global_batch, shuffle=False
     )

@@ -63,10 +63,7 @@ def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
 def measure_latents(
     source: str, location: str, *, resolution: int, samples: int = 2000, batch_size: int = 16, seed: int = 0
 ) -> None:
-    """Measure an autoencoder's latents on a dataset's images, and print the values for its config.json.
-
-    The images are `samples` random ones (a smaller dataset is used whole), resized to `resolution` and center-cropped.
-    """
+    """Measure latents of `samples` random images, center-cropped to `resolution`; print values for the config.json."""
     if source == PIXELS:
         raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -92,10 +89,7 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
 
 
 def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, batch_size: int) -> Iterable[Tensor]:
-    """Yield the chosen images of a dataset in batches of one shape, uint8 [B, 3, 8H, 8W].
-
-    `ends` holds the cumulative number of samples at the end of each stream.
-    """
+    """Yield the chosen images in batches of one shape, uint8 [B, 3, 8H, 8W]; `ends` are the streams' last samples."""
     with tqdm(total=len(chosen), desc='latents', unit='image', disable=None) as progress:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             ids = chosen[(chosen >= start) & (chosen < end)]

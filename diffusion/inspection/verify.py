@@ -242,7 +242,6 @@ class VerifyReport:
     seconds: float = 0.0
     defects: list[Defect] = field(default_factory=list)
     problem: str | None = None
-    """Problem with the whole stream, or None."""
 
     @property
     def is_sound(self) -> bool:

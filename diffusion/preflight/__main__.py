@@ -69,10 +69,7 @@ def wait_for_all(store: TCPStore) -> None:
 
 
 def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
-    """Create the gloo process group of all processes of the job, and return its key-value store.
-
-    Raise RanksMissing, which lists the ranks, if some processes did not join in time.
-    """
+    """Create the gloo group of all ranks, and return its store; raise RanksMissing if some do not join in time."""
     rank, ranks = int(environ['RANK']), int(environ['WORLD_SIZE'])
     address, port = environ['MASTER_ADDR'], int(environ['MASTER_PORT'])
     # init_process_group would only report a timeout. Let every rank announce itself in the store first, so that the

@@ -66,13 +66,11 @@ class RankMeasurements:
     clock: float
     """Unix time immediately after a barrier."""
     versions: tuple[str, ...]
-    """Versions of packages and drivers, and the name of the GPU."""
     teraflops: float
     """Matmul throughput in 10**12 FLOP/s."""
     product: int
     """Checksum of a matrix product, which must be equal on all ranks; -1 if it varied between repetitions."""
     sum_is_right: bool
-    """True if every all-reduce returned the correct sum."""
     bus: float
     """Bus bandwidth of an all-reduce over all n ranks in bytes/s: 2 (n - 1) / n x message size / time."""
     node_bus: float | None = None

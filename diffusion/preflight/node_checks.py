@@ -165,10 +165,7 @@ class Source:
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
-    """Check every source of pretrained weights that a recipe names, up to the first for which the Hub does not respond.
-
-    Empty if the recipe names no source, or its model is not one of this package's.
-    """
+    """Check the sources of pretrained weights that a recipe names, until the Hub does not respond."""
     if not registry.is_own('model', recipe.model.name):
         return []
     sources = _sources(recipe)

@@ -146,10 +146,7 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove work of an earlier start if it is already in the dataset or its input has changed since.
-
-        Work on another source or with other settings is kept; `write_or_check` raises an error for it.
-        """
+        """Remove an earlier start's work with the same settings if the dataset has it or its input changed."""
         if not self.work.plan.exists():
             return
         saved = SavedPlan.read(self.work.plan)

@@ -122,10 +122,7 @@ def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str
 
 
 def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield (position, columns) for each row; a position is a text such as 'captions.csv line 7'.
-
-    If a line of a JSONL file is not a JSON object, its columns are None.
-    """
+    """Yield (position, columns) for each row; the columns are None if a line of a JSONL file is not a JSON object."""
     readers: dict[str, Callable[[Path, Sequence[str]], Iterator[tuple[str, dict[str, Any] | None]]]] = {
         '.csv': _csv_rows,
         '.jsonl': _jsonl_rows,

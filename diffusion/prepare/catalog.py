@@ -1,8 +1,7 @@
 """In-memory tables of all inputs (rejected, kept or held out) and samples (with their position) of a preparation.
 
-They combine the tables of all parts; a part is the unit of input that one job converts, such as a tar file. Each input
-takes 34 bytes of memory and each sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay
-on disk.
+They combine the tables of all parts. Each input takes 34 bytes of memory and each sample 22, so 100 million images in
+three buckets take 10 GB; keys and captions stay on disk.
 """
 
 from collections import Counter
@@ -167,10 +166,7 @@ class Catalog:
             count_named(self.rejected, reason, len(rows), keys)
 
     def hold_out(self, count: int) -> None:
-        """Hold out the `count` kept images whose keys have the smallest 64-bit XXH3 hashes.
-
-        After `drop_duplicates`, no two kept images are duplicates, so no training image duplicates a held-out image.
-        """
+        """Hold out `count` kept images by the smallest XXH3 hashes of keys; first call `drop_duplicates`."""
         if not count:
             return
         kept = self.kept

@@ -56,9 +56,7 @@ COUNTS_FILE = 'part.json'
 THUMBNAILS_PER_REASON = 6
 DECODER_REASONS = ('undecodable', 'truncated')
 MAX_DETAIL = 200
-"""Maximum length of a decoder's message in characters."""
 ATTEMPTS = 4
-"""Number of attempts to read a part before the preparation fails."""
 BACKOFF_SECONDS = 1.0
 """Delay before the second attempt to read a part; it doubles with each further attempt."""
 

@@ -41,7 +41,6 @@ class PrepareReport:
     pictures: int = 0
     """Number of images in the dataset; an image in several buckets counts once."""
     buckets: dict[str, int] = field(default_factory=dict)
-    """Number of samples by bucket folder, such as `256px`."""
     empty_buckets: list[str] = field(default_factory=list)
     bytes: dict[str, int] = field(default_factory=dict)
     """Size of the shards in bytes, by bucket folder."""
@@ -64,7 +63,6 @@ class PrepareReport:
     date: str | None = None
     """Time when the dataset was finished or last changed, in UTC."""
     seconds: float = 0.0
-    """Elapsed time of the most recent start in seconds."""
     deliveries: list[dict[str, Any]] = field(default_factory=list)
     """Date, source and counts of each delivery, if the dataset has several; empty if it has only one."""
     removed: int = 0
@@ -149,7 +147,6 @@ def _counts(buckets: Mapping[str, int]) -> str:
 
 HTML_REPORT = 'report.html'
 MAX_CAPTION = 200
-"""Maximum length of a caption in the report, in characters."""
 STYLE = """
 body { margin: 2em auto; max-width: 70em; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { margin-top: 2em } h3 { font-size: 1em; margin: 1.2em 0 .4em }

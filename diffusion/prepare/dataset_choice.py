@@ -50,10 +50,7 @@ class DatasetListing:
 
     @classmethod
     def open(cls, location: str, hub: Hub, commit: str | None = None) -> 'DatasetListing':
-        """List the files of a dataset, a folder or a name on the Hub, and read its card; folders take precedence.
-
-        A given `commit` replaces the revision in the location.
-        """
+        """List the files of a dataset in a folder or on the Hub, at `commit` if given, and read its card."""
         title = location = location.removeprefix('file://')
         name = None if os.path.exists(location) else parse_name(location)
         others: list[PassedOver] = []
@@ -136,7 +133,6 @@ TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 STATE = 'state.json'
 """File that `datasets`' save_to_disk() writes beside its Arrow files, with their names and the split."""
 INFO = 'dataset_info.json'
-"""File beside `state.json`, with the features."""
 SPLITS = 'dataset_dict.json'
 """File that save_to_disk() writes for a dictionary of datasets, which has one folder per split."""
 ARCHIVE_SUFFIXES = ('.zip', '.7z', '.rar')
@@ -152,7 +148,6 @@ class Choice:
     split: str
     files: list[File]
     others: list[PassedOver]
-    """Files that are skipped, with the reason for each."""
 
 
 @dataclass(frozen=True)
@@ -272,9 +267,7 @@ class Chooser:
                 )
 
     def _layout(self, files: Sequence[File]) -> str:
-        """Return the layout with the most bytes: a dataset of Parquet files may also contain a few images for its card.
-        If there are tables, images without captions do not count, because the tables may refer to them by path.
-        """
+        """Return the layout with the most bytes; beside tables, which may refer to them, images need captions."""
         found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
             beside = texts_beside(found['folder'], files, self.caption_suffix)

@@ -47,11 +47,8 @@ class Delivery:
     source: dict[str, Any]
     fingerprint: str
     images: str
-    """Path of the table of its images."""
     shards: str
-    """Path of a JSON file with the index entries of its shards by bucket."""
     parts: str
-    """Path of a JSON file with the stamps of its input's parts, by name."""
     report: str
 
 
@@ -60,7 +57,6 @@ class DatasetRecord:
     """Content of dataset.json."""
 
     settings: dict[str, Any]
-    """Settings shared by all deliveries (`comparable_settings`)."""
     deliveries: list[Delivery] = field(default_factory=list)
     removed: str | None = None
     """Path of the table of removed images; None if no image was removed."""
@@ -123,8 +119,7 @@ class RecordedDataset:
     def token(self, *purpose: str) -> str:
         """Return 8 hex digits for the file names of one change to this version of the dataset.
 
-        The same change to the same version always gets the same names and writes the same content, so it can be
-        resumed. Any other change gets other names, so no two processes write different content to the same file.
+        The same change always gets the same names and content, so it can be resumed; any other change gets other names.
         """
         return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
 

@@ -14,10 +14,7 @@ from diffusion.storage.atomic import write_atomically
 
 
 def finish_change(dataset: RecordedDataset) -> None:
-    """If the last change to a dataset was interrupted, finish it: indexes, reports and obsolete files.
-
-    Do nothing if all are up to date. An HTML page written here has no thumbnails.
-    """
+    """Finish the last change if it was interrupted: indexes, reports (without thumbnails) and obsolete files."""
     dataset.folder.clean()
     dataset.update_indexes()
     report = report_of(dataset)

@@ -21,7 +21,6 @@ KEYWORDS = {
     'validation': ('validation', 'valid', 'dev', 'val'),
     'test': ('test', 'testing', 'eval', 'evaluation'),
 }
-"""Lowercase words that indicate a split in names."""
 _SPLIT_OF_WORD = {word: split for split, words in KEYWORDS.items() for word in words}
 # As in `datasets`, a word must be preceded by a separator, a digit or the start, and followed by one of these or the
 # end.

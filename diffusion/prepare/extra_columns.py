@@ -75,10 +75,7 @@ def file_problem(path: str) -> str | None:
 def compute_columns(
     path: str, images: Sequence[Image.Image], captions: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Compute the columns of each image in a batch with the function in the user's file; return JSON values.
-
-    The file is executed once per process. Exceptions raised by the file or the function are passed on unchanged.
-    """
+    """Return each image's columns, as JSON values, from the function in the user's file, whose errors propagate."""
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):
         raise UserError(

@@ -143,10 +143,7 @@ def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
 
 @contextmanager
 def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
-    """Yield a local path of a file; objects are copied to TMPDIR, and the copy is removed after the `with` block.
-
-    A download whose size in bytes differs from `size` is retried.
-    """
+    """Yield a local path of a file; objects, of `size` bytes if given, are copied to TMPDIR for the `with` block."""
     if not is_url(url):
         yield Path(url)
         return

@@ -36,7 +36,6 @@ from diffusion.prepare.source import (
 from diffusion.storage.places import is_url
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
-"""Names of caption files in Hugging Face's imagefolder format, in order of precedence."""
 BESIDE = ('txt', 'json')
 """Kinds of caption files beside an image: text (with the suffix from the settings) and JSON."""
 OTHER_TEXT = 'caption'
@@ -63,7 +62,6 @@ class FolderSource:
     location: str
     captions: str | None = None
     caption_text: CaptionText = 'whole'
-    """Content of a .txt file; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
     """Columns of the caption file, or keys of .json files and `txt` for .txt files; None means the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
@@ -274,8 +272,7 @@ class FolderSource:
     ) -> Iterator['_ImageFile']:
         """Yield images in the order of the caption files, then images not listed in any of them, as rejected.
 
-        Rows without a caption and rows about missing or repeated images are also yielded as rejected. If no row matches
-        an image, a hint is added to `notes`.
+        Unusable rows are also yielded as rejected. If no row matches an image, a hint is added to `notes`.
         """
         unknown = None
         seen: set[str] = set()
@@ -345,7 +342,6 @@ class _Span:
 
     prefix: str
     beside: dict[str, File] = field(default_factory=dict)
-    """Caption files for images with this stem, by kind."""
     has_image: bool = False
     open: bool = True
     """True until a file outside the span is listed."""

@@ -42,10 +42,7 @@ class HubName:
 
 
 def parse_name(location: str) -> HubName | None:
-    """Parse `org/dataset[@revision]` or `hf://datasets/org/dataset[@revision][/path]`; return None for others.
-
-    The URL of the dataset's web page, or of a folder or file in it, is accepted too.
-    """
+    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or the URL of a web page of one."""
     for host in (ENDPOINT, endpoint()):
         if location.startswith(f'{host}/datasets/'):
             page = re.sub(r'/(?:tree|blob|resolve)/([^/]+)', r'@\1', location.partition('?')[0].rstrip('/'), count=1)
@@ -77,10 +74,7 @@ class Hub:
     """Environment variable with the token; None means HF_TOKEN or the token saved by `hf auth login`."""
 
     def list_repository(self, name: str, revision: str | None) -> tuple[str, list[File]]:
-        """Return the current commit of a dataset's revision, and its files; None means the main branch.
-
-        A file's stamp is `sha256:HASH` if it is stored as a large file, otherwise `git:BLOB`.
-        """
+        """Return the commit of a revision (None: main), and its files, stamped `sha256:HASH` or `git:BLOB`."""
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:

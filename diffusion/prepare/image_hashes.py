@@ -18,7 +18,6 @@ LOW_FREQUENCIES = 8
 FLAT_LEVELS = 4.0
 """If a thumbnail's standard deviation (of 8-bit values) is lower, its perceptual hash is determined by noise."""
 MAX_DISTANCE = 8
-"""Maximum supported Hamming distance between near-duplicates in bits."""
 ALL_PAIRS_LIMIT = 2048
 MAX_COMPARISONS_PER_HASH = 1000
 """Maximum number of comparisons per hash before a search with smaller and more groups is tried."""
@@ -266,10 +265,7 @@ def _fastest_blocks(distance: int, per_mask: float, per_collision: float) -> int
 def _matches(
     ordered: np.ndarray, first: np.ndarray, counts: np.ndarray, hashes: np.ndarray, distance: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs that differ in at most `distance` bits, as arrays of indices into `hashes` and `ordered`.
-
-    Compare hash i with `ordered[first[i] : first[i] + counts[i]]`.
-    """
+    """Yield near pairs (i, j) of `hashes[i]` and `ordered[j]`, with j in [first[i], first[i] + counts[i])."""
     # Step k compares every hash with its k-th candidate in one vector operation, so the number of steps is the size of
     # the largest group.
     active, offset = np.flatnonzero(counts), 0
@@ -291,8 +287,7 @@ def _within(differences: np.ndarray, distance: int) -> np.ndarray:
 def _masks(distance: int, blocks: int) -> list[np.uint64]:
     """Return a bit mask for each choice of `blocks - distance` out of `blocks` blocks of the 64 bits.
 
-    Hashes within the distance differ in at most `distance` blocks, so they are equal under at least one mask (Manku et
-    al. 2007, Detecting near-duplicates for web crawling).
+    Near hashes are equal under at least one (Manku et al. 2007, Detecting near-duplicates for web crawling).
     """
     edges = [round(64 * block / blocks) for block in range(blocks + 1)]
     of_block = [(1 << stop) - (1 << start) for start, stop in pairwise(edges)]

@@ -117,7 +117,6 @@ class EarlierImages:
     tables: Sequence[tuple[int, Path]]
     """Number of images and path of the table, for each delivery."""
     removed_count: int
-    """Number of removed images, which are at the end."""
 
     @classmethod
     def read(cls, images: Sequence[Path], removed: Path | None) -> 'EarlierImages':

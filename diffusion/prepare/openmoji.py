@@ -1,7 +1,4 @@
-"""OpenMoji source: emoji from an installed package, rendered at any size and captioned with their names.
-
-These are real images that need no download, used by the quickstart and tests.
-"""
+"""OpenMoji source: emoji from an installed package, rendered at any size and captioned with their names."""
 
 import hashlib
 import io

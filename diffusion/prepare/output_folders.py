@@ -1,9 +1,6 @@
 """Destination of a prepared dataset, and jobs that write its final shards by copying samples from converted parts.
 
-The destination is an object store or a local folder, which gets its final name when complete. The final shards are
-planned in advance and written in parallel.
-
-In an object store, indexes are uploaded last, since a folder with an index counts as complete.
+The destination is an object store or a local folder, which gets its final name when complete.
 """
 
 import os

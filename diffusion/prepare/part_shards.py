@@ -108,10 +108,7 @@ def format_of(folder: Path) -> mds.ShardFormat:
 
 @lru_cache(maxsize=64)
 def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
-    """Return the URL of a part's shards (None if they are in its folder), and the header size of each.
-
-    `written`, when the part's index was written, distinguishes it from an earlier part in the same folder.
-    """
+    """Return the URL of a part's shards (None if they are in its folder) and the header size of each."""
     location = folder / LOCATION
     if not location.exists():
         return None, []
@@ -198,14 +195,12 @@ class InputRow:
 
     key: str
     reason: str = ''
-    """Rejection reason; empty if the input is kept."""
     captions: list[str] = field(default_factory=list)
     caption_columns: list[str] = field(default_factory=list)
     width: int = 0
     """Width in pixels of the decoded image before resizing."""
     height: int = 0
     caption_length: int = 0
-    """Length of the longest caption in characters."""
     exact_hash: int = 0
     perceptual_hash: int = 0
     is_flat: bool = False

@@ -99,7 +99,6 @@ class Preparation:
         self.buckets = Buckets(settings.sizes, settings.aspects, step=settings.step).names
         self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
         self.token = ''
-        """Included in the names of shards that are added to an existing dataset."""
         self.format = ShardFormat(sample_columns(settings), settings.shard_bytes)
         self.outputs = {
             TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),
@@ -269,10 +268,7 @@ class Preparation:
     def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
     ) -> tuple[PrepareReport, dict[str, list[dict[str, Any]]]]:
-        """Return a split's report (without `held_out`, `date` and `seconds`) and its index entries by bucket.
-
-        `counts` is one plus the number of the last shard, per split and bucket.
-        """
+        """Return a split's report (without `held_out`, `date` and `seconds`) and its index entries by bucket."""
         report = self.make_report(catalog, plan, split)
         entries = {
             name: self.writer(split, name).read_entries(range(self.first_shard(name), counts[split, name]))

@@ -89,7 +89,6 @@ PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})
 MAX_JPEG_SIDE = 65_500
 """Maximum side length of a JPEG in pixels (libjpeg's limit)."""
 THUMBNAIL_SIDE = 96
-"""Maximum side length in pixels of thumbnails in the report."""
 
 
 def sample_columns(settings: PrepareSettings) -> dict[str, str]:
@@ -102,15 +101,11 @@ class Candidate:
 
     entry: Entry
     row: InputRow
-    """The image's row in the part's table, with the measurements so far."""
     decoded: DecodedImage
 
 
 def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets: Buckets) -> Candidate:
-    """Decode a source's entry (image with captions and metadata), and check its captions and size.
-
-    Measurements are stored in `row`, its row of the part's table, even if the entry is then rejected.
-    """
+    """Decode an entry and check its captions and size; measurements are kept in `row` even if it is then rejected."""
     # Check captions before the image, because decoding takes most of the time.
     if entry.problem is not None:
         raise Unfit(entry.problem)

@@ -56,11 +56,9 @@ class Selection:
     shards: dict[str, set[int]]
     """Numbers of the shards that contain their samples, by bucket."""
     samples: Counter[str]
-    """Number of their samples, by bucket."""
     missing: list[str]
     """Keys and hashes that belong to no current or removed image of the dataset."""
     gone: list[str]
-    """Keys and hashes of images already removed earlier."""
     copies: list[str]
     """Keys of other images with the same pixels, which are not removed."""
 
@@ -237,10 +235,7 @@ def _without_rows(
 def _without_samples(
     dataset: RecordedDataset, delivery: Delivery, selection: Selection, token: str
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
-    """Rewrite a delivery's shards that contain removed images.
-
-    Return the new index entries by bucket, the paths of the old shards, and the captions of the removed samples.
-    """
+    """Rewrite a delivery's shards without the images; return entries by bucket, old paths and removed captions."""
     new: dict[str, list[dict[str, Any]]] = {}
     old: list[str] = []
     captions: set[str] = set()

@@ -1,7 +1,4 @@
-"""Content of a preparation's report: thumbnails, histograms, and a list of captions (captions.txt).
-
-The list shows users which prompts a model trained on the dataset should understand.
-"""
+"""Content of a preparation's report: thumbnails, histograms, and a list of captions (captions.txt)."""
 
 import base64
 import functools
@@ -23,7 +20,6 @@ from diffusion.prepare.work_dir import read_json
 THUMBNAILS_PER_BUCKET = 8
 THUMBNAILS_PER_REASON = 6
 MAX_BUCKET_THUMBNAILS = 300
-"""Maximum number of thumbnails for all buckets together; each takes 4 to 7 kB in the page."""
 MAX_REASONS = 30
 CLIP_TOKENS = 77
 """Maximum number of tokens for CLIP's text encoders, including start and end token."""
@@ -54,10 +50,7 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
-    """Return thumbnails for the report by rejection reason: the first rejected images, each with its key.
-
-    Images that cannot be decoded are skipped. For duplicates, the original's key, from `repeats`, is shown too.
-    """
+    """Return thumbnails of the first rejected images that can be decoded, with their keys and originals, by reason."""
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
     for folder in catalog.parts:
@@ -104,11 +97,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
-    """Return histograms of the images in these rows, for the preparation report.
-
-    The quantities are the shorter side and the aspect ratio before resizing, the number of captions per image, the
-    length of the longest caption, and the number of CLIP tokens per caption.
-    """
+    """Return histograms of the images in these rows, with sizes before resizing, for the preparation report."""
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))
     return {

@@ -15,9 +15,7 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 NAMES_SHOWN = 20
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
-"""File suffixes of images, in lower case and without a dot."""
 CaptionText = Literal['whole', 'lines', 'first']
-"""Interpretation of an image's text file; see `SourceSettings.caption_text`."""
 MEMORY_BYTES = 2**26
 """Maximum size of a list of parts to keep in memory; larger lists are kept in TMPDIR."""
 _COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')
@@ -163,7 +161,6 @@ class Entry:
     key: str
     """Stable ID within the source, used in the report and the dataset."""
     image: bytes | None = None
-    """Encoded image file, not validated."""
     captions: list[Any] = field(default_factory=list)
     """Raw captions; may include None, numbers and NaN."""
     metadata: dict[str, Any] = field(default_factory=dict)

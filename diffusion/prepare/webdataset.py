@@ -37,7 +37,6 @@ class WebDatasetSource:
 
     location: str
     caption_text: CaptionText = 'whole'
-    """Interpretation of .txt members; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
     """Keys of .json members with captions, and `txt` for .txt members; None means the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES

@@ -61,7 +61,6 @@ class WorkFolder:
         self.plan = path / 'plan.json'
         """File with the settings and the list of input parts, written first."""
         self.parts = path / 'parts'
-        """Folder with one folder per converted piece of the input (`input_plan.Piece`)."""
         self.stored_parts = path / 'stored-parts.txt'
         """File with the URLs of object store folders that contain shards of converted parts, one per line."""
         self.duplicates = path / 'duplicates.npy'
@@ -89,10 +88,7 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder during the `with` block, so that no other process prepares the same dataset.
-
-        Processes with other shares can hold the lock at the same time. An OSError in the block gets the folder's name.
-        """
+        """Lock the folder in the `with` block, not against other shares; add its name to an OSError in the block."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:

@@ -51,7 +51,6 @@ class WorkerJob(Protocol):
 
 
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
-"""Function that runs jobs in any order and yields their results."""
 
 
 def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:

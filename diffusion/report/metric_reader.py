@@ -1,7 +1,4 @@
-"""Read a run's metrics.jsonl, and downsample its curves for charts.
-
-The file may be long, may still be growing, and may contain NaN or truncated lines.
-"""
+"""Read a run's metrics.jsonl, which may still be growing, and downsample its curves for charts."""
 
 import json
 import math
@@ -64,7 +61,6 @@ SKIPPED = (b'time/', b'trainer/')
 MAX_SERIES = 600
 """Maximum number of metrics to keep; callbacks that log a metric per layer can write thousands."""
 MAX_NONFINITE = 20
-"""Maximum number of batches with NaN or infinite values to keep per metric."""
 
 
 @dataclass

@@ -21,7 +21,6 @@ MIN_POINTS = 100
 TOTAL_POINTS = 80_000
 """Maximum number of points in all curves of a page; takes 2 MB."""
 IMPORTANT_POINTS = 2000
-"""Number of points in the training loss curve, regardless of the number of metrics."""
 
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:

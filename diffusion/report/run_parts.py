@@ -36,10 +36,7 @@ class CheckpointReader:
         self._known: dict[int, dict[str, Any]] = {}
 
     def read(self, listing: Listing, notes: list[str]) -> list[dict[str, Any]]:
-        """Return batch, time, bytes, devices, kind and state of the newest checkpoints, newest first.
-
-        For each receipt that cannot be read, a message is added to `notes`.
-        """
+        """Return facts about the newest checkpoints, newest first; add a note for each receipt that cannot be read."""
         batches = sorted((int(each[1]) for name in listing.folders if (each := _NAME.fullmatch(name))), reverse=True)
         pinned = {int(each[1]) for name in listing.files if (each := _PIN.fullmatch(name))}
         if len(batches) > MAX_CHECKPOINTS:
@@ -103,10 +100,7 @@ HIGHER_IS_BETTER = {'retrieval_top1'}
 
 
 def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the results of a run's evaluated checkpoints, in batch order.
-
-    For each file that cannot be parsed, a message is added to `notes`.
-    """
+    """Return the results of a run's evaluated checkpoints, in batch order; add a note for each unreadable file."""
     found = []
     for name in files.list(EVALUATIONS).files:
         if _RESULTS.fullmatch(name):
@@ -168,9 +162,7 @@ def _numbers(values: Any) -> dict[str, float | int]:
 
 
 HIDDEN = '<hidden>'
-"""Replacement text for a value that may be a secret."""
 MAX_CHARACTERS = 200_000
-"""Maximum length of a recipe's text on a page, in characters."""
 NOT_COMPARED = {'name', 'runs_dir'}
 """Keys that always differ between runs."""
 

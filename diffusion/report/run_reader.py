@@ -46,7 +46,6 @@ class RunContent:
     hours: tuple[list[int], list[float]] | None = None
     """Batches, and the hours of training up to each batch."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds lost, by the cause that ended an attempt."""
     breakdown: dict[str, float] = field(default_factory=dict)
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)

@@ -14,7 +14,6 @@ from diffusion.data.image_sheet import FIGURES
 from diffusion.storage.places import FileVersion, Place
 
 FOLDER = 'images'
-"""Folder in a run's folder with the sheets from the callback `image_grid`."""
 GENERATED = 'samples.png'
 """Sheet from the evaluator `retrieval`: generated and real images."""
 MAX_SHEETS = 48
@@ -34,7 +33,6 @@ class Sheet:
     """Images from one point in a run."""
 
     batch: int | None
-    """Number of batches completed at that point; None for the last evaluation."""
     figures: list[dict[str, Any]]
     """Figures, each with a `caption` and, in `images`, the key and size of each image."""
 
@@ -57,10 +55,7 @@ class SheetReader:
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
 
     def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:
-        """Return as many sheets as fit, evenly spaced, including the first and the last.
-
-        `root_files` are those in the run's folder. For each image that cannot be read, a message is added to `notes`.
-        """
+        """Return as many sheets as fit, evenly spaced, with first and last; add a note for each unreadable one."""
         found = SampledImages()
         used = 0
         if GENERATED in root_files:

@@ -1,7 +1,4 @@
-"""Object store clients by URL scheme, with the interface `bucket_interface.Client`; they do not retry requests.
-
-S3, Google and Azure are accessed through the vendors' packages, which are dependencies of Streaming.
-"""
+"""Object store clients by URL scheme, with the interface `bucket_interface.Client`; they do not retry requests."""
 
 # Do not use obstore: it has one Tokio runtime per process, which does not survive a fork. Tested with 0.12.1 against
 # moto: after one request in the parent, every request in a forked child hangs, even with a new client; DataLoader

@@ -34,7 +34,6 @@ class Location(NamedTuple):
 
 
 FolderListing = tuple[list[str], list[ObjectInfo]]
-"""Content of a folder, without subfolders: the keys of its folders and the metadata of its objects."""
 
 
 class Client(Protocol):

@@ -20,10 +20,7 @@ CHUNK_BYTES = 8 * 2**20
 
 
 def open_for_writing(path: Path) -> BinaryIO:
-    """Create or truncate a file for sequential writing, with direct I/O if its file system is in FILE_SYSTEMS.
-
-    As with any file, `flush` hands all data to the operating system, and `os.fsync` makes sure that it is on disk.
-    """
+    """Create or truncate a file for sequential writing, with direct I/O if its file system is in FILE_SYSTEMS."""
     file = path.open('wb', buffering=0)
     is_direct = _file_system(os.fstat(file.fileno()).st_dev) in FILE_SYSTEMS
     return cast(BinaryIO, DirectFile(file)) if is_direct else io.BufferedWriter(file)

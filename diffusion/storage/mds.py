@@ -83,10 +83,7 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Divide samples of these sizes in bytes into shards: yield each shard's range of sample numbers.
-
-        A sample above the size limit gets its own shard.
-        """
+        """Divide samples, given their sizes in bytes, into ranges per shard; one above the limit gets its own shard."""
         assert self.size_limit is not None
         # Each sample takes 4 more bytes for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])

@@ -36,7 +36,6 @@ NO_CREDENTIALS = frozenset(
 )
 """Class names of errors for missing credentials, as strings because importing the classes takes seconds."""
 INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFValidationError'})
-"""Class names of errors for invalid arguments, such as a bucket name."""
 MISSING_BUCKET = frozenset({'NoSuchBucket', 'ContainerNotFound'})
 CLIENT_PACKAGES = frozenset(
     'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub requests s3transfer urllib3'.split()  # noqa: SIM905

@@ -1,7 +1,6 @@
 """Read CSV and TSV files written by people, and JSON Lines files that may be incomplete.
 
-Mistakes in a CSV file are reported with file and line. JSON Lines files may be incomplete, for example because a
-program was killed, so lines that are not JSON objects are skipped.
+Mistakes in a CSV file are reported with file and line. Lines of JSON Lines files that are not objects are skipped.
 """
 
 import csv

@@ -166,7 +166,7 @@ class Catalog:
             count_named(self.rejected, reason, len(rows), keys)
 
     def hold_out(self, count: int) -> None:
-        """Hold out `count` kept images by the smallest XXH3 hashes of keys; first call `drop_duplicates`."""
+        """Hold out the `count` kept images with the smallest key hashes; call `drop_duplicates` before."""
         if not count:
             return
         kept = self.kept

@@ -63,7 +63,7 @@ class ParquetSource:
         return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield an image with captions and metadata per row; if damaged, those before it and an entry for it."""
+        """Yield one image with captions and metadata per row; see `parquet_entries`."""
         names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
         with local_copy(url, size=part.where['size']) as path:
             yield from parquet_entries(path, part, names, images=images_of(self.location, url))

@@ -36,7 +36,7 @@ class CheckpointReader:
         self._known: dict[int, dict[str, Any]] = {}
 
     def read(self, listing: Listing, notes: list[str]) -> list[dict[str, Any]]:
-        """Return facts about the newest checkpoints, newest first; add a note for each receipt that cannot be read."""
+        """Return receipts and states of the newest checkpoints, newest first; add a note for each unreadable one."""
         batches = sorted((int(each[1]) for name in listing.folders if (each := _NAME.fullmatch(name))), reverse=True)
         pinned = {int(each[1]) for name in listing.files if (each := _PIN.fullmatch(name))}
         if len(batches) > MAX_CHECKPOINTS:

@@ -116,7 +116,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, *, below: bool = False) -> None:
-    """Remove incomplete files and folders of killed processes, `below` in subfolders too; none may be writing."""
+    """Remove incomplete files of killed processes (with `below`, in subfolders too); no process may be writing."""
     pattern = f'*{UNFINISHED}*'
     for path in [*(folder.rglob(pattern) if below else folder.glob(pattern))]:
         remove(path)

@@ -49,7 +49,7 @@ class Client(Protocol):
         ...
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of folders, without slash, and the objects in a folder, whose key is empty or `KEY/`."""
+        """Return the folders (keys without slash) and objects in a folder, whose key is empty or ends with a slash."""
         ...
 
     def head(self, location: Location) -> ObjectInfo:
@@ -68,7 +68,7 @@ class Client(Protocol):
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload bytes or a file; fail with status 412 if the object exists (`if_absent`) or has another etag."""
+        """Upload bytes or a file; fail with status 412 if it exists (`if_absent`) or its etag is not `if_tag`."""
         ...
 
     def delete(self, location: Location) -> None:

@@ -127,7 +127,6 @@ def _is_closed_pipe(stream: TextIO) -> bool:
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of `diffusion` with all of its subcommands."""
     parser = CommandParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
@@ -159,7 +158,6 @@ COMMANDS = {
 
 
 def _add(parser: CommandParser, command: str) -> None:
-    """Add the arguments of a subcommand to its parser."""
     module, _, name = command.partition(':')
     function = getattr(importlib.import_module(f'diffusion.{module}'), name)
     if name == 'add_arguments':
@@ -233,7 +231,6 @@ class ProfileOptions:
 
 
 def run_profile(options: ProfileOptions) -> int:
-    """Run `diffusion profile`, and return the exit status."""
     from diffusion.profiling import profile
     from diffusion.tasks.run_recipe import configure_logging
 

@@ -22,7 +22,6 @@ class KeepConfig:
 
     @property
     def every_batches(self) -> int | None:
-        """`every` as a number of batches; None if `every` is null."""
         return None if self.every is None else int(self.every.removesuffix('ba'))
 
 

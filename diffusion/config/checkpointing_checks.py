@@ -48,7 +48,6 @@ def check_checkpointing(recipe: Recipe) -> list[Problem]:
 
 
 def _tier_problems(tiers: TiersConfig, by_composer: bool) -> list[Problem]:
-    """Return the mistakes in `checkpointing.tiers`; `by_composer` is True if Composer's own saver is selected."""
     problems = []
     for name, tier in (('memory', tiers.memory), ('disk', tiers.disk)):
         where = f'checkpointing.tiers.{name}'
@@ -66,7 +65,6 @@ def _tier_problems(tiers: TiersConfig, by_composer: bool) -> list[Problem]:
 
 
 def _keep_problems(keep: KeepConfig) -> list[Problem]:
-    """Return the mistakes in the values of `checkpointing.keep`."""
     problems = []
     if isinstance(keep.last, int) and keep.last < 1:
         problems.append(Problem('checkpointing.keep.last', f'{keep.last} is less than 1; the newest one always stays'))
@@ -109,11 +107,7 @@ def runs_dir_problem(runs_dir: str) -> str | None:
 
 
 def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return an error message if the environment lacks the credentials for runs in an object store, else None.
-
-    Args:
-        runs_dir: The value of `runs_dir`; `runs_dir_problem` must have returned None for it.
-    """
+    """Return an error message if the environment lacks the credentials for runs in an object store, else None."""
     if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= environ.keys():
         return (
             'conditional writes to gs:// need Application Default Credentials; unset GCS_KEY and GCS_SECRET, and run '

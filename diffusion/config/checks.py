@@ -174,7 +174,6 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def _check_notify(notify: NotifyConfig, gather: Gatherer) -> None:
-    """Report keys of `notify` that are not names of environment variables, without quoting their values."""
     for key, name in (('webhook', notify.webhook), ('command', notify.command)):
         # Do not quote the value: a pasted URL is a secret, and this message may end up in a log.
         if isinstance(name, str) and name != MISSING and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', name):
@@ -225,7 +224,6 @@ def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
 
 
 def _check_task(recipe: Recipe, gather: Gatherer) -> None:
-    """Add a problem to `gather` for each key that the recipe's task requires and that is empty or missing."""
     if recipe.task == 'train':
         if not recipe.streams:
             gather.problem('streams', 'is empty; training needs at least one stream')
@@ -291,7 +289,6 @@ def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
 
 
 def _shape_text(stream: StreamConfig) -> str:
-    """Return the width x height of a stream's images for messages, such as `320x192`, or `several shapes`."""
     return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
 
 
@@ -354,7 +351,6 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_speed(speed: SpeedConfig, parallelism: ParallelismConfig, gather: Gatherer) -> None:
-    """Report `speed` settings that the recipe turns on but that the parallelism strategy does not support."""
     strategy = parallelism.strategy
     if speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
@@ -369,7 +365,6 @@ def _check_speed(speed: SpeedConfig, parallelism: ParallelismConfig, gather: Gat
 
 
 def _check_trainer(task: str, trainer: Mapping[str, Any], gather: Gatherer) -> None:
-    """Report an unsupported device or precision, including a precision that Composer does not support on a CPU."""
     # Composer accepts upper and lower case.
     device, precision = (str(trainer.get(key) or '').lower() for key in ('device', 'precision'))
     for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
@@ -393,7 +388,6 @@ def _check_loss_guard(trainer: Mapping[str, Any], callbacks: Mapping[str, Compon
 
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
-    """Return the path and value of every recipe key that takes a duration."""
     places = [(where, kind, component.name, component.kwargs) for where, kind, component in _components(recipe)]
     if isinstance(recipe.trainer, dict):
         places.append(('trainer', 'trainer', 'composer', recipe.trainer))

@@ -45,17 +45,14 @@ class OnResume:
 
 
 def fixed_on_resume(reason: str) -> OnResume:
-    """Return the meaning of a keyword whose value must not change when a run resumes."""
     return OnResume(Effect.FIXED, reason)
 
 
 def applied_on_resume(reason: str) -> OnResume:
-    """Return the meaning of a keyword whose new value takes effect when a run resumes."""
     return OnResume(Effect.APPLIED, reason)
 
 
 def fixed_once_averaging(reason: str) -> OnResume:
-    """Return the meaning of a keyword whose value may change only before weight averaging has started."""
     return OnResume(Effect.BEFORE_AVERAGING, reason)
 
 
@@ -126,7 +123,6 @@ class AtLeast:
     least: int
 
     def problem(self, value: Any) -> str | None:
-        """If a value violates the constraint, return the reason and the valid range; otherwise None."""
         wrong = next((number for number in _numbers(value) if number < self.least), None)
         return None if wrong is None else f'{wrong} is less than {self.least}; use {self.least} or more'
 
@@ -138,7 +134,6 @@ class GreaterThan:
     bound: float
 
     def problem(self, value: Any) -> str | None:
-        """If a value violates the constraint, return the reason; otherwise None."""
         wrong = next((number for number in _numbers(value) if not number > self.bound), None)
         return None if wrong is None else f'{wrong} is not greater than {self.bound:g}; use a larger number'
 
@@ -151,7 +146,6 @@ class Between:
     high: float
 
     def problem(self, value: Any) -> str | None:
-        """If a value violates the constraint, return the reason and the valid range; otherwise None."""
         wrong = next((number for number in _numbers(value) if not self.low <= number < self.high), None)
         if wrong is None:
             return None
@@ -163,7 +157,6 @@ class Fraction:
     """Constraint that a number, or each number of a list, is greater than 0 and at most 1."""
 
     def problem(self, value: Any) -> str | None:
-        """If a value violates the constraint, return the reason; otherwise None."""
         wrong = next((number for number in _numbers(value) if not 0 < number <= 1), None)
         return None if wrong is None else f'{wrong:g} is not a fraction in (0, 1], such as 0.4'
 
@@ -246,7 +239,6 @@ def keyword_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def declared(annotation: Any) -> tuple[Constraint, ...]:
-    """Return the constraints that an evaluated annotation declares."""
     return tuple(extra for extra in extras_of(annotation) if isinstance(extra, Constraint))
 
 
@@ -256,7 +248,6 @@ def plain_type(annotation: Any) -> Any:
 
 
 def _without_meanings(annotation: Any) -> Any:
-    """Return an evaluated annotation with its constraints, but nothing else that it declares."""
     if get_origin(annotation) is not Annotated:
         return annotation
     constraints = declared(annotation)
@@ -271,7 +262,6 @@ def extras_of(annotation: Any) -> list[Any]:
 
 
 def _text_problem(value: Any) -> str | None:
-    """Return an error message if a value, or an item of it, is text or a boolean instead of a number, else None."""
     values = value if isinstance(value, list | tuple) else [value]
     wrong = next((each for each in values if isinstance(each, str | bytes | bool)), None)
     return None if wrong is None else f'{wrong!r} is not a number; pass a number without quotes, such as 64'

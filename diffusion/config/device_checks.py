@@ -20,11 +20,9 @@ from diffusion.config.schema import Problem
 
 
 def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = None) -> list[Problem]:
-    """Return a problem if the global batch, its microbatches, the replicas or the sample order do not divide over
-    devices.
+    """Return a problem if the global batch, its microbatches, the replicas or the sample order do not divide evenly.
 
     Args:
-        world_size: Total number of devices, over all nodes.
         gpus_per_node: Number of devices per node; None skips the check of the number of nodes.
     """
     if recipe.task not in ('train', 'evaluate'):
@@ -41,7 +39,6 @@ def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = N
 
 
 def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) -> Problem | None:
-    """Return the first reason why this recipe cannot run on this number of devices, or None."""
     batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if batch % world_size:
         sizes = sorted({max(world_size, batch // world_size * world_size), (batch // world_size + 1) * world_size})
@@ -81,7 +78,6 @@ def _working_nodes(recipe: Recipe, nodes: int, gpus_per_node: int) -> list[int]:
 
 
 def nearest_divisor(number: int, size: int) -> int:
-    """Return the divisor of `number` that is nearest to `size`."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return min(small + [number // each for each in reversed(small)], key=lambda each: abs(each - size))
 
@@ -91,13 +87,11 @@ MAX_PICKS = 2**20
 
 
 def default_canonical_nodes(global_batch: int) -> int:
-    """Return a new run's default `num_canonical_nodes`: the greatest common divisor of 960 and the global batch."""
     # The factors 3 and 5 allow numbers of nodes that are not powers of two, such as 12 nodes for a batch of 1536.
     return math.gcd(64 * 3 * 5, global_batch)
 
 
 def canonical_nodes_problem(canonical_nodes: int, global_batch: int) -> str | None:
-    """Return an error message if `num_canonical_nodes` does not divide the global batch, else None."""
     if canonical_nodes > 0 and global_batch % canonical_nodes == 0:
         return None
     divisors = [number for number in range(1, global_batch + 1) if global_batch % number == 0]
@@ -110,7 +104,6 @@ def canonical_nodes_problem(canonical_nodes: int, global_batch: int) -> str | No
 
 
 def nodes_problem(canonical_nodes: int, num_nodes: int) -> str | None:
-    """Return an error message if neither `num_canonical_nodes` nor the number of nodes divides the other, else None."""
     if canonical_nodes % num_nodes == 0 or num_nodes % canonical_nodes == 0:
         return None
     return (
@@ -121,7 +114,6 @@ def nodes_problem(canonical_nodes: int, num_nodes: int) -> str | None:
 
 
 def choose_problem(choose: int, global_batch: int) -> str | None:
-    """Return an error message if a stream's `choose` is not a multiple of the global batch, else None."""
     if choose % global_batch == 0:
         return None
     lower = choose // global_batch * global_batch
@@ -130,7 +122,6 @@ def choose_problem(choose: int, global_batch: int) -> str | None:
 
 
 def epoch_problem(epoch_size: int, global_batch: int) -> str | None:
-    """Return an error message if `epoch_size` is not a positive multiple of the global batch, else None."""
     return choose_problem(epoch_size, global_batch) if epoch_size > 0 else f'{epoch_size} is not positive; remove it'
 
 
@@ -157,5 +148,4 @@ def sampling_granularity(samples: int) -> int:
 
 
 def _either(choices: Collection[int]) -> str:
-    """Return the sorted numbers as text, such as `32 or 64`."""
     return ' or '.join(str(choice) for choice in sorted(choices))

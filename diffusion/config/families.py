@@ -77,11 +77,9 @@ class Family:
 
     @property
     def loads_lora(self) -> bool:
-        """True if diffusers can load a LoRA into at least one of the pipelines."""
         return any(pipeline.loads_lora for pipeline in self.pipelines.values())
 
     def load_adapter(self) -> Any:
-        """Import the adapter's class, and return an instance."""
         module, name = self.adapter.split(':')
         return getattr(importlib.import_module(module), name)()
 

@@ -53,11 +53,7 @@ LAYOUTS = ('geneval', 't2i_compbench')
 
 
 def check_image_metrics(evaluators: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return a problem for each setting of image metrics that is out of range.
-
-    Args:
-        evaluators: The keywords of each evaluator, by the evaluator's path in the recipe.
-    """
+    """Return a problem for each setting that is out of range, given the keywords of each evaluator by its path."""
     return [
         Problem(join(where, key), what)
         for where, settings in evaluators.items()

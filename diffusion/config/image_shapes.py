@@ -34,7 +34,6 @@ class Shape:
 
     @property
     def aspect(self) -> float:
-        """Width divided by height."""
         return self.width / self.height
 
     @property
@@ -88,9 +87,6 @@ def resolution_problem(folder: Path, resolution: int) -> str | None:
 
     The shapes of an `aspects` stream come from the folder alone, so another resolution would have no effect. Images are
     stored at the prepared size, so a larger resolution would enlarge them.
-
-    Args:
-        folder: Folder with a valid buckets.json.
     """
     prepared = json.loads((folder / BUCKETS).read_text(encoding='utf-8')).get('resolution')
     if not isinstance(prepared, int) or prepared == resolution:
@@ -108,7 +104,6 @@ def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping
 
 
 def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> str:
-    """Return the content of buckets.json, the list of a dataset's image shapes, as JSON text."""
     content = {
         'version': 1,
         'resolution': resolution,
@@ -157,5 +152,4 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _by_aspect(shape: Shape) -> tuple[float, int]:
-    """Return the sort key of a shape: its aspect ratio, then its width."""
     return shape.aspect, shape.width

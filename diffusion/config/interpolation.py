@@ -47,11 +47,7 @@ class Resolved:
 
 
 def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:
-    """Resolve all interpolations in nested plain values.
-
-    Args:
-        raw: Plain mappings, lists and scalars.
-        environ: Environment variables for `oc.env`.
+    """Resolve all interpolations in nested plain values; `environ` is the environment of `oc.env`.
 
     Raises:
         InvalidInterpolation: An interpolation is malformed or circular, or its target does not exist.
@@ -113,7 +109,6 @@ class _Pass:
             ) from error
 
     def leaves_with_placeholder(self) -> list[tuple[KeyPath, str]]:
-        """Return the path and text of each resolved value that contains a placeholder."""
         return [(path, text) for path, text in _texts(self.values, ()) if self._tag in text]
 
     def expression(self, text: str) -> Interpolation:
@@ -127,12 +122,10 @@ class _Pass:
         return Interpolation(''.join(parts))
 
     def variables(self, text: str) -> tuple[str, ...]:
-        """Return the names of the environment variables of the placeholders in a text."""
         numbers = [int(number) for number in self._placeholder.findall(text)]
         return tuple(dict.fromkeys(name for number in numbers for name in self._expressions[number][1]))
 
     def _explained(self, error: OmegaConfBaseException) -> str:
-        """Return what is wrong with an interpolation, and how to correct it."""
         what = re.sub(r'^\w+ (raised )?while resolving interpolation: ', '', str(error).splitlines()[0])
         if self._tag in what:
             return 'an environment variable cannot name a key or another variable; write the value itself'
@@ -171,7 +164,6 @@ class _Pass:
             raise ValueError('oc.decode cannot parse its text as a value') from None
 
     def _select(self, _root: Any, parent: Any, _node: Any, args: tuple[Any, ...], _texts: tuple[str, ...]) -> Any:
-        """Return the value of a key, or the default if the key does not exist."""
         if self._tag in str(args[:1]):
             raise ValueError(str(args[0]))
         return oc.select(*args, _parent_=parent)
@@ -186,7 +178,6 @@ class _Pass:
         return f'{quote}{self.expression(text)}{quote}'
 
     def _new_placeholder(self, text: str, variables: tuple[str, ...]) -> str:
-        """Create a placeholder for an interpolation that depends on environment variables."""
         self._expressions.append((text, variables))
         return f'{self._tag}{len(self._expressions) - 1}z'
 
@@ -206,7 +197,6 @@ def _only_resolvers(resolvers: dict[str, Any]) -> Iterator[None]:
 
 
 def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield each string in nested mappings and lists, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict | list):

@@ -144,9 +144,6 @@ def read_values(
 ) -> Resolved:
     """Return the plain values of a YAML file, merged with the files it extends and with overrides.
 
-    Args:
-        environ: Environment of `${oc.env:...}` (default: that of this process).
-
     Raises:
         RecipeError: A file or an override cannot be read.
     """
@@ -162,13 +159,11 @@ def hide_environment(recipe: Recipe, text: str) -> str:
 
 
 def _hide(problem: Problem, from_environment: Mapping[KeyPath, str], values: Mapping[str, Any]) -> str:
-    """Return the description of a problem without the values of environment variables."""
     here = {path for path in from_environment if overlap(dotted(path), problem.where)}
     return hide_values(problem.what, from_environment, values, quoted_at=here)
 
 
 def _missing_variables(unset: Mapping[str, tuple[str, ...]], task: str, set_later: Collection[str]) -> list[Problem]:
-    """Return a problem for each value that a task needs and whose environment variables are not set."""
     unused = UNUSED_SECTIONS.get(task, ())
     always = ('trainer.device', 'trainer.precision')
     return [
@@ -207,7 +202,6 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _add_defaults(kind: str, entry: Any) -> None:
-    """Add the defaults that a saved recipe has to a component's plain values, in place."""
     if isinstance(entry, dict):  # else it is null, or its value depends on the environment
         entry |= registry.saved_defaults(kind, entry['name'], entry, supplied=SUPPLIED.get(kind, ()))
 
@@ -288,7 +282,6 @@ def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> An
 
 
 def _import_all(modules: list[str]) -> list[Problem]:
-    """Import the modules that a recipe's `imports` names; return a problem for each that cannot be imported."""
     problems = []
     # Allow imports from the working directory, as `python -c` does: a console script does not add it to sys.path.
     if '' not in sys.path and str(Path.cwd()) not in sys.path:

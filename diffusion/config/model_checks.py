@@ -33,7 +33,6 @@ def check_model(recipe: Recipe) -> list[Problem]:
 
 
 def _check_objective(model: Component) -> list[Problem]:
-    """Return a problem for each value of `model.objective` that is not allowed or contradicts another."""
     given = objective_settings(model)
     defaults = registry.settings_of('model', Component(model.name), 'objective') if given else {}
     if not defaults:
@@ -50,12 +49,7 @@ def objective_settings(model: Component) -> dict[str, Any]:
 
 
 def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
-    """Return error messages for settings that are not allowed, by key.
-
-    Args:
-        settings: All settings of a `diffusion.Objective`.
-        defaults: The default of each setting.
-    """
+    """Return error messages, by key, for settings of a `diffusion.Objective` that are not allowed."""
     path = settings['path']
     if path not in PATHS:
         return {'path': f'{path!r}; use one of {", ".join(PATHS)}'}
@@ -106,7 +100,6 @@ ALIGNMENT = 'representation_alignment'
 
 
 def _check_alignment(model: Component) -> list[Problem]:
-    """Return a problem for each wrong setting of `model.representation_alignment`."""
     values, settings = (registry.settings_of('model', model, key) for key in (None, ALIGNMENT))
     if not isinstance(values.get(ALIGNMENT), Mapping) or not settings:
         return []
@@ -119,7 +112,6 @@ def _check_alignment(model: Component) -> list[Problem]:
 
 
 def no_features_problem(stream: str) -> str:
-    """Return the error message for a stream of latents without image features, which representation alignment needs."""
     return (
         f'needs images or stored features, but the latents of streams.{stream} have none; precompute them again with '
         f'this recipe (task=precompute), use dataset.name: image_text with the images, or set model.{ALIGNMENT}: null'
@@ -127,11 +119,7 @@ def no_features_problem(stream: str) -> str:
 
 
 def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
-    """Return error messages, by key, for the aligned block's index, the loss's weight and the MLP's width.
-
-    Args:
-        depth: Number of the denoiser's blocks, or None if unknown.
-    """
+    """Return error messages, by key, for the aligned block's index, the loss's weight and the MLP's width."""
     problems = {}
     if block < 0 or (depth is not None and block >= depth):
         known = '' if depth is None else f' to {depth - 1}'
@@ -149,7 +137,6 @@ LPIPS_BACKBONES = ('vgg', 'alex', 'squeeze')
 
 
 def _check_perceptual_losses(model: Component) -> list[Problem]:
-    """Return a problem for each wrong setting of `model.perceptual_losses`, and for an unsupported model."""
     settings = registry.settings_of('model', model, PERCEPTUAL_LOSSES)
     if not settings or not isinstance(model.kwargs.get(PERCEPTUAL_LOSSES), Mapping):
         return []
@@ -166,11 +153,7 @@ def _check_perceptual_losses(model: Component) -> list[Problem]:
 
 
 def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return error messages for settings of perceptual losses, by key; the key '' stands for the whole section.
-
-    Args:
-        settings: All settings of a `PerceptualLosses`; numbers must already have the right types.
-    """
+    """Return error messages, by key, for perceptual losses with numbers of the right types; '' is the section."""
     problems = {}
     for key in ('lpips_weight', 'features_weight'):
         if settings[key] < 0:  # type: ignore[operator]
@@ -206,7 +189,6 @@ ADAM_OPTIMIZERS = ('adamw', 'decoupled_adamw')
 
 
 def _check_width_transfer(recipe: Recipe) -> list[Problem]:
-    """Return a problem if the base width for muP cannot be used with the model, the LoRA or the optimizer."""
     values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (BASE_WIDTH, 'hidden_size', 'num_heads')]
     sizes = [each for each in numbers if isinstance(each, int) and each > 0]
@@ -234,7 +216,6 @@ def base_width_problem(base: int, width: int, heads: int) -> str | None:
 
 
 def optimizer_problem(name: str) -> str | None:
-    """Return an error message if an optimizer cannot be used with a base width, else None."""
     if name in ADAM_OPTIMIZERS:
         return None
     return (
@@ -243,7 +224,6 @@ def optimizer_problem(name: str) -> str | None:
 
 
 def _check_lora(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each value of `lora` that is out of range, and for a model that does not support it."""
     settings, found = recipe.lora, []
     if not isinstance(settings, LoraConfig):
         return []
@@ -270,7 +250,6 @@ UNROUTED_BLOCKS = 3
 
 
 def _check_algorithms(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each algorithm of a recipe that cannot train its model."""
     checks = {'tread': _tread_problems, 'contrastive_flow_matching': _contrastive_problems}
     return [
         Problem(join(where, key), problem)
@@ -281,7 +260,6 @@ def _check_algorithms(recipe: Recipe) -> list[Problem]:
 
 
 def algorithm_names(recipe: Recipe) -> set[str]:
-    """Return the registered names of the algorithms that a recipe trains with."""
     return {component.name for _, component in _algorithms(recipe)}
 
 
@@ -312,7 +290,6 @@ def contrastive_problem(objective: Mapping[str, Any]) -> str | None:
 
 
 def contrastive_weight_problem(weight: float) -> str | None:
-    """Return an error message for a weight of contrastive flow matching that is out of range, else None."""
     # With a weight of 1 or more the loss has no minimum: it falls as the prediction grows.
     return None if 0 < weight < 1 else f'{weight} is not in (0, 1); 0.05 is the published value'
 

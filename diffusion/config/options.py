@@ -83,7 +83,6 @@ def add_options(
     """Add options for the fields of a dataclass, except those that are dataclasses, to a parser or group.
 
     Args:
-        target: The parser, or a group of its options.
         only: Names of the fields to add; None adds all.
         required: True or False by field name: whether the option must be given. Other options are required if their
             fields have no default.

@@ -47,7 +47,6 @@ def check_stream_folders(
     """Return a problem for each local folder of streams that cannot be read or has no samples.
 
     Args:
-        section: The recipe's section that holds the streams, such as `streams`.
         for_training: Also report images that are smaller than the model's input and would be enlarged.
     """
     gather = Gatherer()
@@ -104,11 +103,7 @@ def _check_features(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_buckets(where: str, folder: Path, gather: Gatherer) -> bool:
-    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards.
-
-    Returns:
-        True if buckets.json is valid.
-    """
+    """Report wrong aspect-ratio buckets and buckets without shards; return True if buckets.json is valid."""
     try:
         shapes = read_buckets(folder)
     except UserError as error:
@@ -148,9 +143,6 @@ def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
 
     The check reads the sizes of the first images, which `diffusion prepare` stores with them. It passes if no sizes are
     stored, or if any of these images is large enough.
-
-    Args:
-        folder: Local folder with a valid index.json.
     """
     from diffusion.storage import mds  # import here: this needs NumPy, which the other checks do not
 

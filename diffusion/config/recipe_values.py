@@ -83,7 +83,6 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _dataclass(where: str, kind: Any, given: Any, unknown: list[str]) -> dict[str, Any]:
-    """Return the values of a section that is a dataclass, with defaults filled in."""
     given = given if isinstance(given, Mapping) else {}
     hints = get_type_hints(kind)
     found = {}
@@ -96,7 +95,6 @@ def _dataclass(where: str, kind: Any, given: Any, unknown: list[str]) -> dict[st
 
 
 def _streams(where: str, given: Any, unknown: list[str]) -> dict[str, Any]:
-    """Return the values of a mapping of streams, with defaults filled in."""
     return {
         key: _dataclass(f'{where}.{key}', StreamConfig, stream, unknown)
         for key, stream in (given or {}).items()
@@ -107,7 +105,6 @@ def _streams(where: str, given: Any, unknown: list[str]) -> dict[str, Any]:
 def _component(
     where: str, kind: str, label: str | None, given: Any, offered: Mapping[str, Any], unknown: list[str]
 ) -> dict[str, Any] | None:
-    """Return a component's name and keywords with defaults filled in; None if the recipe has no such component."""
     if given is None and label is None:
         return None
     given = given if isinstance(given, Mapping) else {}
@@ -128,7 +125,6 @@ def _keywords(
     unknown: list[str],
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the values of a component's keywords, with the defaults of its signature filled in."""
     found: dict[str, Any] = {}
     for parameter in signature.parameters:
         if parameter.name in left_out:

@@ -141,9 +141,6 @@ def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: 
 
     A component that users register has none, so that they can remove a keyword and still load their saved recipes. A
     keyword is left out if its default is null or not a plain value, or if the program chooses its value.
-
-    Args:
-        supplied: Keywords that only the program may set.
     """
     target = _table(kind).get(name)
     if not isinstance(target, str) or not target.startswith(('diffusion.', 'composer.')):
@@ -165,7 +162,6 @@ def _added_defaults(found: Signature, given: Mapping[str, Any], left_out: Collec
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Import and return the component (a class or function) that is registered under a kind and a name."""
     if (problem := unknown(kind, name)) is not None:
         raise UserError(problem)
     target = _table(kind)[name]
@@ -217,7 +213,6 @@ def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[s
     """Return the keyword values of one of this package's components: its defaults, overridden by the given values.
 
     Args:
-        kind: The component's kind, such as `model`.
         component: The component. If it belongs to another package, or is not a component, such as `???`, the result is
             empty.
         keyword: A keyword whose type is a dataclass: return the values of its fields instead. The result is the
@@ -246,12 +241,7 @@ def annotations(kind: str, name: str) -> dict[str, str]:
 def check_keywords(
     where: str, kind: str, name: str, kwargs: Mapping[str, Any], *, supplied: Collection[str] = ()
 ) -> list[Problem]:
-    """Return a problem for each unknown, missing or wrongly typed keyword of a component.
-
-    Args:
-        where: Path of the component in the recipe.
-        supplied: Keywords that only the program may set.
-    """
+    """Return a problem for each unknown, missing or wrongly typed keyword of a component."""
     try:
         found = signature(kind, name)
     except UserError as error:
@@ -260,7 +250,6 @@ def check_keywords(
 
 
 def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: Collection[str] = ()) -> list[Problem]:
-    """Return a problem for each keyword that is unknown, missing or of the wrong type according to a signature."""
     problems = []
     allowed = [parameter.name for parameter in found.parameters if parameter.name not in supplied]
     for key in kwargs:
@@ -288,7 +277,6 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: Co
 
 
 def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -> list[Problem]:
-    """Return a problem if a keyword's value does not have the type of its annotation."""
     kind = simple_type(parameter.annotation)
     if value == MISSING or (nested and value is None):
         return []
@@ -304,7 +292,6 @@ def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -
 
 
 def _table(kind: str) -> dict[str, Any]:
-    """Return the registered components of a kind by name, or raise UserError if there is no such kind."""
     if kind not in TARGETS:
         raise UserError(f'no kind of component is called {kind!r}; {did_you_mean(kind, TARGETS)}')
     return TARGETS[kind]

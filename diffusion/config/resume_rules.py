@@ -144,7 +144,6 @@ def rules() -> tuple[Rule, ...]:
 
 @functools.cache
 def rule_of_key() -> dict[str, Rule]:
-    """Return the rules by key, as in `Rule.keys`."""
     return {key: rule for rule in rules() for key in rule.keys}
 
 
@@ -214,11 +213,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def refused(found: list[Change], *, averaging: bool) -> list[Change]:
-    """Return the changes with which the run must not resume.
-
-    Args:
-        averaging: True if the checkpoint has averaged weights.
-    """
+    """Return the changes with which the run must not resume; `averaging`: the checkpoint has averaged weights."""
     fixed = {Effect.FIXED, Effect.BEFORE_AVERAGING} if averaging else {Effect.FIXED}
     return [change for change in found if change.rule.effect in fixed]
 
@@ -231,7 +226,6 @@ def format_value(value: Any) -> str:
 
 
 def _entries(section: str, before: Mapping[str, Any], after: Mapping[str, Any], *, named: bool) -> Iterator[Change]:
-    """Yield the changes of a section that maps names to components or to streams."""
     for key in [*after, *(key for key in before if key not in after)]:
         old, new = before.get(key), after.get(key)
         if named:
@@ -287,17 +281,14 @@ class PastChange(NamedTuple):
 
 
 def history_lines(changes: Sequence[Change], batch: int) -> list[str]:
-    """Return the history lines for changes that are made now, at a resume from this batch."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
     return [f'{HISTORY}{batch} ({now}): {change}' for change in changes]
 
 
 def read_history(text: str) -> tuple[str, ...]:
-    """Return the lines of the history at the end of a recipe's YAML."""
     return tuple(line for line in text.splitlines() if line.startswith(HISTORY))
 
 
 def past_changes(text: str) -> list[PastChange]:
-    """Return the changes that the history at the end of a recipe's YAML records, oldest first."""
     found = [_LINE.fullmatch(line) for line in read_history(text)]
     return [PastChange(int(each[1]), each[2], each[3], each[4]) for each in found if each]

@@ -20,7 +20,6 @@ SEEDS = 2**32
 
 
 def seeds_problem(first: int, count: int = 1) -> str | None:
-    """Return an error message if `count` consecutive seeds are not in [0, 2**32), else None."""
     if 0 <= first <= SEEDS - count:
         return None
     last = '' if count == 1 else f' for the first of {count} images'
@@ -28,7 +27,6 @@ def seeds_problem(first: int, count: int = 1) -> str | None:
 
 
 def steps_problem(steps: int, num_train_timesteps: int | None) -> str | None:
-    """Return an error message if the number of sampling steps is not in [1, num_train_timesteps], else None."""
     if steps >= 1 and (num_train_timesteps is None or steps <= num_train_timesteps):
         return None
     if num_train_timesteps is None:
@@ -37,14 +35,12 @@ def steps_problem(steps: int, num_train_timesteps: int | None) -> str | None:
 
 
 def guidance_problem(scale: float) -> str | None:
-    """Return an error message if the guidance scale is negative or not finite, else None."""
     if math.isfinite(scale) and scale >= 0:
         return None
     return f'{scale} is out of range; use 0 or more (1 turns guidance off, 7.5 is common)'
 
 
 def rescale_problem(rescale: float) -> str | None:
-    """Return an error message if the guidance rescale is not in [0, 1], else None."""
     return None if 0 <= rescale <= 1 else f'{rescale} is out of range; use 0 (off) to 1'
 
 
@@ -78,11 +74,7 @@ def scheduler_class_name(name: str, *, flow: bool = False) -> str:
 
 
 def scheduler_problem(name: str, *, flow: bool = False) -> str | None:
-    """Return an error message with the nearest name if diffusers has no such noise scheduler, else None.
-
-    Args:
-        flow: True for a flow-matching model, which only some schedulers can sample.
-    """
+    """Return an error message with the nearest name if diffusers has no such noise scheduler, else None."""
     known = _scheduler_classes()
     is_known = scheduler_class_name(name) in known
     if flow and is_known and scheduler_class_name(name, flow=True) not in FLOW_SCHEDULER_CLASSES:
@@ -126,13 +118,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
 
 
 def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool = False) -> dict[str, str]:
-    """Return error messages for settings that are out of range, by key.
-
-    Args:
-        settings: Settings such as `num_inference_steps` and `guidance_scale`; others are ignored.
-        timesteps: Number of timesteps in the model's noise schedule; None if unknown.
-        flow: True for a flow-matching model.
-    """
+    """Return error messages, by key, for sampling settings that are out of range; other settings are ignored."""
     steps, scale = settings.get('num_inference_steps'), settings.get('guidance_scale')
     rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
     problems: dict[str, str | None] = {}
@@ -154,7 +140,6 @@ def num_train_timesteps(model: Component) -> int | None:
 
 
 def is_flow(model: Component) -> bool:
-    """Return True if the model is trained with flow matching instead of diffusion."""
     return objective_settings(model).get('path') == 'flow'
 
 
@@ -166,7 +151,6 @@ def model_problem(model: Component) -> str | None:
 
 
 def _check_images(settings: GenerateConfig) -> list[Problem]:
-    """Return a problem if the number of images or their seeds are out of range."""
     copies, seed = settings.num_images_per_prompt, settings.seed
     if not isinstance(copies, int) or not isinstance(seed, int) or not isinstance(settings.prompts, list):
         return []

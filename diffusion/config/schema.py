@@ -38,16 +38,10 @@ class Gatherer:
         self.missing: list[Problem] = []
 
     def problem(self, where: str, what: str) -> None:
-        """Add a mistake: `where` is the path of the value, `what` describes the mistake and how to fix it."""
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
-        """Record that a setting is still `???` and must be filled in before the recipe can run.
-
-        Args:
-            where: Path of the setting, such as `model.resolution`.
-            doc: Description of the value to fill in.
-        """
+        """Record that a setting is still `???`; `doc` describes the value to fill in."""
         self.missing.append(Problem(where, f'is still ???; set {_sentence(doc) or "a value"}'))
 
 
@@ -163,7 +157,6 @@ def doc_strings(node: ast.ClassDef) -> dict[str, str]:
 
 
 def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
-    """Convert a mapping to a dataclass; add unknown keys, missing keys and wrong values to `gather`."""
     if value is None:
         value = {}
     if not isinstance(value, dict):
@@ -196,7 +189,6 @@ def _sentence(doc: str) -> str:
 
 
 def _required(kind: Any) -> set[str]:
-    """Return the names of a dataclass's fields that have no default."""
     return {
         field.name
         for field in dataclasses.fields(kind)
@@ -239,7 +231,6 @@ def _hint_of_text(kind: Any, text: str) -> str:
 
 
 def _look_for_missing(value: Any, where: str, gather: Gatherer) -> None:
-    """Record in `gather` all values that are still `???` inside a value of any type."""
     if isinstance(value, dict):
         for key, item in value.items():
             build_dataclass(Any, item, join(where, key), gather)

@@ -129,7 +129,6 @@ def hide_values(
 
 
 def _value_at(values: Any, path: KeyPath) -> Any:
-    """Return the value at a path, or None if the path does not exist."""
     for key in path:
         items: Any = dict(enumerate(values)) if isinstance(values, list) else values
         if not isinstance(items, dict) or key not in items:
@@ -139,7 +138,6 @@ def _value_at(values: Any, path: KeyPath) -> Any:
 
 
 def _scalars(value: Any) -> list[Any]:
-    """Return the scalars in nested mappings and lists."""
     if isinstance(value, dict):
         return [found for item in value.values() for found in _scalars(item)]
     if isinstance(value, list):

@@ -85,7 +85,6 @@ class Signature:
     """Effect of adding or removing the component before a run resumes, if its class declares one."""
 
     def names(self) -> set[str]:
-        """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
     def nested_signature(self, parameter: Parameter) -> 'Signature | None':
@@ -94,7 +93,6 @@ class Signature:
         return next((of_source(*home.split(':')) for name, home in self.nested.items() if name in names), None)
 
     def defaults(self) -> dict[str, Any]:
-        """Return the default of each keyword that has one, by name."""
         return {each.name: each.default for each in self.parameters if not each.required}
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +102,6 @@ class Signature:
 
 
 def of_object(target: Any) -> Signature:
-    """Return the signature of an imported class or function."""
     found = full_signature(target).parameters.values()
     named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     parameters = tuple(
@@ -170,7 +167,6 @@ def _of_function(node: ast.FunctionDef, module: str) -> Signature:
 
 
 def _unpacked_name(annotation: ast.expr | None) -> str | None:
-    """Return the name of the class in `Unpack[NAME]`, or None for any other annotation."""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).split('.')[-1] == 'Unpack':
         return ast.unparse(annotation.slice)
     return None
@@ -216,7 +212,6 @@ def _assigns(node: ast.Assign, name: str) -> bool:
 
 
 def _class_on_resume(node: ast.ClassDef | ast.FunctionDef, tree: ast.Module) -> OnResume | None:
-    """Return the value of a class's attribute `on_resume`, if it has one."""
     for statement in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(statement, ast.Assign) and _assigns(statement, 'on_resume'):
             found = _meaning(statement.value, tree)
@@ -234,7 +229,6 @@ def simple_type(annotation: str) -> Any:
 
 
 def _simple(node: ast.expr) -> Any:
-    """Convert the syntax tree of an annotation to a type that YAML values can have; return None for other types."""
     if isinstance(node, ast.Constant) and node.value is None:
         return type(None)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -296,12 +290,10 @@ def source_file(module: str) -> Path:
 
 @functools.cache
 def _source(module: str) -> ast.Module:
-    """Return the syntax tree of a module, parsed from its source file."""
     return ast.parse(source_file(module).read_text(encoding='utf-8'))
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    """Return the classes and functions that a file defines, by name."""
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
 
 
@@ -342,7 +334,6 @@ def _aliases(module: str) -> _Aliases:
 
 
 def _own_aliases(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return the type aliases that a file defines, by name."""
     return {
         target.id: statement.value
         for statement in tree.body
@@ -385,7 +376,6 @@ def _plain(node: ast.expr, tree: ast.Module) -> Any:
 
 
 def _constraint(node: ast.expr) -> Constraint | None:
-    """Evaluate a constraint of an annotation, such as `MultipleOf(8)`; return None for anything else."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) not in CONSTRAINTS:
         return None
     return CONSTRAINTS[ast.unparse(node.func)](*(ast.literal_eval(argument) for argument in node.args))
@@ -401,7 +391,6 @@ def _meaning(node: ast.expr, tree: ast.Module) -> Meaning | None:
 
 
 def _arguments(node: ast.FunctionDef, module: str) -> tuple[Parameter, ...]:
-    """Return the parameters of a function that `ast` has parsed, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = len(positional) - len(arguments.defaults)
@@ -411,7 +400,6 @@ def _arguments(node: ast.FunctionDef, module: str) -> tuple[Parameter, ...]:
 
 
 def _fields(node: ast.ClassDef, module: str) -> tuple[Parameter, ...]:
-    """Return the fields of a dataclass or the entries of a TypedDict as parameters."""
     docs = doc_strings(node)
     return tuple(
         _parameter(item.target.id, item.annotation, item.value, module, docs.get(item.target.id, ''))

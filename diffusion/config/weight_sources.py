@@ -59,7 +59,6 @@ def check_initial_weights(init_from: str | InitFrom | None) -> list[Problem]:
 
 
 def check_pretrained(model: Component) -> list[Problem]:
-    """Return a problem if the model's `pretrained` is a repository on the Hub without the required revision."""
     values = registry.settings_of('model', model)
     if 'revision' not in values or not isinstance(values.get('pretrained'), str):
         return []
@@ -78,7 +77,6 @@ def revision_problem(source: str, revision: str | None) -> str | None:
 
 
 def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
-    """Return the mistakes, by key, in an `init_from` whose source is a repository on the Hub."""
     problems = {}
     if not REPOSITORY.fullmatch(repository):
         what = f'{start.source!r} is not the name of a repository; write hf://org/name'

@@ -53,9 +53,6 @@ def _resolved(path: Path) -> Path:
 def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
-    Args:
-        extended_by: The file that extends this one, for the error message.
-
     Raises:
         UnreadableYAML: The path is wrong, or the file is not a YAML mapping or has duplicate keys.
     """
@@ -108,9 +105,6 @@ def merge_and_resolve(
 ) -> Resolved:
     """Merge like `merge`, but also return the text of values that depend on environment variables.
 
-    Args:
-        environ: Environment variables for `oc.env` (default: those of this process).
-
     Raises:
         UnreadableYAML: An override or an interpolation cannot be read.
     """
@@ -132,7 +126,6 @@ def merge_and_resolve(
 
 
 def unset_problem(names: Sequence[str]) -> str:
-    """Return the message for a value that needs environment variables that are not set."""
     what = f'the environment variable {names[0]}, which is not set; export it'
     if len(names) > 1:
         what = f'the environment variables {" and ".join(names)}, which are not set; export them'
@@ -205,7 +198,6 @@ def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
 
 
 def _value(override: str, text: str) -> Any:
-    """Parse the value of a `key=value` override as YAML; an empty value is the empty string."""
     try:
         return parse_yaml(text) if text.strip() else ''
     except yaml.YAMLError as error:
@@ -276,7 +268,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
-    """Return a scalar's text; raise an error if it contains characters that are invalid in paths or UTF-8 files."""
     text = str(loader.construct_scalar(node))
     if bad := re.search('[\0\ud800-\udfff]', text):
         problem = f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it'
@@ -285,7 +276,6 @@ def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Return an integer; raise an error if it needs more than 64 bits."""
     if not _INT.match(str(node.value)):
         raise ValueError('!!int of another form')  # construct_object adds the position to the error
     value = yaml.SafeLoader.construct_yaml_int(loader, node)  # type: ignore[no-untyped-call]
@@ -296,7 +286,6 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """Return a float; digits that overflow to infinity are an error, but .inf is allowed."""
     value = yaml.SafeLoader.construct_yaml_float(loader, node)  # type: ignore[no-untyped-call]
     if math.isinf(value) and 'inf' not in node.value.lower():
         problem = f'{_shortened(node.value)} is too large for a number; use a smaller one, or put it in quotes'
@@ -322,7 +311,6 @@ class Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Represent a string in YAML, in double quotes if it contains unusual line breaks."""
     # Unescaped, line breaks other than \n would be folded into spaces; double quotes make PyYAML escape them.
     style = '"' if re.search('[\x85\u2028\u2029]', text) else None
     return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
@@ -355,7 +343,6 @@ _QUOTED_FLOAT = re.compile(_FLOAT_PATTERN.format(digits='[0-9][0-9_]*'), re.X)
 
 
 def _forget(schema: Any, *kinds: str) -> None:
-    """Remove PyYAML's patterns of kinds of scalars from a loader or dumper."""
     tags = {f'tag:yaml.org,2002:{kind}' for kind in kinds}
     schema.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in tags]

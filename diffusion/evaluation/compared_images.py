@@ -27,9 +27,6 @@ def numbered_images(folder: Path, prompts: Sequence[str]) -> list[Path]:
     A file's number is at the start of its name, such as `00012-a-red-cube.png`, or otherwise at the end. Numbers must
     be consecutive and may start anywhere.
 
-    Args:
-        folder: Folder with the images, for example from `diffusion generate` or under `evaluations/` in a run's folder.
-
     Raises:
         UserError: A file has no number, two files have the same number, a number is missing, the counts of images and
             prompts differ, or images were generated for other prompts.
@@ -67,7 +64,6 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def _check_manifest(folder: Path, prompts: Sequence[str]) -> None:
-    """Raise UserError if `diffusion evaluate` generated a folder's images for other prompts."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding='utf-8'))
     except FileNotFoundError:

@@ -67,12 +67,7 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 
 def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) -> list[Answer]:
-    """Parse the content of an answer file.
-
-    Args:
-        where: The file's name, for error messages.
-        comparison: Identifier of the comparison, from its key.
-        pairs: Number of pairs in the comparison, including attention checks.
+    """Parse the content of an answer file; `where` is its name for messages, and `pairs` includes attention checks.
 
     Raises:
         UserError: The file is not an answer file, belongs to another comparison, was modified, or answers a question

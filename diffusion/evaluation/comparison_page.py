@@ -70,7 +70,6 @@ class ComparisonKey:
         return {index: pair.damaged for index, pair in enumerate(self.pairs) if pair.damaged is not None}
 
     def to_json(self) -> str:
-        """Return this key as JSON text, to write to its file."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + '\n'
 
 
@@ -78,7 +77,6 @@ def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[
     """Return one pair per prompt plus the attention checks, in random order and with random sides.
 
     Args:
-        checks: Number of attention checks, at most the number of prompts.
         rng: Random number generator; use `secrets.SystemRandom()`, which cannot be predicted from the page.
     """
     pairs = [Pair(index, text, rng.choice(SIDES)) for index, text in enumerate(prompts)]
@@ -128,10 +126,6 @@ ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]
 
 def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Iterator[str]:
     """Yield a page's HTML in parts, so that only one pair of images is in memory at a time.
-
-    Args:
-        comparison: Identifier of the comparison.
-        pairs: Pairs of images, in the page's order.
 
     Raises:
         UserError: The two images of a prompt have different aspect ratios.

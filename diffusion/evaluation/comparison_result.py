@@ -24,12 +24,10 @@ POWER = 0.8
 
 @dataclass(frozen=True)
 class Preference:
-    """Preference for A over B.
+    """Preference for A over B; `low` and `high` are the ends of its 95% confidence interval.
 
     Args:
         share: Mean of the answers, from 0 (always B) to 1 (always A).
-        low: Lower end of the 95% confidence interval.
-        high: Upper end.
         wins: Fraction of answers that prefer A.
         ties: Fraction of answers without preference.
         agreement: Krippendorff's alpha: 1 if all raters agree, 0 if agreement is at chance level; NaN if no prompt was
@@ -54,7 +52,6 @@ class Preference:
 
     @property
     def losses(self) -> float:
-        """Fraction of answers that prefer B."""
         return max(0.0, 1 - self.wins - self.ties)
 
     @property
@@ -63,11 +60,7 @@ class Preference:
         return not self.low <= 0.5 <= self.high
 
     def sentence(self, subject: str, a: str = 'A', b: str = 'B') -> str:
-        """Return a sentence on the preference and on its significance.
-
-        Args:
-            subject: Question, such as `image quality`.
-        """
+        """Return a sentence on the preference and its significance, for a question such as `image quality`."""
         interval = f'Preference for {a} is {self.share:.1%} (95% interval {self.low:.1%} to {self.high:.1%}).'
         if not self.differs:
             return f'{subject}: {a} and {b} do not differ significantly. {interval}'
@@ -90,9 +83,6 @@ class Preference:
         """Return the factor by which raters and prompts must both grow to show a difference with a power of 80%.
 
         If k times the raters each answer k times the prompts, there are k^2 times the answers.
-
-        Args:
-            difference: Distance of the true preference from 50%, such as 0.05 for 55%.
         """
         variance = _variance_needed(difference)
         # Solve v = c / k + d / k^2, a quadratic equation in 1 / k.
@@ -175,7 +165,6 @@ def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, 
     """Return Wilson's interval for a proportion: all p with |mean - p| <= quantile sqrt(ratio p (1 - p)).
 
     Args:
-        mean: Observed proportion.
         ratio: Inverse of the number of independent answers.
         quantile: Quantile of the standardized error.
     """
@@ -186,10 +175,9 @@ def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, 
 
 
 def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
-    """Return Krippendorff's alpha for nominal values (Content Analysis, 2004, chapter 11).
+    """Return Krippendorff's alpha for nominal values [N] (Content Analysis, 2004, chapter 11).
 
     Args:
-        values: Values of the answers [N].
         units: Prompt index of each answer [N]; prompts with only one answer are ignored.
 
     Returns:
@@ -237,9 +225,6 @@ class ComparisonResult:
 
 def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> ComparisonResult:
     """Return a comparison's result; raters who fail more than 20% of their attention checks are excluded.
-
-    Args:
-        answers: Answers of all raters, including attention checks.
 
     Raises:
         UserError: Too few raters or prompts are left for a confidence interval.
@@ -293,7 +278,6 @@ def result_text(result: ComparisonResult, difference: float) -> str:
 
 
 def _row(found: Preference) -> tuple[str, ...]:
-    """Return the table cells for one question."""
     shares = [f'{share:.1%}' for share in (found.wins, found.ties, found.losses)]
     interval = f'{found.share:.1%} [{found.low:.1%}, {found.high:.1%}]'
     agreement = 'unknown' if math.isnan(found.agreement) else f'{found.agreement:.2f}'
@@ -301,7 +285,6 @@ def _row(found: Preference) -> tuple[str, ...]:
 
 
 def _needed(found: Preference, difference: float) -> str:
-    """Describe how many answers would show a difference."""
     people, factor = found.people_needed(difference), found.factor_needed(difference)
     if people is not None and people <= found.raters:
         return 'these answers are enough'
@@ -313,11 +296,7 @@ def _needed(found: Preference, difference: float) -> str:
 
 
 def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
-    """Return the result as JSON types; null means that the agreement is unknown.
-
-    Args:
-        difference: See `result_text`.
-    """
+    """Return the result as JSON types; null means that the agreement is unknown."""
     questions = {}
     for question, found in result.preferences.items():
         values = asdict(found)
@@ -373,7 +352,6 @@ def draw_result(result: ComparisonResult, path: Path) -> None:
 
 
 def counted_people(count: int) -> str:
-    """Return a count with its noun: `1 person`, `3 people`."""
     return f'{count} {"person" if count == 1 else "people"}'
 
 

@@ -36,11 +36,7 @@ class Refused(Exception):
 
 
 class AnswerFolder:
-    """Folder of a comparison's answers: one file per rater, named after the rater's random identifier.
-
-    Args:
-        folder: The folder; it is created when the first answers arrive.
-    """
+    """Folder of a comparison's answers, created with the first: one file per rater, named by the random identifier."""
 
     def __init__(self, folder: Path, key: ComparisonKey) -> None:
         self.folder, self.key = folder, key
@@ -80,7 +76,6 @@ class AnswerFolder:
             log.info('%s: %d of %d answers', rater, len(answers), total)
 
     def files(self) -> list[Path]:
-        """Return all answer files."""
         return sorted(self.folder.glob('*.json'))
 
     def _parse(self, body: bytes, where: str) -> list[Answer]:
@@ -88,21 +83,11 @@ class AnswerFolder:
 
 
 def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> PageServer:
-    """Return a server bound to its address; call `serve_forever` to start it.
-
-    Args:
-        host: Address to bind; `0.0.0.0` means all addresses of this machine.
-        port: Port; 0 means any free port.
-
-    Raises:
-        UserError: The address cannot be used.
-    """
+    """Return a server for one page and its answers, bound to its address."""
     return PageServer(host, port, _handler(page, answers))
 
 
 def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]:
-    """Return the class that handles the requests of a page."""
-
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = 'comparison', ''
         timeout = TIMEOUT_SECONDS

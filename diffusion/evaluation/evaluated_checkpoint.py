@@ -44,12 +44,7 @@ def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 
 
 def from_rank_zero(compute: Callable[[], Result], raise_together: RaiseTogether) -> Result:
-    """Return rank 0's result of a function on all ranks; a collective. The result must be small and picklable.
-
-    Args:
-        compute: Function to call on rank 0; if it raises an error, all ranks raise.
-        raise_together: See `EvaluatedCheckpoint`.
-    """
+    """Return rank 0's result of a function on all ranks; a collective. The result must be small and picklable."""
     answer: list[Result | None] = [None]
     with raise_together('rank 0'):
         if dist.get_global_rank() == 0:
@@ -88,7 +83,6 @@ class EvaluatedCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """Folder for images and other files of this evaluation."""
         return self.run_dir / EVALUATIONS / self.name
 
     def batches_of(self, images: GeneratedImages) -> Iterator[tuple[range, list[Tensor]]]:
@@ -146,12 +140,7 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:
-    """Parse the content of a results file; return None if there is none or (after a warning) if it is invalid.
-
-    Args:
-        content: Content of the file; None if it does not exist.
-        where: The file's path or URL, for messages.
-    """
+    """Parse the content of a results file; return None if there is none or (after a warning) if it is invalid."""
     if content is None:
         return None
     try:

@@ -147,8 +147,6 @@ class Clip(FeatureNetwork):
 
     Args:
         source: Folder or Hub repository of a CLIP model in transformers format.
-        revision: Commit of the repository.
-        resize: See `FeatureNetwork`.
     """
 
     name = 'CLIP'
@@ -172,8 +170,6 @@ class Dino(FeatureNetwork):
 
     Args:
         source: Folder or Hub repository of a model in transformers format.
-        revision: Commit of the repository.
-        side: Width and height to which images are resized.
     """
 
     name = 'DINO'
@@ -238,7 +234,6 @@ def clean_resize(image: Tensor, side: int) -> Tensor:
 
     Args:
         image: uint8 [3, H, W].
-        side: Width and height of the result.
 
     Returns:
         Pixels from 0 to 255, float32 [3, side, side].
@@ -253,7 +248,6 @@ def bicubic_resize(image: Tensor, side: int) -> Tensor:
 
     Args:
         image: uint8 [3, H, W].
-        side: Width and height of the result.
 
     Returns:
         Pixels from about 0 to 255 (the filter overshoots), float32 [3, side, side].

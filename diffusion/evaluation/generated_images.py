@@ -28,13 +28,9 @@ MANIFEST = 'images.json'
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for generating images.
+    """Settings for generating images, which are those of `ImageMetrics`.
 
     Args:
-        guidance_scale: Classifier-free guidance scale; 1 turns guidance off.
-        num_inference_steps: Steps of the noise scheduler per image.
-        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
-        negative_prompt: Prompt that guidance moves away from.
         size: Height and width in pixels; None means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
@@ -105,12 +101,10 @@ class GeneratedImages:
         return cls(folder / f'{name or f"guidance-{sampling.guidance_scale:g}"}-{key}', prompts, sampling, checkpoint)
 
     def batches(self) -> list[range]:
-        """Return the prompt indices of each batch."""
         count, size = len(self.prompts), self.sampling.batch_size
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def path(self, index: int) -> Path:
-        """Return the path of the image for a prompt index."""
         return self._batch_folder(index // self.sampling.batch_size) / f'{index:06d}.png'
 
     def own_batches(
@@ -176,7 +170,6 @@ class GeneratedImages:
             )
 
     def _generated(self, model: ImageGenerator, indices: range) -> Tensor:
-        """Generate and return the images for prompts, float [B, 3, H, W]."""
         sampling = self.sampling
         return model.generate(
             [self.prompts[index] for index in indices],
@@ -198,7 +191,6 @@ class GeneratedImages:
         return [_as_tensor(image) for image in images]
 
     def _text_of(self, index: int) -> PngImagePlugin.PngInfo:
-        """Return the text chunks for a PNG: its prompt and generation settings."""
         text = PngImagePlugin.PngInfo()
         sampling = {**asdict(self.sampling), 'seed': self.sampling.seed + index, 'checkpoint': self.checkpoint}
         for key, value in {'prompt': self.prompts[index], **sampling}.items():

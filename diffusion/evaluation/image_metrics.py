@@ -159,7 +159,6 @@ class ImageMetrics:
         return EvaluationResult(dict(sweep[0]['metrics']), {**about, 'guidance': sweep})
 
     def _prompts(self, checkpoint: EvaluatedCheckpoint) -> list[Prompt]:
-        """Return one prompt per image."""
         if self.prompts is None:
             size = int(checkpoint.dataset.size)
             count = size if self.num_images is None else -(-self.num_images // self.images_per_prompt)
@@ -175,7 +174,6 @@ class ImageMetrics:
         return repeated[: self.num_images]
 
     def _check_count(self, count: int) -> None:
-        """Warn about metrics that are biased with so few images."""
         if dist.get_global_rank() != 0:
             return
         for name in self.metrics:
@@ -267,10 +265,8 @@ def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt
     Source: https://github.com/djghosh13/geneval. The prompts must come from its `evaluation_metadata.jsonl`.
 
     Args:
-        images: The images, `per_prompt` consecutive ones for each prompt.
+        images: The images, `per_prompt` (4 in GenEval) consecutive ones for each prompt.
         prompts: One prompt per image.
-        per_prompt: Images per prompt; GenEval uses 4.
-        folder: New folder; replaced if it exists.
 
     Raises:
         UserError: The prompts have no metadata, or an image is missing here because another node generated it.

@@ -1,8 +1,7 @@
 """Compute the metrics in `diffusion.config.image_metrics`: distances between image sets, and image scores.
 
-Distances are computed on features, one row per image from a feature network. They are computed in float64 on the device
-of their arguments, and do not depend on row order. `DISTANCES` lists the feature network of each distance (Inception,
-CLIP, DINOv2).
+Distances are computed on features, one row per image from a feature network: [N, D] of the images and [M, D] of the
+references. They are computed in float64 on the device of their arguments, and do not depend on row order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,6 @@ class Moments:
 
     @classmethod
     def of(cls, features: Tensor) -> 'Moments':
-        """Return the moments of features [N, D]."""
         rows = features.double()
         return cls(len(rows), rows.sum(dim=0), rows.T @ rows)
 
@@ -56,7 +54,6 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """Mean of the features, float64 [D]."""
         return self.total / self.count
 
     @property
@@ -94,10 +91,6 @@ def kernel_distance(images: Tensor, references: Tensor) -> float:
     subsets, because the matrices for all images were too large. Here, the matrices are computed in blocks, which avoids
     the random error of subsets. The estimate has mean 0 for two sets from the same distribution, so it can be negative.
 
-    Args:
-        images: Features [N, D].
-        references: Features [M, D].
-
     Raises:
         UserError: One of the sets has fewer than 2 images.
     """
@@ -126,10 +119,6 @@ def gaussian_distance(images: Tensor, references: Tensor) -> float:
     Features are scaled to length 1, the kernel is exp(-|x - y|^2 / (2 * 10^2)), and the estimate is biased, as in
     Jayasumana et al., https://arxiv.org/abs/2401.09603.
 
-    Args:
-        images: Features [N, D].
-        references: Features [M, D].
-
     Raises:
         UserError: One of the sets is empty.
     """
@@ -153,11 +142,6 @@ def precision_and_recall(images: Tensor, references: Tensor, neighbors: int = NE
     reference's k-th nearest neighbor among the references. Recall is the same with the sets swapped (Kynkäänniemi et
     al., https://arxiv.org/abs/1904.06991, equations 1 to 3).
 
-    Args:
-        images: Features [N, D].
-        references: Features [M, D].
-        neighbors: Number k of nearest neighbors.
-
     Raises:
         UserError: One of the sets has no more than `neighbors` images.
     """
@@ -174,8 +158,6 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
     """Return the sum of a kernel over all pairs of rows, computed in blocks.
 
     Args:
-        first: Features [N, D].
-        second: Features [M, D].
         kernel: Function of a block's inner products [n, m] and its rows [n, D] and [m, D].
     """
     total = torch.zeros((), dtype=torch.float64, device=first.device)
@@ -212,7 +194,6 @@ class TextImageScore(nn.Module):
 
     Args:
         source: Folder or Hub repository of a CLIP model in transformers format, with its tokenizer and preprocessor.
-        revision: Commit of the repository.
 
     Raises:
         UserError: The model cannot be loaded.
@@ -272,10 +253,7 @@ DISTANCES: dict[str, Distance] = {
 
 
 def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | TextImageScore:
-    """Load a network of `NETWORKS`.
-
-    Args:
-        sources: Sources that override the defaults, by name: a local path or `ORG/NAME@COMMIT`.
+    """Load a network of `NETWORKS`; `sources` overrides the defaults by name, as a local path or `ORG/NAME@COMMIT`.
 
     Raises:
         UserError: The network cannot be loaded; the message names the recipe key.
@@ -301,7 +279,6 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
 
 
 def _split(source: str) -> tuple[str, str | None]:
-    """Split a source into the folder or repository, and the repository's commit."""
     if Path(source).is_dir():
         return source, None
     repository, _, revision = source.partition('@')

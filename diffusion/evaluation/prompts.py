@@ -47,11 +47,8 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
     """Read prompts from a file.
 
     A `.txt` file has one prompt per line. A `.csv` or `.tsv` file starts with a line of column names, and a `.jsonl`
-    file has one object per line; prompts are in the first existing column of `PROMPT_COLUMNS`, and categories in
-    `category`. DrawBench, PartiPrompts and GenEval can be read as published.
-
-    Args:
-        column: Column or key with the prompts; None means the first existing one of `PROMPT_COLUMNS`.
+    file has one object per line; prompts are in `column`, or the first existing one of `PROMPT_COLUMNS`, and categories
+    in `category`. DrawBench, PartiPrompts and GenEval can be read as published.
 
     Raises:
         UserError: The file does not exist, has another type, lacks the column, or has an empty prompt.
@@ -88,12 +85,7 @@ def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
 
 
 def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
-    """Return the prompt in a row.
-
-    Args:
-        where: File and line, for messages.
-        column: See `read_prompts`.
-    """
+    """Return the prompt in a row; `where` is its file and line."""
     named = {name.strip().lower(): name for name in reversed(row)}
     names = [column] if column is not None else [named[name] for name in PROMPT_COLUMNS if name in named]
     if not names or names[0] not in row:
@@ -110,14 +102,12 @@ def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
 
 
 def _text_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, columns) for each nonblank line."""
     for number, line in enumerate(file.read_text(encoding='utf-8-sig').splitlines(), start=1):
         if line.strip():
             yield f'{file} line {number}', {'prompt': line}
 
 
 def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return (position, columns) for each row of a CSV or TSV file."""
     # In PartiPrompts (TSV), quotation marks inside cells are literal.
     tabs = file.suffix.lower() == '.tsv'
     quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
@@ -125,7 +115,6 @@ def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, object) for each nonblank line of a JSONL file."""
     for number, line in enumerate(file.read_text(encoding='utf-8-sig').split('\n'), start=1):
         where = f'{file} line {number}'
         if not line.strip():

@@ -117,11 +117,7 @@ class FolderImages:
 
 
 class ReferenceFeatures:
-    """Features of reference images, cached in one file per network with a description of images and network.
-
-    Args:
-        folder: Folder of the files; runs may share it.
-    """
+    """Features of reference images, cached in one file per network in a folder that runs may share."""
 
     def __init__(self, folder: Path, images: ReferenceImages) -> None:
         self.folder, self.images = folder, images
@@ -130,9 +126,6 @@ class ReferenceFeatures:
         """Return each network's features [M, D] of the images; all ranks compute those that are not cached.
 
         A collective call. Only rank 0 reads and writes the files; on other ranks, the result is undefined.
-
-        Args:
-            checkpoint: The checkpoint whose images are compared; used for progress and errors.
 
         Raises:
             UserError: A file's features are from other images, another network, or another kind of resizing.

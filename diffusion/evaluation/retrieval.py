@@ -111,7 +111,7 @@ class Retrieval:
 
 
 def nearest_images(images: Tensor, references: Tensor) -> Tensor:
-    """Return the index of each image's nearest reference by mean squared difference, int64 [B].
+    """Return the index int64 [B] of each image's nearest reference by mean squared difference.
 
     Args:
         images: Float [B, 3, H, W].

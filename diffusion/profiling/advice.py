@@ -47,8 +47,6 @@ class ProfileMeasurements:
         step_seconds: Seconds per step without the profiler.
         kernels: GPU kernels in a step, or operators if there is no GPU.
         waits: Number of device synchronizations per step by source line, excluding those in Composer.
-        on_gpu: True if the run was on a GPU.
-        precision: The Trainer's precision.
         microbatches: Microbatches per step on one device.
         off: Names of the `speed` settings that are disabled.
     """
@@ -72,7 +70,6 @@ class ProfileMeasurements:
 
     @property
     def in_float32_norms(self) -> float:
-        """Fraction of step time in norm kernels that compute in float32."""
         wide = [
             each
             for each in self.kernels
@@ -99,7 +96,6 @@ def kind_of(name: str) -> str:
 
 
 def seconds_by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Return the seconds per step in each kind of GPU kernel, in descending order."""
     seconds: dict[str, float] = {}
     for kernel in kernels:
         kind = kind_of(kernel.name)

@@ -116,7 +116,6 @@ class Recorder:
         self._spare: list[Any] = []
 
     def start(self) -> None:
-        """Start recording CUDA events at the ends of stages, to time the stages on the GPU."""
         self.on = True
         self.mark(None)
 
@@ -128,7 +127,6 @@ class Recorder:
         self._marks.append((event, ended))
 
     def stop(self) -> None:
-        """Stop recording; the CUDA events recorded so far can still be read."""
         self.on = False
 
     def read(self) -> dict[str, float]:
@@ -178,9 +176,7 @@ class BreakdownReport:
     """Throughput over a window of training batches, and the fraction of time in each stage of a step.
 
     Attributes:
-        batches: Number of batches.
         samples: Number of samples processed by all devices.
-        devices: Number of devices.
         step_seconds: Seconds per step on rank 0, excluding evaluations.
         slowest_step_seconds: Seconds per step on the slowest rank.
         flops: FLOPs in the window on all devices; None if the model does not count them.
@@ -201,7 +197,6 @@ class BreakdownReport:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples per second over all devices."""
         return self.samples / (self.batches * self.step_seconds)
 
     @property
@@ -231,7 +226,6 @@ class BreakdownReport:
         return {name: value for name, value in found.items() if value is not None}
 
     def line(self) -> str:
-        """Return the report as one line of text for the log."""
         rate, per_device = self.samples_per_second, self.samples_per_second / self.devices
         parts = [f'{_figures(rate)} images/s' + (f' ({_figures(per_device)} per device)' if self.devices > 1 else '')]
         if self.mfu is not None:
@@ -370,7 +364,6 @@ class Breakdown(Callback):
     # -- helpers of the event methods --
 
     def _enter(self, stage: str) -> None:
-        """Count time towards a stage from now on."""
         self.timeline.switch(stage)
 
     def _begin(self, state: State) -> None:
@@ -411,7 +404,6 @@ class Breakdown(Callback):
             log.info('batch %d: %s', state.timestamp.batch.value, self.report.line())
 
     def _time_method(self, owner: Any, name: str, stage: str) -> None:
-        """Wrap an object's method so that its time counts towards a stage, until `_detach`."""
         # Within an event, Composer calls callbacks and algorithms one after another and offers no hook around each of
         # them, so their methods are wrapped. The wrapper in the instance's __dict__ only shadows the class's method for
         # this instance, and deleting it restores the method.
@@ -419,7 +411,6 @@ class Breakdown(Callback):
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
     def _detach(self) -> None:
-        """Remove all wrappers and hooks that `fit_start` installed."""
         while self._undo:
             self._undo.pop()()
 
@@ -441,7 +432,6 @@ def hooks_of(callback: Callback) -> list[str]:
 
 
 def stage_of(callback: Callback) -> str:
-    """Return the stage that a callback's time counts towards: checkpoint, evaluation or logging."""
     if isinstance(callback, CheckpointSaver):
         return CHECKPOINT
     return EVALUATION if isinstance(callback, ImageGrid) else LOGGING

@@ -58,7 +58,6 @@ class Phases(Callback):
 
     @property
     def length(self) -> int:
-        """Total number of batches to train for all phases of the profile."""
         return self.breakdown.skip + 2 * self.batches + BATCHES_WATCHED
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -81,11 +80,7 @@ class Phases(Callback):
 def run_profile(
     recipe: str, overrides: Sequence[str], *, batches: int, warmup: int, out: str | None, synthetic: bool
 ) -> None:
-    """Run `diffusion profile` with its options: profile a recipe and print the tables.
-
-    Raises:
-        UserError: The recipe is wrong, or the output folder cannot be written.
-    """
+    """Run `diffusion profile` with its options: profile a recipe and print the tables."""
     profiled = load(recipe, overrides, allow_missing=synthetic)
     folder = Path(out or Path('profiles') / profiled.name)
     check_writable(folder, '--out')
@@ -101,7 +96,6 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
 
     Args:
         batches: Number of batches to time; the same number is then run under PyTorch's profiler.
-        warmup: Number of initial batches that are not measured.
 
     Returns:
         The content of `profile.md`.
@@ -150,11 +144,7 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
 
 
 def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
-    """Write shards of noise images; return a copy of the recipe that reads them and uses random encoder weights.
-
-    Raises:
-        UserError: The dataset is not `image_text`.
-    """
+    """Write shards of noise images; return a copy of the recipe that reads them and uses random encoder weights."""
     if recipe.dataset.name != 'image_text':
         raise UserError(
             f'dataset.name: {recipe.dataset.name} has no synthetic data; use dataset.name=image_text, or precompute '
@@ -184,7 +174,6 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
-    """Return the measurements of a finished profile, the basis of tuning advice."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe.trainer), components.effective_speed(recipe)
     # Leave out Composer's code, which the user cannot change.
@@ -206,12 +195,10 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
 
 
 def can_use_graphs(parallelism: ParallelismConfig) -> bool:
-    """Return True if a recipe's parallelism allows `speed.cuda_graphs`."""
     return parallelism.strategy == 'ddp' and not parallelism.activation_checkpointing
 
 
 def microbatches_of(batch: int, microbatch: int | None) -> int:
-    """Return the number of microbatches per step on one device."""
     return -(-batch // microbatch) if isinstance(microbatch, int) else 1
 
 
@@ -231,7 +218,6 @@ def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]
 def profile_table(
     name: str, phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], trace: Path
 ) -> str:
-    """Return the tables that `diffusion profile` prints: stages, kernels, device synchronizations, largest speedups."""
     report = phases.report
     assert report is not None
     events = 'kernels' if measured.on_gpu else 'operators'
@@ -256,7 +242,6 @@ def profile_table(
 
 
 def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity]) -> dict[str, Any]:
-    """Return the measurements and speedups that are written to `profile.json`."""
     assert phases.report is not None
     return {
         'torch': torch.__version__,
@@ -268,5 +253,4 @@ def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequen
 
 
 def _row(name: str, seconds: float, share: float) -> str:
-    """Return a row of a Markdown table, with the time in ms and the fraction in percent."""
     return f'| {name} | {1e3 * seconds:.2f} | {100 * share:.1f} |'

@@ -94,7 +94,6 @@ def _is_known_class(value: list[Any]) -> bool:
 
 
 def is_single_file(out: str | Path) -> bool:
-    """Return True if the output of an export is a single file instead of a folder."""
     return Path(out).suffix == '.safetensors'
 
 
@@ -153,11 +152,7 @@ class EvaluationOptions:
     """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 
     def given(self) -> dict[str, Any]:
-        """Return the evaluator's keywords that were given as options.
-
-        Raises:
-            UserError: The metrics are missing.
-        """
+        """Return the evaluator's keywords that were given as options; raise UserError if the metrics are missing."""
         given = {name: value for name, value in vars(self).items() if value not in (None, {})}
         if given and self.metrics is None:
             raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
@@ -201,11 +196,7 @@ class ExportOptions:
 
 
 def check_generate(options: GenerateOptions) -> None:
-    """Check the options of `diffusion generate`.
-
-    Raises:
-        UserError: The run, checkpoint or export does not exist, or an option is out of range or contradicts another.
-    """
+    """Check the options of `diffusion generate`; raise UserError for wrong or contradictory ones."""
     if '://' in options.source:
         options.source = str(find_checkpoint(options.source))
     source = Path(options.source)
@@ -238,11 +229,7 @@ def check_generate(options: GenerateOptions) -> None:
 
 
 def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions) -> Recipe:
-    """Return the recipe for `diffusion evaluate`: the checkpoint's recipe with the evaluator from the options.
-
-    Raises:
-        UserError: The run or checkpoint does not exist, or an option is out of range.
-    """
+    """Return the recipe for `diffusion evaluate`: the checkpoint's recipe with the evaluator from the options."""
     checkpoint, given = find_checkpoint(options.checkpoint), evaluation.given()
     place = str(options.checkpoint) if '://' in options.checkpoint else str(run_of_checkpoint(checkpoint).absolute())
     if '://' in place and BATCH_OR_LATEST.fullmatch(place.rpartition('/')[2]):
@@ -261,11 +248,7 @@ def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions)
 
 
 def check_export(options: ExportOptions) -> Path:
-    """Check the options of `diffusion export`, and return the checkpoint.
-
-    Raises:
-        UserError: The output cannot be created, the checkpoint does not exist, or settings contradict each other.
-    """
+    """Check the options of `diffusion export`, and return the checkpoint; raise UserError for wrong options."""
     place, out, ema_width = options.place, Path(options.out), options.ema_width
     check_writable(out.parent, '--out')
     if out.is_file():
@@ -314,12 +297,10 @@ def lora_file(path: Path) -> Path:
 
 
 def is_flow_scheduler(config: Mapping[str, Any]) -> bool:
-    """Return True if a noise scheduler's configuration is for flow matching."""
     return bool(config.get('use_flow_sigmas')) or str(config.get('_class_name')).startswith('FlowMatch')
 
 
 def _check_lora(path: str, pipeline: str) -> None:
-    """Raise UserError unless a path contains a LoRA that can be added to a pipeline of this class."""
     if not lora_file(Path(path)).is_file():
         raise UserError(f'--lora: {lora_file(Path(path))} does not exist; give the output of diffusion export')
     if not is_single_file(lora_file(Path(path))):
@@ -356,12 +337,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return error messages for sampling settings that an exported pipeline cannot use, by key.
-
-    Args:
-        pipeline: Name of the pipeline's class.
-        config: Configuration of the pipeline's noise scheduler.
-    """
+    """Return error messages, by key, for sampling settings that an exported pipeline with this scheduler cannot use."""
     flow, name = is_flow_scheduler(config), given.get('noise_scheduler')
     problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
     if name is None or 'noise_scheduler' in problems:

@@ -13,7 +13,6 @@ from diffusion.tasks.watch import WATCHED
 
 
 def run_generate(options: GenerateOptions) -> int:
-    """Run `diffusion generate`."""
     argument_checks.check_generate(options)
     from diffusion.tasks import generate
 
@@ -22,7 +21,6 @@ def run_generate(options: GenerateOptions) -> int:
 
 
 def run_evaluate(options: CheckpointOptions, evaluation: EvaluationOptions) -> int:
-    """Run `diffusion evaluate`."""
     if os.environ.get(WATCHED):
         die_with_parent()
     recipe = argument_checks.evaluation_recipe(options, evaluation)
@@ -34,7 +32,6 @@ def run_evaluate(options: CheckpointOptions, evaluation: EvaluationOptions) -> i
 
 
 def run_export(options: ExportOptions) -> int:
-    """Run `diffusion export`."""
     argument_checks.check_export(options)
     from diffusion.tasks import export
 
@@ -43,7 +40,6 @@ def run_export(options: ExportOptions) -> int:
 
 
 def run_compare(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions) -> int:
-    """Run `diffusion compare`."""
     compare_arguments.check_use(build, serve, analyze)
     analysis = None if analyze.analyze is None else compare_arguments.analyze_settings(analyze)
     settings = None if build.a is None else compare_arguments.compare_settings(build)

@@ -105,16 +105,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
 
 
 def serve_page(folder: Path, *, host: str, port: int) -> None:
-    """Serve a folder's page until Ctrl-C, and store the answers in the subfolder `answers`.
-
-    Args:
-        folder: Folder with the page and its key.
-        host: Address to bind.
-        port: Port; 0 chooses a free one.
-
-    Raises:
-        UserError: The address cannot be used.
-    """
+    """Serve a folder's page until Ctrl-C, and store the answers in its subfolder `answers`; port 0 is any free one."""
     key = read_key(folder / KEY)
     answers = AnswerFolder(folder / ANSWERS, key)
     with make_server((folder / PAGE).read_bytes(), answers, host=host, port=port) as server:
@@ -131,11 +122,7 @@ def serve_page(folder: Path, *, host: str, port: int) -> None:
 
 
 def analyze(settings: AnalyzeSettings) -> None:
-    """Print the result of a comparison, and draw its figure.
-
-    Raises:
-        UserError: A file is invalid, or there are too few answers.
-    """
+    """Print the result of a comparison, and draw its figure; raise UserError if there are too few answers."""
     key = read_key(settings.key)
     result = analyze_answers(key, read_answers(settings.files, key.comparison, len(key.pairs)))
     if settings.json:

@@ -110,11 +110,7 @@ class AnalyzeOptions:
 
 
 def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions) -> None:
-    """Check that all options belong to the same use of the command: building (and serving), serving, or analyzing.
-
-    Raises:
-        UserError: An option is missing, or belongs to another use.
-    """
+    """Check that all options belong to the same use of the command: building (and serving), serving, or analyzing."""
     builds = build.a is not None or (serve.serve is None and analyze.analyze is None)
     if analyze.analyze is not None and (builds or serve.serve is not None):
         other = f'A and B ({build.a})' if build.a is not None else '--serve'
@@ -145,12 +141,7 @@ def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions)
 
 
 def compare_settings(options: BuildOptions) -> CompareSettings:
-    """Return the settings of a page to be built.
-
-    Raises:
-        UserError: A model, file or prompt does not exist, A and B are the same, the output folder is in use, or an
-            option is out of range.
-    """
+    """Return the settings of a page to be built; raise UserError for wrong options, models or prompts."""
     a, b, source = options.a, options.b, options.prompts
     assert a is not None and b is not None and source is not None and options.out is not None, '`check_use` refuses it'
     out = Path(options.out)
@@ -198,13 +189,7 @@ def _check_out(out: Path) -> None:
 def _model(
     name: str, place: str, prompts: Sequence[str], chosen: Sequence[int], options: BuildOptions
 ) -> ComparedModel:
-    """Return one side of a comparison.
-
-    Args:
-        name: `A` or `B`.
-        prompts: All prompts in the file, by which the images in a folder are numbered.
-        chosen: Indices of the prompts that are used.
-    """
+    """Return side `name` (`A` or `B`) of a comparison, given all prompts of the file and the indices of those used."""
     path = Path(place)
     try:
         if '://' not in place and not path.exists():
@@ -231,20 +216,12 @@ def _model(
 
 
 def check_address(host: str, port: int) -> None:
-    """Check, before a page is built, that it can be served at an address.
-
-    Raises:
-        UserError: The address cannot be used.
-    """
+    """Check, before a page is built, that it can be served at an address; raise UserError if not."""
     PageServer(host, port, BaseHTTPRequestHandler).server_close()
 
 
 def check_serving(folder: Path) -> None:
-    """Check that a folder contains a comparison page.
-
-    Raises:
-        UserError: It does not, or the page and the key do not match.
-    """
+    """Raise UserError unless a folder contains a comparison page and its key."""
     if not (folder / PAGE).is_file():
         raise UserError(f'--serve: {folder} has no {PAGE}; build the page with diffusion compare A B --out {folder}')
     key = read_key(folder / KEY)
@@ -264,11 +241,7 @@ class AnalyzeSettings:
 
 
 def analyze_settings(options: AnalyzeOptions) -> AnalyzeSettings:
-    """Return the settings of an analysis.
-
-    Raises:
-        UserError: The answers or the key are missing, or an option is out of range.
-    """
+    """Return the settings of an analysis; raise UserError for missing files or wrong options."""
     given = [Path(name) for name in options.analyze or ()]
     files = [file for path in given for file in (sorted(path.glob('*.json')) if path.is_dir() else [path])]
     if options.key is not None:

@@ -31,13 +31,9 @@ def generate_images(
 
     Args:
         place: Checkpoint or exported pipeline.
-        prompts: One prompt per image.
-        folder: Folder with one subfolder of images per model and setting.
         source: Name of the model for the images and the key; the kind of weights is appended.
         guidance_scale: Guidance scale; None means the recipe's, or 7.5 for an export.
         num_inference_steps: Number of sampling steps; None means the recipe's, or 50 for an export.
-        seed: Seed of the first image; it increases by 1 per image.
-        batch_size: Number of images generated at once.
         exported: True if `place` is an exported pipeline.
 
     Raises:

@@ -118,7 +118,6 @@ def export(
 
 
 def _denoiser_parameters(model: nn.Module) -> int | None:
-    """Return the number of parameters of a model's denoiser; None without a denoiser."""
     denoiser = getattr(model, 'denoiser', None)
     return None if denoiser is None else sum(parameter.numel() for parameter in denoiser.parameters())
 
@@ -146,7 +145,6 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
 
 @torch.no_grad()
 def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
-    """Copy an average's values to a model's trained parameters."""
     parameters = trained_parameters(model)
     if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
         raise UserError(
@@ -181,7 +179,6 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     """Write a model to a folder; return the kind of export: a pipeline's class name, or a constant in `model_card`.
 
     Args:
-        folder: An existing folder.
         lora: True to write only the LoRA.
 
     Raises:
@@ -224,7 +221,6 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
 
 
 def _cast(part: Part, dtype: torch.dtype) -> Part:
-    """Convert a pipeline part to a dtype in place, and return the part."""
     # Do not call part.to(): diffusers overrides it with a method that warns about modules these parts do not have.
     nn.Module.to(part, dtype)
     return part

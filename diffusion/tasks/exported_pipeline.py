@@ -54,7 +54,6 @@ class ExportedPipeline:
 
     @property
     def noise_scheduler(self) -> str:
-        """Name of the export's noise scheduler class."""
         return type(self._pipeline.scheduler).__name__
 
     def generate(
@@ -93,11 +92,7 @@ class ExportedPipeline:
 
 
 def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
-    """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
-
-    Args:
-        options: Options of `diffusion generate`, already checked by `check_generate`.
-    """
+    """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1]."""
     pipeline = ExportedPipeline(folder, lora=None if options.lora is None else Path(options.lora))
     return pipeline.generate(
         options.prompts,

@@ -26,10 +26,7 @@ Answer = TypeVar('Answer')
 
 
 def check_access(repository: str, *, public: bool) -> None:
-    """Check, before exporting, that the export can be uploaded to a repository.
-
-    Args:
-        repository: Name of the repository, `org/name`, which need not exist.
+    """Check, before exporting, that the export can be uploaded to a repository, which need not exist.
 
     Raises:
         UserError: No token is set, it does not permit writing there, or the repository has another visibility.
@@ -58,12 +55,7 @@ def check_access(repository: str, *, public: bool) -> None:
 
 
 def upload(out: Path, repository: str, card: str, *, public: bool) -> str:
-    """Upload an export and its model card in one commit, and return the repository's URL.
-
-    Args:
-        out: The exported folder or file.
-        repository: Name of the repository, which is created if it does not exist.
-        public: Make a new repository public instead of private.
+    """Upload an export and its model card in one commit, and return the URL of the repository, created if needed.
 
     Raises:
         UserError: The Hub refuses the upload, or the repository contains other files.
@@ -97,8 +89,6 @@ def _api() -> HfApi:
 
 
 def _info(api: HfApi, repository: str) -> ModelInfo | None:
-    """Return the Hub's information about a repository, or None if the repository does not exist."""
-
     def attempt() -> ModelInfo | None:
         try:
             return api.model_info(repository, timeout=POLICY.timeout_seconds)

@@ -62,7 +62,6 @@ def model_card(
 
 
 def _about(written: str, file: str) -> str:
-    """Return the subject of the card's first sentence, which says what was exported."""
     return {
         LORA: 'A LoRA for pipelines of diffusers' + (' and for ComfyUI' if file != LORA_WEIGHTS else ''),
         SINGLE_FILE: 'A text-to-image model in one file, in the layout that ComfyUI reads',
@@ -71,7 +70,6 @@ def _about(written: str, file: str) -> str:
 
 
 def _front_matter(recipe: Recipe, written: str) -> dict[str, Any]:
-    """Return the metadata that the Hub reads."""
     found: dict[str, Any] = {'library_name': 'diffusers'}
     if written != AUTOENCODER:
         found['pipeline_tag'] = 'text-to-image'
@@ -120,7 +118,6 @@ def arguments(values: Mapping[str, Any]) -> str:
 
 
 def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: int | None) -> dict[str, str]:
-    """Return the training settings by name."""
     receipt = _read_object(checkpoint / RECEIPT)
     count = '' if num_parameters is None else f', {num_parameters:,} parameters in the denoiser'
     rows = {'model': f'`{recipe.model.name}`{count}', 'weights': weights}
@@ -186,7 +183,6 @@ def _streams(recipe: Recipe) -> Iterator[tuple[str, StreamConfig]]:
 
 
 def _report_of(stream: StreamConfig) -> PrepareReport | None:
-    """Return the report of `diffusion prepare` for a stream in a local folder, or None if there is none."""
     if stream.local is None:
         return None
     for folder in (Path(stream.local), Path(stream.local).parent):
@@ -198,7 +194,6 @@ def _report_of(stream: StreamConfig) -> PrepareReport | None:
 
 
 def _evaluation(run: Path) -> list[str]:
-    """Return the section with the metrics of the run's last evaluation; empty if the run was not evaluated."""
     metrics = _read_object(run / 'evaluation.json')
     numbers = {name: f'{value:.4g}' for name, value in metrics.items() if isinstance(value, int | float)}
     if not numbers:
@@ -207,7 +202,6 @@ def _evaluation(run: Path) -> list[str]:
 
 
 def _license(recipe: Recipe) -> list[str]:
-    """Return the section about licenses."""
     lines, licenses = [], _licenses()
     for source in _sources(recipe):
         known = licenses.get(source)
@@ -219,7 +213,6 @@ def _license(recipe: Recipe) -> list[str]:
 
 
 def _licenses() -> dict[str, Mapping[str, str]]:
-    """Return the front matter for the licenses of the repositories that model families list."""
     return {source: front for family in families() for source, front in family.licenses.items()}
 
 
@@ -250,7 +243,6 @@ def _is_repository(source: Any) -> bool:
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    """Return a two-column table as Markdown."""
     return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {_cell(value)} |' for name, value in rows.items())])
 
 

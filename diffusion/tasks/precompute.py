@@ -82,10 +82,7 @@ class StageOutput:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the local state of an unfinished stage; call this when the stage's output is complete.
-
-        State in an object store is kept.
-        """
+        """Remove the local state of a complete stage; state in an object store is kept."""
         if isinstance(self.begun, LocalPlace):
             remove(self.begun.path)
 
@@ -115,7 +112,6 @@ class PrecomputeStage:
         return -(-self.samples // self.per_shard)
 
     def ids(self, shard: int) -> range:
-        """Return the IDs of the samples in an output shard."""
         start = self.first + shard * self.per_shard
         return range(start, min(start + self.per_shard, self.first + self.samples))
 
@@ -183,7 +179,6 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
 
 
 def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[PrecomputeStage]:
-    """Return the stages of the task, one per stream and image shape."""
     settings = recipe.precompute
     stages, first = [], 0
     for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
@@ -211,7 +206,6 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
 
 
 def _features_record(model: LatentDiffusion, encoder: FeatureEncoder, shape: Shape) -> dict[str, Any]:
-    """Return a manifest's fields that describe the stored features of the image encoder."""
     settings = model.representation_alignment
     assert settings is not None, 'the image encoder is that of the alignment'
     return {
@@ -248,11 +242,7 @@ def _scratch(recipe: Recipe) -> Path:
 
 
 def _is_done(stage: PrecomputeStage) -> bool:
-    """Return True if a stage's output exists with the same settings, so that restarting a finished job is allowed.
-
-    Raises:
-        UserError: The output exists, but has other settings or is not a folder of latents.
-    """
+    """Return True if a stage's output exists; raise UserError if it has other settings or other content."""
     final = stage.output.final
     if not stage.output.is_there():
         return False
@@ -333,7 +323,6 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
 
 
 def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a batch of model inputs, and a list of the values to store unchanged."""
     return default_collate([item for item, _ in samples]), [row for _, row in samples]
 
 
@@ -343,11 +332,7 @@ def _encoded(
     served: tuple[Mapping[str, torch.Tensor], list[dict[str, Any]]],
     settings: PrecomputeConfig,
 ) -> Iterator[dict[str, Any]]:
-    """Encode a batch of images, and yield one row of the output per sample.
-
-    Raises:
-        UserError: A value overflows the dtype of the output.
-    """
+    """Encode a batch of images, and yield one row of the output per sample."""
     batch, rows = served
     moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
     if settings.posterior == 'mean':
@@ -408,7 +393,6 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
 
 
 def _finish(stage: PrecomputeStage) -> None:
-    """Complete a stage after all shards are written: write the manifest, then the index, and rename a local folder."""
     final, missing = stage.output.final, stage.missing
     if missing:
         raise RuntimeError(
@@ -439,7 +423,6 @@ def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[st
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:
-    """Return the columns of the output's MDS shards, with the encoding of each column."""
     size = ','.join(str(side) for side in _moments_shape(model, shape, settings))
     columns = {'captions': 'json', 'key': 'str', batch_keys.LATENT_MOMENTS: f'ndarray:{settings.dtype}:{size}'}
     if settings.latents == 'image+text':
@@ -471,10 +454,7 @@ def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the number of samples in a shard of about `shard_mb` MB, rounded to a multiple of the batch size.
-
-    A sample's captions are assumed to take 512 bytes.
-    """
+    """Return the samples of a shard of about `shard_mb` MB, in whole batches; captions count as 512 bytes."""
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
@@ -486,5 +466,4 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
 
 
 def _batches(ids: range, size: int) -> list[list[int]]:
-    """Split sample IDs into batches of `size` samples; the last batch may be smaller."""
     return [list(ids[start : start + size]) for start in range(0, len(ids), size)]

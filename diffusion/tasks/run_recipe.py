@@ -97,7 +97,6 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 
 
 def run_task(recipe: Recipe) -> None:
-    """Import and run the task that a recipe names: train, precompute, evaluate or generate."""
     configure_logging()
     if spin := describe_spin():
         log.info(spin)
@@ -123,7 +122,6 @@ def run_task(recipe: Recipe) -> None:
 
 
 def print_results(recipe: Recipe) -> None:
-    """Print on rank 0 where the run's output files are."""
     if os.environ.get('RANK', '0') == '0':
         print(describe_results(recipe))
 

@@ -44,20 +44,14 @@ Policy = Literal['every', 'latest']
 
 @dataclass
 class WatchSettings:
-    """Settings of a watcher: the checkpoints to evaluate, the command and the limits.
+    """Settings of a watcher: the checkpoints to evaluate, the command and the limits; see `WatchOptions`.
 
     Args:
-        run: Path or URL of the run.
         command: Function from the path or URL of a checkpoint to the command that evaluates it.
-        policy: `every` evaluates all checkpoints, oldest first; `latest` always evaluates only the newest.
-        only: Names of the checkpoints to evaluate, such as `ba1600`; empty means all.
         metrics: Metrics without which a checkpoint does not count as evaluated; empty accepts any results.
-        jobs: Maximum number of evaluations at once.
         keep_best: Metric and number N: the N checkpoints with the best values are pinned, so that the run keeps them.
         lease_seconds: Time without renewal of its claim after which an evaluation is repeated.
         elsewhere: True if the command submits a job, which continues after the command ends.
-        poll_seconds: Time between two searches for new checkpoints.
-        once: True to end when all checkpoints are evaluated, instead of waiting for new ones.
     """
 
     run: str
@@ -138,11 +132,7 @@ class Watcher:
         return names[-1:] if self.settings.policy == 'latest' else names
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """Return a checkpoint's results if they include all required metrics, else None.
-
-        Raises:
-            OSError: The storage cannot be read.
-        """
+        """Return a checkpoint's results if they include all required metrics, else None."""
         try:
             found = json.loads(self._files.read(f'{EVALUATIONS}/{name}.json') or b'null')
         except ValueError:
@@ -151,7 +141,6 @@ class Watcher:
         return found if complete else None
 
     def _exists(self, name: str) -> bool:
-        """Return True if a checkpoint that was just claimed still exists, False if the run has removed it."""
         if is_url(self._place):
             return self._files.read(f'{name}/{RECEIPT}') is not None
         return still_exists(Path(self._place, name))
@@ -214,7 +203,6 @@ class Watcher:
         log.info('%s: evaluation started, process %d, log %s', name, process.pid, path)
 
     def _renew(self, claim: Claim, done: threading.Event) -> None:
-        """Rewrite a claim several times per lease until `done`."""
         while not done.wait(self.settings.lease_seconds / RENEWALS_PER_LEASE):
             try:
                 claim.renew()
@@ -222,11 +210,7 @@ class Watcher:
                 log.warning('%s: the claim cannot be renewed (%s)', claim.place, error)
 
     def _collect(self) -> None:
-        """Report evaluations that have ended.
-
-        Raises:
-            UserError: An evaluation ended because of wrong settings.
-        """
+        """Report evaluations that have ended; raise UserError if one ended because of wrong settings."""
         for each in [each for each in self._running if each.process.poll() is not None]:
             self._running.remove(each)
             each.renewal.close()
@@ -256,7 +240,6 @@ class Watcher:
         return True
 
     def _failed(self, each: _Evaluation, status: int) -> None:
-        """Release the claim of an evaluation without results, and log the reason."""
         each.claim.release()
         if not self._exists(each.checkpoint):
             log.warning('%s: was removed by its run before its evaluation had read it; skipped', each.checkpoint)
@@ -288,7 +271,6 @@ class Watcher:
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 
     def _wait(self) -> None:
-        """Wait until it is time for the next search for checkpoints, or an evaluation has ended."""
         deadline = time.monotonic() + self.settings.poll_seconds
         while time.monotonic() < deadline:
             if any(each.process.poll() is not None for each in self._running):
@@ -319,12 +301,7 @@ class Watcher:
 
 
 def evaluation_command(options: Sequence[str], processes: int) -> Callable[[str], list[str]]:
-    """Return the command of an evaluation on this machine, for `WatchSettings.command`.
-
-    Args:
-        options: Options of `diffusion evaluate`.
-        processes: Number of processes, one per GPU.
-    """
+    """Return the command of an evaluation on this machine, for `WatchSettings.command`."""
     program = ['-m', 'diffusion', 'evaluate']
     if processes > 1:
         program = ['-m', 'composer.cli.launcher', '-n', str(processes), *program]
@@ -337,9 +314,7 @@ def launch_command(
     """Return the command that submits an evaluation as a job, for `WatchSettings.command`.
 
     Args:
-        spec: Path of the job YAML, whose recipe names the evaluators.
         name: Prefix of the jobs' names, to which the name of the checkpoint is appended.
-        overrides: Additional overrides of the job.
         nodes: Function that returns the number of nodes for the next job; None means the number in the YAML.
     """
     runs_dir, _, run_name = run.rstrip('/').rpartition('/')

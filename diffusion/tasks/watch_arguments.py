@@ -57,8 +57,6 @@ class WatchOptions:
 
 
 def run_watch(options: WatchOptions, evaluation: EvaluationOptions) -> int:
-    """Run `diffusion watch`, and return the exit status."""
-
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
@@ -70,11 +68,7 @@ def run_watch(options: WatchOptions, evaluation: EvaluationOptions) -> int:
 
 
 def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> WatchSettings:
-    """Return the settings of a watcher.
-
-    Raises:
-        UserError: The run does not exist, or an option is out of range or contradicts another.
-    """
+    """Return the settings of a watcher; raise UserError for wrong or contradictory options."""
     run = options.run if is_url(options.run) else str(Path(options.run).absolute())
     if not is_url(run) and not Path(run).is_dir():
         raise UserError(f'{options.run}: is not a folder; give the folder or URL of a run')
@@ -128,7 +122,6 @@ def nodes_of_job(spec: JobSpec, most: int) -> int:
 
 
 def _best(text: str | None) -> tuple[str, int] | None:
-    """Return the metric and number of `--keep-best`."""
     if text is None:
         return None
     metric, _, count = text.partition(':')

@@ -266,6 +266,12 @@ class GenerateConfig:
     """The weights to generate with: ema (averaged) or training. Null means averaged weights if the checkpoint has
     them."""
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The keywords of `LatentDiffusion.generate` that this section sets for all images."""
+        keys = ('negative_prompt', 'guidance_scale', 'guidance_rescale', 'num_inference_steps', 'noise_scheduler')
+        return {key: getattr(self, key) for key in keys}
+
 
 NotifyEvent = Literal['started', 'ended', 'hang', 'loss_guard', 'checkpoint_failed', 'goodput']
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)

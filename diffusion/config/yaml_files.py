@@ -230,6 +230,10 @@ def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
     return f':{mark.line + 1}:{mark.column + 1}' if mark else '', f'{error.problem or error.context}{hint}'
 
 
+def _invalid(node: yaml.Node, problem: str) -> ConstructorError:
+    return ConstructorError(None, None, problem, node.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader for YAML 1.2 that rejects duplicate keys.
 
@@ -240,29 +244,24 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag == 'tag:yaml.org,2002:merge':
-            problem = 'merge keys (<<) are not supported; write the keys, or use extends'
-            raise ConstructorError(None, None, problem, node.start_mark)
+            raise _invalid(node, 'merge keys (<<) are not supported; write the keys, or use extends')
         if node.tag not in _TAGS:
-            problem = f'tag {node.tag!r} is not supported; remove it'
-            raise ConstructorError(None, None, problem, node.start_mark)
+            raise _invalid(node, f'tag {node.tag!r} is not supported; remove it')
         try:
             return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
         except (ValueError, IndexError, KeyError, TypeError) as error:  # such as `!!int x` or a number with 5000 digits
             kind = node.tag.rpartition(':')[2]
             problem = f'{_shortened(node.value)!r} is not a valid {kind}; correct it, or put it in quotes'
-            raise ConstructorError(None, None, problem, node.start_mark) from error
+            raise _invalid(node, problem) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, yaml.Mark] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float):  # bool is a subclass of int
-                problem = 'a key must be text or a number; put it in quotes'
-                raise ConstructorError(None, None, problem, key_node.start_mark)
+                raise _invalid(key_node, 'a key must be text or a number; put it in quotes')
             if key in seen:
-                raise ConstructorError(
-                    None, None, f'duplicate key {key!r}, first in line {seen[key].line + 1}', key_node.start_mark
-                )
+                raise _invalid(key_node, f'duplicate key {key!r}, first in line {seen[key].line + 1}')
             seen[key] = key_node.start_mark
         return super().construct_mapping(node, deep)  # type: ignore[no-untyped-call]
 
@@ -270,8 +269,7 @@ class _Loader(yaml.SafeLoader):
 def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
     text = str(loader.construct_scalar(node))
     if bad := re.search('[\0\ud800-\udfff]', text):
-        problem = f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it'
-        raise ConstructorError(None, None, problem, node.start_mark)
+        raise _invalid(node, f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it')
     return text
 
 
@@ -281,7 +279,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     value = yaml.SafeLoader.construct_yaml_int(loader, node)  # type: ignore[no-untyped-call]
     if abs(value) >= 2**63:
         problem = f'{_shortened(node.value)} does not fit into 64 bits; use a smaller number, or put it in quotes'
-        raise ConstructorError(None, None, problem, node.start_mark)
+        raise _invalid(node, problem)
     return value
 
 
@@ -289,7 +287,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     value = yaml.SafeLoader.construct_yaml_float(loader, node)  # type: ignore[no-untyped-call]
     if math.isinf(value) and 'inf' not in node.value.lower():
         problem = f'{_shortened(node.value)} is too large for a number; use a smaller one, or put it in quotes'
-        raise ConstructorError(None, None, problem, node.start_mark)
+        raise _invalid(node, problem)
     return value
 
 

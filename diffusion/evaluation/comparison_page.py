@@ -87,11 +87,6 @@ def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[
     return pairs
 
 
-def new_comparison() -> str:
-    """Return a random identifier for a new comparison."""
-    return secrets.token_hex(8)
-
-
 def read_key(path: Path) -> ComparisonKey:
     """Read a key from its file.
 

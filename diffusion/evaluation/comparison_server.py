@@ -84,10 +84,7 @@ class AnswerFolder:
 
 def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> PageServer:
     """Return a server for one page and its answers, bound to its address."""
-    return PageServer(host, port, _handler(page, answers))
 
-
-def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = 'comparison', ''
         timeout = TIMEOUT_SECONDS
@@ -119,9 +116,8 @@ def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]
         def _check_token(self) -> None:
             given = parse_qs(urlsplit(self.path).query).get('token', [''])[0]
             if not hmac.compare_digest(given.encode('utf-8', 'replace'), answers.key.token.encode()):
-                raise Refused(
-                    HTTPStatus.FORBIDDEN, 'this link is incomplete or belongs to another page; ask for a new one'
-                )
+                text = 'this link is incomplete or belongs to another page; ask for a new one'
+                raise Refused(HTTPStatus.FORBIDDEN, text)
 
         def _reply(self, respond: Callable[[], tuple[str, bytes]]) -> None:
             status = HTTPStatus.OK
@@ -142,4 +138,4 @@ def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: the base class would print URLs, which contain the token."""
 
-    return Handler
+    return PageServer(host, port, Handler)

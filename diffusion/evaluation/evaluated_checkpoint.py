@@ -82,6 +82,10 @@ class EvaluatedCheckpoint:
     raise_together: RaiseTogether = lambda where: nullcontext()
 
     @property
+    def label(self) -> str:
+        return f'{self.name}, {self.weights} weights'
+
+    @property
     def folder(self) -> Path:
         return self.run_dir / EVALUATIONS / self.name
 

@@ -50,19 +50,9 @@ class Sampling:
 class ImageGenerator(Protocol):
     """Model that generates images from prompts, such as a `LatentDiffusion` or an exported pipeline."""
 
-    def generate(
-        self,
-        prompts: Sequence[str],
-        *,
-        negative_prompt: str,
-        seeds: Sequence[int],
-        size: tuple[int, int] | None,
-        num_inference_steps: int,
-        guidance_scale: float,
-        guidance_rescale: float,
-        noise_scheduler: str,
-    ) -> Tensor:
-        """Generate one image per prompt; see `LatentDiffusion.generate`."""
+    @property
+    def generate(self) -> Callable[..., Tensor]:
+        """Function that generates one image per prompt; see `LatentDiffusion.generate`."""
         ...
 
 
@@ -170,17 +160,10 @@ class GeneratedImages:
             )
 
     def _generated(self, model: ImageGenerator, indices: range) -> Tensor:
-        sampling = self.sampling
-        return model.generate(
-            [self.prompts[index] for index in indices],
-            negative_prompt=sampling.negative_prompt,
-            seeds=[sampling.seed + index for index in indices],
-            size=sampling.size,
-            num_inference_steps=sampling.num_inference_steps,
-            guidance_scale=sampling.guidance_scale,
-            guidance_rescale=sampling.guidance_rescale,
-            noise_scheduler=sampling.noise_scheduler,
-        )
+        settings = asdict(self.sampling)
+        first, _ = settings.pop('seed'), settings.pop('batch_size')
+        prompts = [self.prompts[index] for index in indices]
+        return model.generate(prompts, seeds=[first + index for index in indices], **settings)
 
     def _write(self, number: int, indices: range, pixels: Tensor) -> list[Tensor]:
         """Write a batch's images, and return them as they will be read back."""

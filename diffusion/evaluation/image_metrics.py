@@ -134,18 +134,16 @@ class ImageMetrics:
             with checkpoint.raise_together('image_metrics: reference images'):
                 images = self._reference_images(checkpoint)
                 self._check_area(checkpoint, images)
-            folder = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
-            references = ReferenceFeatures(folder, images).of(extractors, checkpoint)
+            cache = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
+            references = ReferenceFeatures(cache, images).of(extractors, checkpoint)
         sweep = []
         for scale in self.guidance_scales:
-            generated = self._images(checkpoint, texts, scale)
+            sampling = Sampling(guidance_scale=scale, **self.sampling)
+            generated = GeneratedImages.below(checkpoint.folder, texts, sampling, checkpoint.label)
             features, scores = self._measure(checkpoint, generated, extractors, scorers)
             values = self._values(features, scores, references, checkpoint.raise_together)
-            details = {
-                'guidance_scale': scale,
-                'metrics': values,
-                'folder': self._relative(checkpoint, generated.folder),
-            }
+            folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
+            details = {'guidance_scale': scale, 'metrics': values, 'folder': folder}
             if len(groups := categories(prompts)) > 1:
                 details['categories'] = {
                     name: {group or 'none': float(rows[indices].double().mean()) for group, indices in groups.items()}
@@ -178,12 +176,9 @@ class ImageMetrics:
             return
         for name in self.metrics:
             if count < (needed := IMAGE_METRICS[name].reliable_from):
+                advice = 'compare it only with values for the same number of images, and generate %d or more to publish'
                 log.warning(
-                    '%s of %d images is biased upward by the small number: compare it only with values for the same '
-                    'number of images, and generate %d or more to publish values',
-                    name,
-                    count,
-                    needed,
+                    f'%s of %d images is biased upward by the small number: {advice} values', name, count, needed
                 )
 
     def _reference_images(self, checkpoint: EvaluatedCheckpoint) -> ReferenceImages:
@@ -202,11 +197,6 @@ class ImageMetrics:
                 f'the reference images have {height} x {width} pixels and the generated ones {size[0]} x {size[1]}; '
                 'metrics would measure the difference in sharpness: use reference images of that size, or set size'
             )
-
-    def _images(self, checkpoint: EvaluatedCheckpoint, prompts: Sequence[str], scale: float) -> GeneratedImages:
-        sampling = Sampling(guidance_scale=scale, **self.sampling)
-        name = f'{checkpoint.name}, {checkpoint.weights} weights'
-        return GeneratedImages.below(checkpoint.folder, prompts, sampling, name)
 
     def _measure(
         self,
@@ -254,9 +244,6 @@ class ImageMetrics:
             return values
 
         return from_rank_zero(compute, raise_together)
-
-    def _relative(self, checkpoint: EvaluatedCheckpoint, folder: Path) -> str:
-        return folder.relative_to(checkpoint.run_dir).as_posix()
 
 
 def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt: int, folder: Path) -> None:

@@ -77,9 +77,8 @@ def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
     from diffusion.data.caption_choice import captions_of
 
     if count > int(dataset.size):
-        raise UserError(
-            f'{count} prompts are more than the {dataset.size} images of the dataset; use at most that many'
-        )
+        images = f'{dataset.size} images of the dataset'
+        raise UserError(f'{count} prompts are more than the {images}; use at most that many')
     chosen = (index * int(dataset.size) // count for index in range(count))
     return [Prompt(captions_of(dataset.get_item(index), dataset.where(index))[0]) for index in chosen]
 

@@ -73,12 +73,8 @@ class DatasetImages:
             bucket.name: {'index_sha256': index_hash(bucket.stream), 'shape': str(bucket.shape)}
             for bucket in self._dataset.buckets
         }
-        return {
-            'count': self._count,
-            'of': self._size,
-            'streams': streams,
-            'crop': getattr(self._dataset, 'crop', None),
-        }
+        crop = getattr(self._dataset, 'crop', None)
+        return {'count': self._count, 'of': self._size, 'streams': streams, 'crop': crop}
 
 
 class FolderImages:

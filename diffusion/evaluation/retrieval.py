@@ -100,8 +100,7 @@ class Retrieval:
             size=size,
             batch_size=self.batch_size,
         )
-        name = f'{checkpoint.name}, {checkpoint.weights} weights'
-        generated = GeneratedImages.below(checkpoint.folder, captions, sampling, name, name='retrieval')
+        generated = GeneratedImages.below(checkpoint.folder, captions, sampling, checkpoint.label, name='retrieval')
         rows, indices = [], []
         with checkpoint.raise_together('retrieval'):
             for own, images in checkpoint.batches_of(generated):

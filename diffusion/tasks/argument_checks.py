@@ -38,8 +38,6 @@ BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
 """Pattern of the last part of a checkpoint's URL."""
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
 """Options of `diffusion generate`, by the key of the recipe's `generate` section that each one overrides."""
-
-
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
@@ -65,7 +63,7 @@ def check_pipeline(folder: Path) -> str:
         UserError: It is an unsupported pipeline, or names other classes; importing these would run foreign code.
     """
     place = folder / MODEL_INDEX
-    content = _read_json(place)
+    content = read_json_object(place)
     name = content.get('_class_name')
     if name is None:
         raise UserError(f'{place}: does not name a pipeline; export the run again')
@@ -203,19 +201,15 @@ def check_generate(options: GenerateOptions) -> None:
     check_writable(options.out, '--out')
     if (problem := seeds_problem(options.seed, len(options.prompts))) is not None:
         raise UserError(f'--seed: {problem}')
-    given = {
-        'num_inference_steps': options.steps,
-        'guidance_scale': options.guidance,
-        'noise_scheduler': options.scheduler,
-    }
-    given = {key: value for key, value in given.items() if value is not None}
+    own = {key: getattr(options, option.removeprefix('--')) for key, option in OPTIONS.items()}
+    given = {key: value for key, value in own.items() if value is not None}
     if is_export(source):
         if options.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         name = check_pipeline(source)
         if options.lora is not None:
             _check_lora(options.lora, name)
-        problems = _problems_of_export(given, name, _read_json(source / 'scheduler' / 'scheduler_config.json'))
+        problems = _problems_of_export(given, name, read_json_object(source / 'scheduler' / 'scheduler_config.json'))
     else:
         _check_run(source, options)
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
@@ -288,7 +282,7 @@ def check_export(options: ExportOptions) -> Path:
 def missing_parts(folder: Path) -> list[str]:
     """Return the names of parts that are missing in an exported pipeline, such as Stable Diffusion 3's T5."""
     # diffusers writes an omitted optional component as [null, null] in this file.
-    return [name for name, value in _read_json(folder / MODEL_INDEX).items() if value == [None, None]]
+    return [name for name, value in read_json_object(folder / MODEL_INDEX).items() if value == [None, None]]
 
 
 def lora_file(path: Path) -> Path:
@@ -327,11 +321,11 @@ def _check_run(source: Path, options: GenerateOptions) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of an exported pipeline; empty if it cannot be read."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of an export or a run; empty if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except (FileNotFoundError, ValueError):  # diffusers reports damaged exports
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # diffusers reports damaged exports
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -345,13 +339,12 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
     # Schedulers for flow matching accept only velocities, and lack the method with which U-Net pipelines scale inputs.
     family = exported_pipelines()[pipeline]
-    u_net = family.u_net
-    refuses_flow_match = u_net or config.get('prediction_type') == 'sample'
+    refuses_flow_match = family.u_net or config.get('prediction_type') == 'sample'
     is_other = scheduler_class_name(name, flow=flow) != config.get('_class_name')
     if is_other and not family.pipelines[pipeline].takes_other_schedulers:
         problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use euler, or generate from the run'
     elif is_flow_match and refuses_flow_match:
         problems['noise_scheduler'] = f'{name!r} does not fit into an exported pipeline; use dpm++ or unipc'
-    elif not flow and not u_net and name not in UNSCALED:
+    elif not flow and not family.u_net and name not in UNSCALED:
         problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use {", ".join(UNSCALED)}'
     return problems

@@ -16,15 +16,7 @@ from PIL import Image
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.comparison_answers import read_answers
-from diffusion.evaluation.comparison_page import (
-    KEY,
-    PAGE,
-    ComparisonKey,
-    make_pairs,
-    new_comparison,
-    page_chunks,
-    read_key,
-)
+from diffusion.evaluation.comparison_page import KEY, PAGE, ComparisonKey, make_pairs, page_chunks, read_key
 from diffusion.evaluation.comparison_result import (
     analyze_answers,
     counted_people,
@@ -34,15 +26,12 @@ from diffusion.evaluation.comparison_result import (
 )
 from diffusion.evaluation.comparison_server import AnswerFolder, make_server
 from diffusion.storage.atomic import atomic_file, write_atomically
-from diffusion.tasks.argument_checks import is_export
 from diffusion.tasks.compare_arguments import AnalyzeSettings, ComparedModel, CompareSettings
 
 log = logging.getLogger(__name__)
 
 IMAGES, ANSWERS = 'images', 'answers'
 """Subfolders of the page's folder."""
-BATCH_SIZE = 8
-"""Number of images generated at once, which is also the most that an interruption loses."""
 
 
 def build_page(settings: CompareSettings) -> None:
@@ -57,7 +46,7 @@ def build_page(settings: CompareSettings) -> None:
     for model in (settings.a, settings.b):
         files[model.name], about[model.name] = _images_of(model, settings)
     pairs = make_pairs(settings.prompts, settings.checks, secrets.SystemRandom())
-    key = ComparisonKey(new_comparison(), about['A'], about['B'], settings.source, pairs)
+    key = ComparisonKey(secrets.token_hex(8), about['A'], about['B'], settings.source, pairs)
     equal: dict[int, bool] = {}
 
     def images(prompt: int) -> tuple[Image.Image, Image.Image]:
@@ -89,17 +78,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
     from diffusion.tasks.compared_models import generate_images
 
     folder = settings.out / IMAGES / model.name.lower()
-    generated = generate_images(
-        model.place,
-        settings.prompts,
-        folder,
-        source=model.source,
-        guidance_scale=settings.guidance_scale,
-        num_inference_steps=settings.num_inference_steps,
-        seed=settings.seed,
-        batch_size=BATCH_SIZE,
-        exported=is_export(model.place),
-    )
+    generated = generate_images(model, settings, folder)
     files = [generated.path(index) for index in range(len(settings.prompts))]
     return files, {'source': generated.checkpoint, 'sampling': asdict(generated.sampling)}
 

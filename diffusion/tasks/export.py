@@ -97,6 +97,8 @@ def export(
         if merge:
             assert isinstance(model, LatentDiffusion)
             merge_lora(model.denoiser)
+        denoiser = getattr(model, 'denoiser', None)
+        parameters = None if denoiser is None else sum(parameter.numel() for parameter in denoiser.parameters())
         single = is_single_file(out)
         write = write_file if single else write_folder
         with (atomic_file if single else atomic_folder)(out) as unfinished:
@@ -108,18 +110,13 @@ def export(
                 source=push or out.name,
                 written=written,
                 file=out.name if single else LORA_WEIGHTS,
-                num_parameters=_denoiser_parameters(model),
+                num_parameters=parameters,
             )
             if not single:
                 (unfinished / CARD).write_text(card, encoding='utf-8')
     if push is not None:
         upload(out, push, card, public=public)
     return which
-
-
-def _denoiser_parameters(model: nn.Module) -> int | None:
-    denoiser = getattr(model, 'denoiser', None)
-    return None if denoiser is None else sum(parameter.numel() for parameter in denoiser.parameters())
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
@@ -147,9 +144,8 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
 def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
     parameters = trained_parameters(model)
     if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
-        raise UserError(
-            '--ema-width: the snapshots have an architecture other than the recipe; are they from this run?'
-        )
+        what = 'the snapshots have an architecture other than the recipe; are they from this run?'
+        raise UserError(f'--ema-width: {what}')
     for name, weight in parameters.items():
         weight.copy_(average.tensors[name])
 

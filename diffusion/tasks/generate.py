@@ -35,15 +35,8 @@ def generate(recipe: Recipe) -> list[Path]:
         raise UserError(f'model.name: {recipe.model.name} does not generate images from prompts; use sd2, for example')
     model = get_device(recipe.trainer.get('device')).module_to_device(model)
     prompts = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
-    images = model.generate(
-        prompts,
-        negative_prompt=settings.negative_prompt,
-        seeds=[settings.seed + index for index in range(len(prompts))],
-        num_inference_steps=settings.num_inference_steps,
-        guidance_scale=settings.guidance_scale,
-        guidance_rescale=settings.guidance_rescale,
-        noise_scheduler=settings.noise_scheduler,
-    )
+    seeds = [settings.seed + index for index in range(len(prompts))]
+    images = model.generate(prompts, seeds=seeds, **settings.sampling)
     files = save_images(images, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
     print(f'{len(files)} images with {which} weights in {files[0].parent}')
     if recipe.run_url is not None and not settings.out:

@@ -1,6 +1,5 @@
 """Model card of an export: README.md with Hugging Face Hub front matter, generated from the recipe and the run."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from diffusion.config.recipe import Component, StreamConfig
 from diffusion.config.weight_sources import REPOSITORY, hub_repository
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.runs.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
-from diffusion.tasks.argument_checks import LORA_WEIGHTS
+from diffusion.tasks.argument_checks import LORA_WEIGHTS, read_json_object
 
 CARD = 'README.md'
 AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
@@ -118,11 +117,10 @@ def arguments(values: Mapping[str, Any]) -> str:
 
 
 def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: int | None) -> dict[str, str]:
-    receipt = _read_object(checkpoint / RECEIPT)
+    receipt = read_json_object(checkpoint / RECEIPT)
     count = '' if num_parameters is None else f', {num_parameters:,} parameters in the denoiser'
     rows = {'model': f'`{recipe.model.name}`{count}', 'weights': weights}
-    named = re.match(r'ba(\d+)', checkpoint.resolve().name)
-    if named:
+    if named := re.match(r'ba(\d+)', checkpoint.resolve().name):
         batches = int(named[1])
         samples = batches * recipe.global_batch
         rows['batches'] = f'{batches:,} of {recipe.global_batch:,} images, {samples:,} images in total'
@@ -194,7 +192,7 @@ def _report_of(stream: StreamConfig) -> PrepareReport | None:
 
 
 def _evaluation(run: Path) -> list[str]:
-    metrics = _read_object(run / 'evaluation.json')
+    metrics = read_json_object(run / 'evaluation.json')
     numbers = {name: f'{value:.4g}' for name, value in metrics.items() if isinstance(value, int | float)}
     if not numbers:
         return []
@@ -248,12 +246,3 @@ def _table(rows: Mapping[str, str]) -> str:
 
 def _cell(text: str) -> str:
     return ' '.join(text.split()).replace('|', '\\|')
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if it cannot be read."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -68,7 +68,6 @@ class StageOutput:
     begun: Place
     """Folder with the state of an unfinished job: the job's plan, and the index entries of finished shards."""
     shards: ShardWriter
-    """Writer of the shards and of their index entries."""
 
     def is_there(self) -> bool:
         """Return True if the finished output folder, or anything else with its name, exists."""
@@ -92,19 +91,15 @@ class PrecomputeStage:
     """Stage of `task: precompute`: encode the images of one stream and shape into shards of latents."""
 
     bucket: Bucket
-    """Stream of images, and shape of the images."""
     first: int
     """ID of the stream's first sample in the combined dataset of all streams."""
     samples: int
-    """Number of samples."""
     manifest: LatentManifest
     """Description of the latents, without the source's hash."""
     source: str
     """Hash of the image stream's index."""
     per_shard: int
-    """Number of samples per shard."""
     output: StageOutput
-    """Output folder."""
 
     @property
     def num_shards(self) -> int:
@@ -317,9 +312,8 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
     def __getitem__(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         sample, item = self.dataset.read(index)
         captions = captions_of(sample, self.dataset.where(index))
-        row: dict[str, Any] = {'captions': captions, 'key': str(sample.get('key', index))}
-        row[CAPTION_COLUMNS] = sample.get(CAPTION_COLUMNS, [])
-        return item, row
+        columns = sample.get(CAPTION_COLUMNS, [])
+        return item, {'captions': captions, 'key': str(sample.get('key', index)), CAPTION_COLUMNS: columns}
 
 
 def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -414,12 +408,7 @@ def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
     for name, stream in recipe.precompute.streams.items():
         if stream.aspects:
             buckets = {shapes[each]: {'samples': counts[each]} for each in by_shape({name: stream})}
-            _write_buckets(recipe, name, buckets)
-
-
-def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
-    """Write buckets.json, the list of image shapes, into the output folder of a stream."""
-    _folder(recipe, name).write(BUCKETS, buckets_text(recipe.precompute.streams[name].resolution, buckets))
+            _folder(recipe, name).write(BUCKETS, buckets_text(stream.resolution, buckets))
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:

@@ -61,7 +61,6 @@ class Attempt:
 
     Attributes:
         number: Index of the attempt within the run, from 0.
-        begin: Time when the attempt began.
         end: Time when the attempt ended, or the time of its last record if the end was not recorded.
         first: Number of batches that the run had completed when the attempt's first batch began; None if no batch
             began.
@@ -74,7 +73,6 @@ class Attempt:
         detail: Further description of the cause, such as the ranks that failed.
         machine: Machine on which the attempt failed; empty if unknown or if it did not fail.
         launched: False for attempts by `run.py` without the node entry point, which do not count against max_restarts.
-        devices: Number of devices, one per process; None if not recorded.
         gpu: GPU model, as in planning/gpus.yaml or as reported by the driver; `cpu` without GPUs, empty if not
             recorded.
     """
@@ -118,7 +116,6 @@ class Clock:
                 self._offset = max(now, last['at']) - monotonic
 
     def now(self) -> float:
-        """Return the current time."""
         return self.at(time.monotonic())
 
     def at(self, monotonic: float) -> float:
@@ -167,11 +164,7 @@ def append_attempt(run: Path | str, event: str, attempt: Attempt, clock: Clock |
 
 
 def has_begun(run: Path | str) -> bool:
-    """Return True if a run's files show that an attempt has begun: run.json, attempts.jsonl or a checkpoint.
-
-    Raises:
-        OSError: The storage fails.
-    """
+    """Return True if a run's files show that an attempt has begun: run.json, attempts.jsonl or a checkpoint."""
     listing = files_of_run(run, PATIENT).list()
     names = {*listing.files, *listing.folders}
     return bool(names & {RUN_FILE, ATTEMPTS}) or any(name[:2] == 'ba' and name[2:].isdigit() for name in names)
@@ -211,10 +204,7 @@ def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
     """Return the stored records, or the local records if these continue the stored ones.
 
     The local copy is ahead if this node was lost before the upload. It is behind or different if the run continued on
-    another node, or if the object was deleted or edited.
-
-    Args:
-        stored: Content of the object, or None if it does not exist.
+    another node, or if the object was deleted (`stored` is None) or edited.
     """
     if stored is None:
         return []
@@ -261,11 +251,7 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
 
 
 def record_fault(run: Path | str, machine: str, detail: str) -> None:
-    """Record a machine's hardware fault in the run's folder; any node of a job may call this.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Record a machine's hardware fault in the run's folder; any node of a job may call this."""
     # Write one file per fault: nodes that append to the same file on a network file system overwrite each other's
     # lines. With schedulers without a shared exit file (jobset, sagemaker, skypilot), nothing else records the machine.
     at = time.time()
@@ -306,16 +292,11 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
 
 
 def _is_plausible(number: Any) -> bool:
-    """Return True if a number is plausible as a time, a number of batches or an exit status."""
     return isinstance(number, int | float) and -1e11 < number < 1e11
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Return why a run should not be restarted, or None.
-
-    Possible reasons: max_restarts is exceeded, the last attempts failed at the same batch, or a machine had repeated
-    hardware faults.
-    """
+    """Return why a run should not be restarted, or None."""
     earlier = [attempt for attempt in earlier if attempt.launched]
     used = restarts_used(earlier)
     if used > max_restarts:
@@ -350,7 +331,6 @@ class TimeBreakdown:
     """Time from the first start of a training run to its end, in seconds by category.
 
     Attributes:
-        wall: Total elapsed time.
         productive: Time in batches that no later attempt repeated.
         starting: Time from the start of each attempt to its first batch.
         redone: Time in batches that a later attempt repeated.
@@ -413,11 +393,7 @@ def _fraction_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
 
 
 def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> list[str]:
-    """Return the lines of a report of a run's attempts, its goodput and the time lost to each cause.
-
-    Args:
-        running: True if the last attempt has not ended.
-    """
+    """Return the lines of a report of a run's attempts, its goodput and the time lost to each cause."""
     found, lost = time_breakdown(attempts)
     lines = [f'{len(attempts)} attempt{"s" * (len(attempts) > 1)}']
     for attempt in attempts:

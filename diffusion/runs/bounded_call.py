@@ -34,11 +34,7 @@ def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
 
 
 def storage_problem(function: Callable[[], object], seconds: float | None = None) -> str:
-    """Call a function that uses shared storage; return why it failed, or an empty string.
-
-    Args:
-        seconds: Time limit; None uses STORAGE_SECONDS.
-    """
+    """Call a function that uses shared storage; return why it failed, or an empty string."""
 
     def run() -> str:
         try:

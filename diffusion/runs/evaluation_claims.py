@@ -31,7 +31,6 @@ class Claim:
 
     Args:
         name: Name of the claim's file.
-        owner: Process that holds the claim.
         lease_seconds: Time after the last rewrite until the claim expires.
         job: True if the evaluation is a job elsewhere, which may continue when the owner has ended.
     """
@@ -44,11 +43,9 @@ class Claim:
 
     @property
     def place(self) -> str:
-        """Path or URL of the claim's file."""
         return self.files.locate(self.name)
 
     def renew(self) -> None:
-        """Rewrite the claim, which restarts its lease."""
         self.files.write(self.name, self.text(time.time()), in_place=True)
 
     def release(self) -> None:
@@ -80,11 +77,7 @@ class EvaluationClaims:
         return found
 
     def take(self, checkpoint: str, tries: int) -> Claim | None:
-        """Claim a checkpoint and return the claim; return None if another watcher holds a claim or was faster.
-
-        Args:
-            tries: Number of the checkpoint's last claim; 0 if there is none.
-        """
+        """Claim a checkpoint and return the claim; return None if another watcher holds a claim or was faster."""
         if tries and not self.has_ended(checkpoint, tries):
             return None
         owner = Owner.current(os.environ)

@@ -150,7 +150,6 @@ class Watchdog:
 
     Args:
         begin: Start time of the processes, from time.monotonic().
-        hang_seconds: Minimum time without a heartbeat after which a run counts as hanging.
     """
 
     def __init__(self, begin: float, hang_seconds: float = HANG_SECONDS) -> None:

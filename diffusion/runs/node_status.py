@@ -37,8 +37,6 @@ class NodeStatus:
 
     Attributes:
         node: Index of the node, from 0.
-        nodes: Number of nodes.
-        host: Name of the machine.
         pid: Process that wrote the file, the first rank of the node.
         boot: Boot id of the machine; processes with the same boot id share the monotonic clock.
         owner: Token in the run's lock when the process started training; empty if it could not be read.
@@ -66,10 +64,7 @@ class NodeStatus:
     written: float = 0.0
 
     def silent_seconds(self, modified: float | None) -> float:
-        """Return the time since the node's last batch.
-
-        `modified` is the file's modification time, or None if the storage does not report it.
-        """
+        """Return the time since the node's last batch; `modified` is None if the storage does not report the time."""
         same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
         written = self.written if modified is None else modified
         age = time.monotonic() - self.written_at if same_clock else time.time() - written
@@ -89,10 +84,9 @@ def position_of_node(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
 
 
 class StatusWriter:
-    """Thread that writes this node's status to the run's folder.
+    """Thread that writes this node's status to the run's folder; the training thread updates the status.
 
     Args:
-        status: The status; the training thread updates its fields.
         on_write: Function that is called in the thread after each write.
     """
 

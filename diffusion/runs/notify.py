@@ -49,7 +49,6 @@ class Notifier:
     """Sender of messages about one attempt of a run. Each event is sent at most once.
 
     Args:
-        config: The `notify` section of the recipe.
         run: The run's folder or URL; its last part is the name of the run in every message.
         environ: Environment variables, including those that `config` names.
         events: Events that this process sends.
@@ -133,7 +132,6 @@ class Notifier:
 
 
 def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[str, Any]) -> None:
-    """Deliver a message with retries; log a warning if it fails."""
     reason = ''
     for pause in (0.0, *PAUSES_SECONDS):
         time.sleep(pause)

@@ -17,9 +17,6 @@ def shorten_spin(environ: MutableMapping[str, str] = os.environ, loaded: Contain
     """Set GOMP_SPINCOUNT for this process and its children, unless the user has set it or OMP_WAIT_POLICY.
 
     If torch is already loaded, this does nothing, because libgomp reads the variable only when it is loaded.
-
-    Args:
-        loaded: Names of imported modules.
     """
     # libgomp's default is 300,000 checks, 3 to 15 ms. If other processes need the cores, a spinning thread occupies the
     # core that the thread it waits for needs, and a batch takes several times as long. On GPU machines too, ranks and

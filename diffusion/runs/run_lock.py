@@ -69,12 +69,7 @@ UNREADABLE = LockContent('', readable=False)
 
 
 class RunLock:
-    """File or object that holds the lock of a run.
-
-    Attributes:
-        in_bucket: True if the lock is an object.
-        path: Path or URL of the lock.
-    """
+    """File or object (`in_bucket`) that holds the lock of a run."""
 
     def __init__(self, run: Path | str) -> None:
         self.run, self.in_bucket = run, is_url(run)
@@ -82,9 +77,6 @@ class RunLock:
 
     def read(self, *, patient: bool = False) -> LockContent | None:
         """Return the content; None if there is no lock, UNREADABLE if it is a file and the storage fails.
-
-        Args:
-            patient: True to retry after storage faults.
 
         Raises:
             OSError: The object cannot be read.
@@ -108,11 +100,7 @@ class RunLock:
             return None if status_of(error) == 404 else UNREADABLE
 
     def write(self, text: str, expected: LockContent | None, *, patient: bool = False) -> None:
-        """Replace the content of the lock.
-
-        Args:
-            expected: The content to be replaced, or None if there was no lock.
-            patient: True to retry after storage faults.
+        """Replace the content of the lock, which must be `expected`; `patient` retries after storage faults.
 
         Raises:
             PreconditionFailed: The lock has changed since `expected` was read; only for an object.
@@ -173,7 +161,6 @@ class Owner:
 
     @staticmethod
     def current(environ: Mapping[str, str]) -> 'Owner':
-        """Return an `Owner` that describes this process."""
         number = job_id(environ)
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
@@ -388,7 +375,6 @@ def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
 
 
 def _content(this_owner: Owner, count: int) -> str:
-    """Return the content of a lock: the owner and the number of refreshes."""
     content: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
     return json.dumps(content) + '\n'
 

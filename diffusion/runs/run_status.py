@@ -36,7 +36,6 @@ class RunReport:
     """Status of a run. `diffusion status --json` prints these fields.
 
     Attributes:
-        run: The run's folder or URL.
         state: starting (no batch yet), running, silent (no batch for longer than usual), or ended.
         batch: Number of batches that the run has completed, or None if unknown.
         duration: The training's length as in the recipe, such as 5000ba or 3ep, or None if unknown.
@@ -128,11 +127,7 @@ def inspect_run(run: Path | str) -> RunReport:
 
 
 def newest_batch(files: Place, listing: Listing) -> int | None:
-    """Return the batch number of a run's newest checkpoint; None if there is none.
-
-    Raises:
-        OSError: The storage fails.
-    """
+    """Return the batch number of a run's newest checkpoint; None if there is none."""
     batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
     if isinstance(files, StorePlace):
         # A checkpoint without a receipt is still being uploaded or is incomplete.
@@ -154,7 +149,6 @@ def _lock_text(lock: run_lock.RunLock) -> str | None:
 
 
 def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) -> None:
-    """Add a running job's state, progress and speed, given the status of its nodes."""
     # All nodes wait for each other in each batch, so the newest status shows the progress of the run.
     newest, silent = min(current, key=lambda each: each[1])
     seconds = newest.seconds_per_batch
@@ -175,7 +169,6 @@ def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) ->
 
 
 def _modified(path: Path) -> float | None:
-    """Return the modification time of a file or folder, or None if it does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -242,7 +235,6 @@ def format_report(report: RunReport) -> str:
 
 
 def _headline(report: RunReport, recorded: list[Attempt]) -> str:
-    """Return a run's state in a few words."""
     if report.state == 'silent' and report.silent_seconds is not None:
         return f'silent, no batch for {attempts.format_duration(report.silent_seconds)}'
     if report.state != 'ended':
@@ -278,7 +270,6 @@ def _duration(recipe: bytes | None) -> str | None:
 
 
 def _describe_process(content: str | None) -> str | None:
-    """Return a description of the process that holds a run's lock, given the lock's content; None without a lock."""
     if content is None:
         return None
     owner = run_lock.parse_owner(content)

@@ -36,7 +36,6 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    """Describe the batches that are lost if a run ends after `batch` and its newest checkpoint is `saved`."""
     if saved is None:
         return f'batches 1 to {batch} are lost; there is no checkpoint' if batch else 'nothing is lost'
     newest = f'the newest checkpoint is ba{saved}'

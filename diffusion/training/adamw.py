@@ -91,7 +91,6 @@ class AdamW(torch.optim.AdamW):
                 weight.grad = None
 
     def _update(self, group: dict[str, Any]) -> None:
-        """Update the weights of a parameter group."""
         known = self._collected.get(id(group))
         gradients = None if known is None else known.gradients(self.state, group)
         if known is None or gradients is None:
@@ -124,11 +123,7 @@ class AdamW(torch.optim.AdamW):
             known.steps[0].sub_(found_inf)
 
     def _shares_steps(self, group: dict[str, Any], lists: list[list[Tensor]]) -> bool:
-        """Make a group's weights share one step counter; return False if one fused call cannot update all of them.
-
-        Args:
-            lists: Weights, gradients, first and second moments, maximum second moments, and step counters.
-        """
+        """Make a group's weights share one step counter; return False if one fused call cannot update all of them."""
         weights, steps = lists[0], lists[5]
         if not group['fused'] or len(weights) != len(group['params']) or not weights:
             return False
@@ -144,7 +139,6 @@ class AdamW(torch.optim.AdamW):
         return True
 
     def _update_plainly(self, group: dict[str, Any], lists: list[list[Tensor]]) -> None:
-        """Update the weights of a group with torch's own function."""
         if not lists[0]:
             return
         if self._collected.pop(id(group), None) is not None:

@@ -93,13 +93,11 @@ class BlockGraphs:
             self._current = found
 
     def _end(self, *_: object) -> None:
-        """End a forward pass."""
         if self._current is not None:
             self._current.end()
         self._current = None
 
     def _say(self, message: str) -> None:
-        """Log a message once."""
         if message not in self._said:
             self._said.add(message)
             log.warning('speed.cuda_graphs: %s', message)
@@ -165,7 +163,6 @@ class _Pass:
         self._next, self._replayed = 0, self._memory.take()
 
     def end(self) -> None:
-        """End the forward pass."""
         self.is_noted, self._replayed = True, None
 
     def run(self, block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +187,6 @@ class _Pass:
         return call.result(outputs)
 
     def _capture(self) -> None:
-        """Capture the graphs of all blocks."""
         with capturing(self._memory):
             for each in self._graphed:
                 each.warm_up()
@@ -203,11 +199,7 @@ class _Pass:
 
 
 class _Call:
-    """A block's forward and backward pass for arguments of one shape.
-
-    Args:
-        plain: The block's original `forward`.
-    """
+    """A block's forward and backward pass for arguments of one shape; `plain` is the block's original `forward`."""
 
     def __init__(
         self,
@@ -245,11 +237,7 @@ class _Call:
         return self._places != [each.data_ptr() for each in self._tensors]
 
     def warm_up(self) -> None:
-        """Run the block once without a graph, since libraries benchmark kernels and allocate memory at first use.
-
-        Raises:
-            UserError: The block cannot be captured.
-        """
+        """Run the block once without a graph, since libraries benchmark kernels and allocate memory at first use."""
         for weight, alias in self._aliases.items():
             alias.data = weight.detach()
         outputs = self._forward()
@@ -262,7 +250,6 @@ class _Call:
         self._with_history = []
 
     def capture_forward(self) -> None:
-        """Capture the forward pass."""
         private_attribute(self._inputs[0], '_version')  # raises if this PyTorch lacks it
         self._places = [each.data_ptr() for each in self._tensors]
         self._forward_graph = CudaGraph(self._forward, self._memory.pool, type(self.block).__name__)
@@ -279,7 +266,6 @@ class _Call:
         self._with_history = []  # also drops the tensors saved by the forward pass, whose memory is reused
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Replay the forward pass, and return the outputs."""
         for static, given in zip(self._inputs, inputs, strict=True):
             static.detach().copy_(given)
         self._forward_graph.replay()
@@ -287,11 +273,7 @@ class _Call:
         return tuple(each.detach() for each in self._outputs)
 
     def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Replay the backward pass, and return the gradients of the inputs and weights.
-
-        Raises:
-            UserError: An output was changed in place.
-        """
+        """Replay the backward pass, and return the gradients of the inputs and weights."""
         if self._versions != list(map(_version, self._outputs)):
             raise UserError(
                 f'speed.cuda_graphs: the output of {type(self.block).__name__} was changed in place, and its backward '
@@ -364,11 +346,9 @@ class _Replay(torch.autograd.Function):
 
 
 class CudaGraph:
-    """CUDA graph of a function that reads and writes fixed memory addresses.
+    """CUDA graph of a function that reads and writes fixed memory addresses; the function is called once.
 
     Args:
-        work: The function; it is called once.
-        pool: Memory pool for the graph.
         name: Class of the captured block, for messages.
 
     Raises:
@@ -389,7 +369,6 @@ class CudaGraph:
         self._graph.capture_end()
 
     def replay(self) -> None:
-        """Launch the captured kernels."""
         self._graph.replay()
 
 
@@ -444,10 +423,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]
 
 
 def signature(leaves: Sequence[Any]) -> Signature:
-    """Return a key for arguments: shapes, strides and dtypes of tensors, and the values of everything else.
-
-    Calls with equal keys can share a graph.
-    """
+    """Return a key, equal for arguments that can share a graph: all values, and the strides and dtypes of tensors."""
     return tuple(
         (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, Tensor) else repr(each)
         for each in leaves

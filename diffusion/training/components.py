@@ -97,8 +97,6 @@ def build_dataset(
     """Build a dataset from some of a recipe's streams.
 
     Args:
-        recipe: Provides loader settings, seed and model of the dataset.
-        component: The dataset's name and keyword arguments.
         batch_size: Samples per device per batch.
         elastic: Yield the same global batches, all of them full, on any number of devices; used for training.
         substitute: Replace samples that cannot be decoded.
@@ -293,14 +291,12 @@ def effective_speed(recipe: Recipe) -> SpeedConfig:
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
-    """Return a stream's settings; if it has a remote but no `local` folder, add one in the cache."""
     if config.remote is None or config.local is not None:
         return config
     return replace(config, local=str(home(cache, config.remote)))
 
 
 def _stream(config: StreamConfig) -> Stream:
-    """Build the Stream object for StreamingDataset from a recipe's stream settings."""
     values = asdict(config)
     for name in ('resolution', 'shape', 'aspects', 'enlarge', 'remote'):
         del values[name]
@@ -319,11 +315,8 @@ def width_groups(
     """Return a model's parameter groups, one per learning rate factor; the group with factor 1 comes first.
 
     Args:
-        model: The model; frozen parameters are omitted.
         optimizer: Name of the optimizer, `adamw` or `decoupled_adamw`. AdamW multiplies the weight decay by the
             learning rate, so the weight decay is divided by the factor to keep the decay per step equal in all groups.
-        lr: Learning rate of layers with factor 1.
-        weight_decay: Weight decay of layers with factor 1.
         factors: Learning rate factors by parameter name; 1 for others. See `scale_for_width`.
 
     Raises:

@@ -18,10 +18,7 @@ def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[
     """Replace each stream that has several image shapes (`aspects`) by one stream per shape, such as `photos/640x384`.
 
     A stream's proportion is divided among its shapes by their number of samples; its other settings apply to every
-    shape.
-
-    Args:
-        smallest: Minimum number of samples per shape; smaller shapes are skipped with a warning.
+    shape. Shapes with fewer than `smallest` samples are skipped with a warning.
 
     Raises:
         UserError: A folder has no list of its shapes, or no shape has enough samples.
@@ -63,7 +60,6 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
 
 
 def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
-    """Return the number of samples per image shape of a local or remote stream."""
     try:
         is_local = stream.remote is None or '://' not in stream.remote
         folder = Path(stream.remote or stream.local or '') if is_local else _fetched(stream)

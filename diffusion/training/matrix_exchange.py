@@ -25,7 +25,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
@@ -61,8 +60,7 @@ def on_whole_matrices(
             others.
         parts: This rank's part of each matrix: shards [N, r, C], or whole copies [N, R, C].
         rows: R, number of rows of a whole matrix.
-        first: Rank that computes the first matrix, modulo the number of ranks; the following ranks compute the next
-            ones.
+        first: Rank that computes the first matrix, modulo the number of ranks.
     """
     if layout.group is None:
         return function(parts)

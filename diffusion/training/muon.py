@@ -278,7 +278,6 @@ class Muon(Optimizer):
         _foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows // parts, columns)))
 
     def _update_by_adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Update the weights of a group like torch.optim.AdamW."""
         fused = bool(group['fused'])
         for weight in weights:
             state = self.state[weight]
@@ -342,7 +341,6 @@ def _shape(item: Tensor | tuple[str, Tensor]) -> tuple[int, ...]:
 
 
 def _dtype(name: str, weight: Tensor) -> torch.dtype:
-    """Return the data type for orthogonalizing a weight's momentum."""
     if name == 'auto':
         return weight.dtype if weight.device.type == 'cpu' else torch.bfloat16
     return {'bfloat16': torch.bfloat16, 'float32': torch.float32}[name]

@@ -104,11 +104,7 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Stand-in for the model in `settle_buckets`: a module without inputs that returns zero.
-
-    The output depends on every parameter, so a single backward pass produces all gradients, and DDP then puts its
-    gradient buckets into their final order.
-    """
+    """Stand-in for the model in `settle_buckets`: a module without inputs that returns a zero of all parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

@@ -34,12 +34,10 @@ FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
-    """Apply a recipe's `speed` settings to a model; call before building the Trainer, which wraps the model.
+    """Apply a recipe's `effective_parts` to a model; call before building the Trainer, which wraps the model.
 
     Args:
         model: A LatentDiffusion; other models are not changed.
-        parts: Settings returned by `effective_parts`.
-        strategy: ddp or fsdp2.
         shapes: Number of image shapes in the data; blocks are compiled once per shape.
     """
     if not isinstance(model, LatentDiffusion):
@@ -66,7 +64,6 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
     """Turn TF32 and cuDNN benchmarking on or off for this process, if it uses a GPU; call after building the Trainer.
 
     Args:
-        parts: Settings returned by `effective_parts`.
         deterministic: If True, keep the cuDNN benchmarking setting of Composer's deterministic mode.
     """
     # Call this later than Composer's Trainer, whose constructor sets TF32.
@@ -79,11 +76,7 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
 
 
 def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
-    """Make denoiser and VAE compute in the channels_last memory format.
-
-    Args:
-        weights: If True, also store the denoiser's weights in channels_last; the VAE's always are.
-    """
+    """Make denoiser (if `weights`, its weights too) and VAE compute in the channels_last memory format."""
     # Call nn.Module.to: diffusers' override of vae.to() warns about modules that this VAE does not have.
     nn.Module.to(model.vae, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if weights:
@@ -114,11 +107,7 @@ def fuse_attention(denoiser: Any) -> None:
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Replace the denoiser's GroupNorm and LayerNorm layers with layers that compute in the autocast dtype.
-
-    Args:
-        except_blocks: If True, keep the norms in compiled blocks, which torch.compile fuses.
-    """
+    """Replace the denoiser's norms, `except_blocks` those that torch.compile fuses, by norms in the autocast dtype."""
     blocks = blocks_of(denoiser) if except_blocks else []
     keep = {layer for block in blocks for layer in block.modules()}
     replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)

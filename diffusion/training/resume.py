@@ -27,13 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
-    """Compare a recipe with the recipe that a checkpoint of its run was trained with; a collective.
+    """Return the changes, all of them allowed, since the recipe of a checkpoint; a collective.
 
     Args:
         checkpoint: The checkpoint to resume from; None if Composer's own saver loaded it.
-
-    Returns:
-        The changes; all of them are allowed.
 
     Raises:
         UserError: A setting has changed that is fixed for a run. Raised on every rank.

@@ -52,7 +52,6 @@ class _StateOfKnownModel(State):
 
     @property
     def fsdp_enabled(self) -> bool:
-        """True if the model has FSDP modules."""
         if self._searched is None or self._searched[0] is not self.model:
             self._searched = self.model, super().fsdp_enabled
         return self._searched[1]
@@ -90,7 +89,6 @@ def _call_only_handlers(engine: Engine) -> None:
 
 @cache
 def _is_logger(kind: type[Callback]) -> bool:
-    """Return True if a callback class is a logger."""
     return issubclass(kind, LoggerDestination)
 
 
@@ -103,6 +101,5 @@ def handles(callback: Callback, event: str) -> bool:
 
 @cache
 def _class_handles(kind: type[Callback], event: str) -> bool:
-    """Return True if a callback class has a method for an event, or overrides `run_event`."""
     overrides_all = kind.run_event not in (Callback.run_event, LoggerDestination.run_event)
     return overrides_all or getattr(kind, event) not in (getattr(Callback, event), getattr(LoggerDestination, event))

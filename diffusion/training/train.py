@@ -219,9 +219,6 @@ def build_trainer(recipe: Recipe) -> Trainer:
 def build_checkpointer(recipe: Recipe, text: str) -> Checkpointer | None:
     """Build the callback that saves and resumes the run, or return None if `trainer.save_folder` makes Composer save.
 
-    Args:
-        text: The resolved recipe as YAML, which each checkpoint keeps.
-
     Raises:
         UserError: The run's folder has checkpoints, but `trainer.autoresume` is off.
     """
@@ -278,7 +275,6 @@ def check_unused(storage: RunStorage) -> None:
 
 
 def checkpoint_activations(model: ComposerModel) -> None:
-    """Turn on activation checkpointing: the backward pass recomputes the denoiser's blocks."""
     if not isinstance(model, LatentDiffusion):
         raise UserError(
             'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
@@ -289,7 +285,6 @@ def checkpoint_activations(model: ComposerModel) -> None:
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
-    """Build the callbacks that every run has in addition to its recipe's."""
     return [
         SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
         Preemption(),
@@ -305,7 +300,6 @@ def _own_callbacks(
 
 
 def _in_run_evaluation(recipe: Recipe) -> list[Callback]:
-    """Build the callback of `evaluators_interval`, if it is set."""
     if recipe.evaluators_interval is None:
         return []
     return [
@@ -320,7 +314,6 @@ def _in_run_evaluation(recipe: Recipe) -> list[Callback]:
 
 
 def _trainer_keywords(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's keyword arguments for composer.Trainer, except those that this package handles itself."""
     composer_saves = 'save_folder' in trainer
     keywords = {key: each for key, each in trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
     return keywords | {'progress_bar': False, 'dist_timeout': dist_timeout(trainer)}

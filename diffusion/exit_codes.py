@@ -12,24 +12,17 @@ storage, network and machine after the work has begun. DIFFUSION_TRACEBACK=1 add
 
 FAILED = 1
 """Unexpected failure, or training data that cannot be read. A retry may help."""
-
 USAGE_ERROR = 2
 """Exit status of the `diffusion` command for an error that the user must correct."""
-
 PREEMPTED = 75
 """Stopped on request, or ended after a hang. A restart resumes from the newest checkpoint (sysexits.h: EX_TEMPFAIL)."""
-
 BAD_HARDWARE = 76
 """Hardware fault of this node. Restart on another node."""
-
 CONFIG_ERROR = 78
 """Error that the user must correct; a retry cannot succeed (sysexits.h: EX_CONFIG)."""
-
-
 INTERRUPTED = 130
 """Interrupted without saving: the `diffusion` command by Ctrl-C, or a training run by a second Ctrl-C (128 + SIGINT).
 The first Ctrl-C ends a training run with PREEMPTED after it has saved a checkpoint."""
-
 CLOSED_PIPE = 141
 """Exit status of the `diffusion` command if the reader of its output, such as `head`, has ended (128 + SIGPIPE)."""
 

@@ -37,7 +37,6 @@ from diffusion.config.weight_sources import check_initial_weights, check_pretrai
 from diffusion.errors import UserError
 
 SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
-"""Recipe sections that hold one component."""
 NAMED_COMPONENT_SECTIONS = {
     'algorithms': 'algorithm',
     'callbacks': 'callback',
@@ -71,7 +70,6 @@ RUN_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]{0,127}')
 MAX_BATCH = 2**31
 """Upper bound of `global_batch` in samples, far above any batch size in use."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
-"""Pattern of Composer's duration strings, such as `1000ba`."""
 DURATION_KEYS = {
     *('max_duration', 'eval_interval', 'save_interval', 'console_log_interval', 't_warmup', 't_max', 'milestones'),
     *('ema_start', 'half_life', 'update_interval', 'every'),
@@ -156,9 +154,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         gather.problems += check_initial_weights(recipe.init_from)
     gather.problems += check_pretrained(recipe.model) + check_model(recipe)
     gather.problems += check_sampling(recipe, own)
-    gather.problems += check_image_metrics(
-        {where: each for where, each in own.items() if where.startswith('evaluators.')}
-    )
+    evaluators = {where: each for where, each in own.items() if where.startswith('evaluators.')}
+    gather.problems += check_image_metrics(evaluators)
     if recipe.task == 'train' and recipe.evaluators_interval is not None:
         for key, value in (('evaluators', recipe.evaluators), ('eval_streams', recipe.eval_streams)):
             if not value:

@@ -162,13 +162,7 @@ class Fraction:
 
 
 Constraint = MultipleOf | AtLeast | GreaterThan | Between | Fraction
-CONSTRAINTS: dict[str, type[Constraint]] = {
-    'MultipleOf': MultipleOf,
-    'AtLeast': AtLeast,
-    'GreaterThan': GreaterThan,
-    'Between': Between,
-    'Fraction': Fraction,
-}
+CONSTRAINTS: dict[str, type[Constraint]] = {each.__name__: each for each in get_args(Constraint)}
 """Constraints by their names in annotations."""
 
 

@@ -20,9 +20,7 @@ PREDICTION_TYPES = {'diffusion': ('epsilon', 'v_prediction', 'sample'), 'flow': 
 BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
 TIMESTEPS = {'diffusion': ('uniform', 'stratified'), 'flow': ('uniform', 'stratified', 'logit_normal')}
 DIFFUSION_ONLY = ('beta_schedule', 'beta_start', 'beta_end', 'zero_terminal_snr', 'min_snr_gamma')
-"""Settings that apply to diffusion but not to flow matching."""
 LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
-"""Settings that apply only to `timesteps: logit_normal`."""
 
 
 def check_model(recipe: Recipe) -> list[Problem]:

@@ -15,7 +15,6 @@ from diffusion.errors import UserError
 from diffusion.storage.local_files import why_not_writable
 
 SAMPLES_LOOKED_AT = 16
-"""Number of images of a stream whose sizes are compared with its shape."""
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:

@@ -15,7 +15,6 @@ from diffusion.config.recipe import InitFrom, LoraConfig, Recipe, StreamConfig
 from diffusion.config.signatures import Signature
 
 STREAM_SECTIONS = ('streams', 'eval_streams')
-"""Sections that map names to streams."""
 OPTIONAL_SECTIONS = {'init_from': InitFrom, 'lora': LoraConfig}
 """Sections that are null by default, with their classes."""
 

@@ -80,10 +80,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     'trainer': {'composer': 'composer.trainer.trainer:Trainer'},
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
-PROGRAM_DEFAULTS = {
-    'model': ('seed',),
-    **dict.fromkeys(('algorithm', 'callback', 'logger'), ('folder',)),
-}
+PROGRAM_DEFAULTS = {'model': ('seed',), **dict.fromkeys(('algorithm', 'callback', 'logger'), ('folder',))}
 """Keywords by kind of component whose default the program replaces: by the run's seed, and by the run's folder."""
 
 

@@ -167,7 +167,6 @@ class Change:
     """A changed value in a recipe."""
 
     key: str
-    """Path in the recipe, such as `algorithms.my_ema.smoothing`."""
     rule: Rule
     saved: Any
     """Value that the run was trained with; None if the key was absent."""
@@ -271,11 +270,9 @@ class PastChange(NamedTuple):
     """A past change: a recipe's value that changed at a resume."""
 
     batch: int
-    """Number of batches that the run had completed at the resume."""
     time: str
     """Time of the resume in ISO 8601."""
     key: str
-    """Path of the value in the recipe, such as `optimizer.weight_decay`."""
     change: str
     """Old and new value, such as `0.01 -> 0.5`."""
 

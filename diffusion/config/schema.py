@@ -19,12 +19,11 @@ MISSING = '???'
 
 @dataclass(frozen=True)
 class Problem:
-    """Mistake in a YAML file: the path of the wrong value, and a description."""
+    """Mistake in a YAML file: the path of the wrong value, and a description with the fix."""
 
     where: str
     """Path of the value, such as `model.resolution`; empty for the whole file."""
     what: str
-    """Description of the mistake and of how to fix it."""
 
     def __str__(self) -> str:
         return f'{self.where}: {self.what}' if self.where else self.what

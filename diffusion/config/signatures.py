@@ -30,10 +30,6 @@ from diffusion.errors import UserError
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 
 
-_Aliases = Mapping[str, ast.expr | None]
-"""Type aliases in a file, by name; None for imported names that are not aliases."""
-
-
 class SourceText(str):
     """Source text of a default that is not a plain value, such as `Time(1, 'ba')`."""
 
@@ -327,8 +323,8 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 
 @functools.cache
-def _aliases(module: str) -> _Aliases:
-    """Return the type aliases that a file defines or imports, such as `Choice = Literal['first', 'random']`."""
+def _aliases(module: str) -> Mapping[str, ast.expr | None]:
+    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; None for other imports."""
     imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
     return _own_aliases(_source(module)) | imported
 

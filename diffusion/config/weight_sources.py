@@ -8,9 +8,7 @@ from diffusion.config.recipe import Component, InitFrom
 from diffusion.config.schema import MISSING, Problem
 
 HUB = 'hf://'
-"""Prefix that marks the name of a repository on the Hugging Face Hub."""
 REPOSITORY = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
-"""Pattern of repository names, such as `org/name`."""
 COMMIT = re.compile(r'[0-9a-f]{40}')
 PICKLES = ('.bin', '.ckpt', '.pth')
 """Suffixes of files with pickled weights. Composer's `.pt` is missing, since it is read without running code."""

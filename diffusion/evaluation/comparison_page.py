@@ -20,7 +20,6 @@ from PIL import Image
 from diffusion.errors import UserError
 
 KEY = 'key.json'
-"""Name of the key's file."""
 Side = Literal['first', 'second']
 """Position of an image in the stored pair; the page shows it on the left or right at random for each rater."""
 SIDES: tuple[Side, Side] = ('first', 'second')
@@ -107,13 +106,11 @@ def read_key(path: Path) -> ComparisonKey:
 
 TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
-"""Name of the page's file."""
 JPEG_QUALITY = 92
-"""JPEG quality of all images; chroma is not subsampled."""
 MAX_ASPECT_RATIO_ERROR = 0.02
 """Two images may be stretched to the same size if their aspect ratios differ by at most this fraction."""
 MOSAIC_CELLS = 14
-"""Number of mosaic cells along the longer side of a damaged image."""
+"""Number of cells along the longer side of a damaged image."""
 
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]
 """Function that returns the RGB images of A and B for a prompt index."""

@@ -303,11 +303,7 @@ def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
         values['agreement'] = None if math.isnan(found.agreement) else found.agreement
         people, factor = found.people_needed(difference), found.factor_needed(difference)
         both = {'people': math.ceil(factor * found.raters), 'prompts': math.ceil(factor * found.prompts)}
-        values['needed'] = {
-            'difference': difference,
-            'people_with_these_prompts': people,
-            'people_and_prompts': both,
-        }
+        values['needed'] = {'difference': difference, 'people_with_these_prompts': people, 'people_and_prompts': both}
         questions[question] = values | {'differs': found.differs, 'sentence': found.sentence(QUESTIONS[question])}
     about = {'a': result.a, 'b': result.b, 'raters': result.raters}
     return {**about, 'excluded': result.excluded, 'unchecked': result.unchecked, 'questions': questions}

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 MAX_RATERS = 10_000
 """Maximum number of raters, so that nobody with the token can fill the disk."""
 TIMEOUT_SECONDS = 30.0
-"""Maximum time in seconds for a request to arrive."""
 
 
 class Refused(Exception):

@@ -124,7 +124,8 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
     """
     path = run_dir / EVALUATIONS / f'{name}.json'
     merged = dict(results)
-    if (earlier := read_results(path)) is not None and earlier.get('weights') == results.get('weights'):
+    earlier = parse_results(path.read_bytes() if path.exists() else None, str(path))
+    if earlier is not None and earlier.get('weights') == results.get('weights'):
         merged['metrics'] = earlier.get('metrics', {}) | results.get('metrics', {})
         sweep = {each['folder']: each for each in earlier.get('guidance', [])}
         for each in results.get('guidance', []):
@@ -133,14 +134,6 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
         merged = earlier | merged | {'guidance': list(sweep.values())}
     write_atomically(path, json.dumps(merged | {'finished': time.time()}, indent=2) + '\n')
     return path
-
-
-def read_results(path: Path) -> dict[str, Any] | None:
-    """Return the content of a results file, or None if it does not exist or (after a warning) is invalid."""
-    try:
-        return parse_results(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        return None
 
 
 def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ references. They are computed in float64 on the device of their arguments, and d
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,46 +23,13 @@ from diffusion.models.pretrained import load_pretrained
 BLOCK_ROWS = 4096
 """Rows and columns per block when a matrix of distances or kernel values is computed: 134 MB per block."""
 CMMD_SIGMA = 10.0
-"""Width of CMMD's Gaussian kernel."""
 CMMD_SCALE = 1000.0
 """Scale factor of CMMD, so that values are of similar size as FID."""
 NEIGHBORS = 3
 """Number of nearest neighbors that define the manifold for precision and recall."""
 
 
-@dataclass
-class Moments:
-    """Count, sum and sum of outer products of features; all three can be added up over batches and ranks.
-
-    Args:
-        total: Sum of the features, float64 [D].
-        products: Sum of the outer products of the features, float64 [D, D].
-    """
-
-    count: int
-    total: Tensor
-    products: Tensor
-
-    @classmethod
-    def of(cls, features: Tensor) -> 'Moments':
-        rows = features.double()
-        return cls(len(rows), rows.sum(dim=0), rows.T @ rows)
-
-    def __add__(self, other: 'Moments') -> 'Moments':
-        return Moments(self.count + other.count, self.total + other.total, self.products + other.products)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / self.count
-
-    @property
-    def covariance(self) -> Tensor:
-        """Unbiased covariance of the features, float64 [D, D]."""
-        mean = self.mean
-        return (self.products - self.count * torch.outer(mean, mean)) / (self.count - 1)
-
-
-def frechet_distance(images: Moments, references: Moments) -> float:
+def frechet_distance(images: Tensor, references: Tensor) -> float:
     """Return the squared Fréchet distance between two normal distributions: FID, if computed on Inception features.
 
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)), equation 6 of Heusel et al., https://arxiv.org/abs/1706.08500. The
@@ -74,14 +40,21 @@ def frechet_distance(images: Moments, references: Moments) -> float:
         UserError: One of the sets has fewer than 2 images.
     """
     for each in (images, references):
-        if each.count < 2:
-            raise UserError(f'a Fréchet distance needs at least 2 images in each set; one has {each.count}')
-    first, second = images.covariance, references.covariance
+        if len(each) < 2:
+            raise UserError(f'a Fréchet distance needs at least 2 images in each set; one has {len(each)}')
+    (mean, first), (other_mean, second) = _mean_and_covariance(images), _mean_and_covariance(references)
     values, vectors = torch.linalg.eigh(first)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     trace_of_root = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
-    difference = (images.mean - references.mean).square().sum()
+    difference = (mean - other_mean).square().sum()
     return float(difference + first.trace() + second.trace() - 2 * trace_of_root)
+
+
+def _mean_and_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean [D] and the unbiased covariance [D, D] of features [N, D], in float64."""
+    rows, count = features.double(), len(features)
+    mean = rows.sum(dim=0) / count
+    return mean, (rows.T @ rows - count * torch.outer(mean, mean)) / (count - 1)
 
 
 def kernel_distance(images: Tensor, references: Tensor) -> float:
@@ -235,19 +208,15 @@ Distance = Callable[[Tensor, Tensor], float]
 """Function of the features of generated images [N, D] and reference images [M, D]."""
 
 
-def _frechet(images: Tensor, references: Tensor) -> float:
-    return frechet_distance(Moments.of(images), Moments.of(references))
-
-
 DISTANCES: dict[str, Distance] = {
-    'fid': _frechet,
+    'fid': frechet_distance,
     'kid': kernel_distance,
-    'clip_fid': _frechet,
+    'clip_fid': frechet_distance,
     'cmmd': gaussian_distance,
     'dino_mmd': gaussian_distance,
     'precision': lambda images, references: precision_and_recall(images, references)[0],
     'recall': lambda images, references: precision_and_recall(images, references)[1],
-    'efficientnet_distance': _frechet,
+    'efficientnet_distance': frechet_distance,
 }
 """Metrics computed on features; all other metrics are means of per-image scores."""
 

@@ -19,7 +19,6 @@ from diffusion.models import batch_keys
 log = logging.getLogger(__name__)
 
 SIDE = 128
-"""Side in pixels of an image in samples.png."""
 SHEET_TITLE = 'Generated image (left) and real image (right) of each caption'
 
 

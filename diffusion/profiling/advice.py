@@ -20,13 +20,11 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Kernel(NamedTuple):
-    """Time per step in a GPU kernel, or in an operator if there is no GPU."""
+    """Seconds and calls per step of a GPU kernel, or of an operator if there is no GPU."""
 
     name: str
     seconds: float
-    """Seconds per step."""
     calls: int
-    """Calls per step."""
 
 
 class Opportunity(NamedTuple):
@@ -35,7 +33,6 @@ class Opportunity(NamedTuple):
     share: float
     """Upper bound on the fraction of step time that can be saved."""
     text: str
-    """Cause and settings to try, as printed."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,7 @@ def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
             'captions can still be encoded and dropped online',
         ),
         Opportunity(
-            slow_update if unfused else 0.0,
-            'the optimizer runs many small kernels: try speed.fused_optimizer=true',
+            slow_update if unfused else 0.0, 'the optimizer runs many small kernels: try speed.fused_optimizer=true'
         ),
         Opportunity(
             slow_update if on_gpu and not unfused else 0.0,
@@ -178,8 +174,7 @@ def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
             f'the host waits for the device at {", ".join(list(m.waits)[:3])}: keep these values on the device',
         ),
         Opportunity(
-            logging if logging > 0.02 else 0.0,
-            'callbacks and loggers take long: remove some, or log less often',
+            logging if logging > 0.02 else 0.0, 'callbacks and loggers take long: remove some, or log less often'
         ),
         Opportunity(
             m.in_kernels('communication'),
@@ -187,7 +182,6 @@ def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
             'parallelism.strategy=ddp if it fits in memory',
         ),
         Opportunity(
-            outside if outside > 0.1 else 0.0,
-            'much of the time is outside of all stages: look for it in the trace',
+            outside if outside > 0.1 else 0.0, 'much of the time is outside of all stages: look for it in the trace'
         ),
     ]

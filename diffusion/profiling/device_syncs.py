@@ -26,7 +26,6 @@ VALUES = {
     'aten::repeat_interleave',
     'aten::_unique2',
 }
-"""Operations that need a tensor's values on the host."""
 METHODS = ('cpu', 'numpy', 'tolist')
 """Tensor methods that need values on the host but do not dispatch an operation for CPU tensors."""
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
@@ -34,7 +33,6 @@ HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
 PACKAGES = ('diffusion', 'composer')
 """Packages whose innermost frame is reported; without one, the innermost frame outside PyTorch is reported."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
-"""Source files that belong to the detection itself."""
 
 
 class Site(NamedTuple):

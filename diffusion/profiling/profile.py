@@ -35,13 +35,11 @@ from diffusion.training.train import CHECKPOINTER_KEYWORDS, build_trainer
 log = logging.getLogger(__name__)
 
 LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
-"""Callbacks that are removed from the profiled recipe."""
 KEPT = ('console_lines', 'metrics_file')
 """Loggers that are kept; others would create runs in external services."""
 MICROBATCHES = 4
 """Maximum number of microbatches per step: the profiled device only does a single device's share of the full run."""
 BATCHES_WATCHED = 2
-"""Number of batches that are checked for device synchronizations."""
 
 
 class Phases(Callback):

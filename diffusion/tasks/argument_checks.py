@@ -35,7 +35,6 @@ from diffusion.storage.local_files import check_writable
 Weights = Literal['ema', 'training']
 CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
-"""Pattern of the last part of a checkpoint's URL."""
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
 """Options of `diffusion generate`, by the key of the recipe's `generate` section that each one overrides."""
 MODEL_INDEX = 'model_index.json'

@@ -31,7 +31,6 @@ from diffusion.tasks.compare_arguments import AnalyzeSettings, ComparedModel, Co
 log = logging.getLogger(__name__)
 
 IMAGES, ANSWERS = 'images', 'answers'
-"""Subfolders of the page's folder."""
 
 
 def build_page(settings: CompareSettings) -> None:

@@ -25,13 +25,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import merge_lora, save_lora
 from diffusion.models.vae import downsampling
 from diffusion.storage.atomic import atomic_file, atomic_folder
-from diffusion.tasks.argument_checks import (
-    LORA_WEIGHTS,
-    ExportOptions,
-    check_export,
-    is_single_file,
-    missing_parts,
-)
+from diffusion.tasks.argument_checks import LORA_WEIGHTS, ExportOptions, check_export, is_single_file, missing_parts
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.hub_upload import check_access, upload
 from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, arguments, model_card

@@ -14,13 +14,7 @@ from diffusion.compatibility.diffusers_versions import without_own_deprecations
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
-from diffusion.tasks.argument_checks import (
-    GenerateOptions,
-    check_pipeline,
-    is_flow_scheduler,
-    lora_file,
-    missing_parts,
-)
+from diffusion.tasks.argument_checks import GenerateOptions, check_pipeline, is_flow_scheduler, lora_file, missing_parts
 
 
 class ExportedPipeline:

@@ -1,7 +1,7 @@
 """Model card of an export: README.md with Hugging Face Hub front matter, generated from the recipe and the run."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,9 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
 
 def _data(recipe: Recipe) -> list[str]:
     """Return the section about the training data: the streams, and their reports from `diffusion prepare`."""
-    reports = {name: report for name, stream in _streams(recipe) if (report := _report_of(stream)) is not None}
+    # Include precompute's streams, since latents were made from images in other streams.
+    streams = [*recipe.streams.items(), *recipe.precompute.streams.items()]
+    reports = {name: report for name, stream in streams if (report := _report_of(stream)) is not None}
     names = [*recipe.streams]
     if not names and not reports:
         return []
@@ -172,12 +174,6 @@ def _data(recipe: Recipe) -> list[str]:
             + (f'. {" ".join(report.license.split())}' if report.license else '')
         )
     return ['## Data', '\n'.join(lines)]
-
-
-def _streams(recipe: Recipe) -> Iterator[tuple[str, StreamConfig]]:
-    """Yield the streams of training and precomputing by name, since latents were made from images in other streams."""
-    yield from recipe.streams.items()
-    yield from recipe.precompute.streams.items()
 
 
 def _report_of(stream: StreamConfig) -> PrepareReport | None:

@@ -32,12 +32,10 @@ from diffusion.storage.places import PATIENT, files_of_run, is_url
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Number of failed evaluations after which a checkpoint is given up."""
 RENEWALS_PER_LEASE = 5
 WATCHED = 'DIFFUSION_WATCHED'
 """Environment variable that makes an evaluation end when the process that started it is killed."""
 LOG_LINES = 20
-"""Number of lines shown from the end of a failed evaluation's log."""
 
 Policy = Literal['every', 'latest']
 

@@ -140,10 +140,7 @@ def whole_batches(samples: int, global_batch: int) -> int:
 
 
 def sampling_granularity(samples: int) -> int:
-    """Return Streaming's `sampling_granularity`, the number of samples that one random draw selects from a shard.
-
-    It is 1 for up to MAX_PICKS samples per epoch, and larger for more samples, to limit the number of draws.
-    """
+    """Return Streaming's `sampling_granularity`, the samples per random draw: 1 for up to MAX_PICKS samples."""
     return -(-samples // MAX_PICKS)
 
 

@@ -17,10 +17,6 @@ from diffusion.config.signatures import source_file
 PACKAGE = 'diffusion.models.families'
 
 
-def _no_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """A diffusers pipeline class to which a family's models are exported."""
@@ -28,7 +24,7 @@ class Pipeline:
     optional_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts that an exported pipeline lacks if a keyword of the model is false, by this keyword. `from_pretrained`
     requires that these parts are passed as None."""
-    call: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_arguments
+    call: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda keywords: {}
     """Returns the arguments with which the pipeline reproduces `task: generate`, given the model's keywords."""
     loads_lora: bool = True
     """False if diffusers cannot load a LoRA into the pipeline."""

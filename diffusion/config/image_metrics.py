@@ -10,11 +10,9 @@ from diffusion.config.schema import MISSING, Problem, did_you_mean, join
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """Properties of an image metric.
+    """Properties of an image metric: its network, a key of `NETWORKS`, and which values are better.
 
     Args:
-        network: Network that computes the metric's features, a key of `NETWORKS`.
-        better: `lower` or `higher`: which values are better.
         reliable_from: Minimum number of images; with fewer, the bias exceeds the usual differences between checkpoints.
     """
 
@@ -36,7 +34,6 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'pick_score': MetricInfo('pick_score', 'higher'),
 }
 """Metrics by name. With fewer images than features, the covariance is singular and a Fréchet distance is too large."""
-
 NETWORKS: dict[str, str | None] = {
     'inception': None,
     'clip_fid': 'openai/clip-vit-base-patch32@3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268',
@@ -47,7 +44,6 @@ NETWORKS: dict[str, str | None] = {
     'pick_score': None,
 }
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
-
 LAYOUTS = ('geneval', 't2i_compbench')
 """Layouts of image folders that the scoring scripts of benchmarks read."""
 

@@ -138,10 +138,7 @@ def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` into integers proportional to the weights, each rounded up or down (largest remainder method).
-
-    Among equal remainders, the first is rounded up.
-    """
+    """Divide `total` into integers proportional to the weights by the largest remainder; of equal ones, the first."""
     weight_sum = math.fsum(weights)
     exact = [total * weight / weight_sum for weight in weights]
     shares = [math.floor(value) for value in exact]

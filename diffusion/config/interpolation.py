@@ -104,9 +104,8 @@ class _Pass:
         except OmegaConfBaseException as error:
             raise InvalidInterpolation(f'{error.full_key or "the file"}: {self._explained(error)}') from error
         except RecursionError as error:
-            raise InvalidInterpolation(
-                'the file: interpolations refer to each other in a circle; remove one'
-            ) from error
+            what = 'the file: interpolations refer to each other in a circle; remove one'
+            raise InvalidInterpolation(what) from error
 
     def leaves_with_placeholder(self) -> list[tuple[KeyPath, str]]:
         return [(path, text) for path, text in _texts(self.values, ()) if self._tag in text]

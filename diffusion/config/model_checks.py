@@ -13,8 +13,6 @@ from diffusion.config.schema import Problem, join
 
 PIXELS = 'pixels'
 """Value of `model.vae` for a model that is trained on pixels, without an autoencoder. (`./pixels` is a folder.)"""
-
-
 PATHS = ('diffusion', 'flow')
 PREDICTION_TYPES = {'diffusion': ('epsilon', 'v_prediction', 'sample'), 'flow': ('velocity', 'sample')}
 BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')

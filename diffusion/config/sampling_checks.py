@@ -54,8 +54,6 @@ SCHEDULERS = {
     'pndm': 'PNDMScheduler',
     'unipc': 'UniPCMultistepScheduler',
 }
-
-
 FLOW_SCHEDULERS = {
     'ddim': 'FlowMatchEulerDiscreteScheduler',
     'dpm++': 'DPMSolverMultistepScheduler',
@@ -97,12 +95,7 @@ def _scheduler_classes() -> list[str]:
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return a problem for each sampling setting that is out of range.
-
-    Args:
-        components: The keywords of this package's components in the recipe, by path. Only those about sampling are
-            checked.
-    """
+    """Return a problem for each sampling setting that is out of range, given the components' keywords by path."""
     timesteps, flow = num_train_timesteps(recipe.model), is_flow(recipe.model)
     # Training does not read `generate`, whose default of 50 steps would be an error for a model with fewer timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]

@@ -26,11 +26,9 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a question about a pair.
+    """Answer to a question, a key of `QUESTIONS`, about a pair, by its index.
 
     Args:
-        pair: Index of the pair in the comparison.
-        question: Key of `QUESTIONS`.
         choice: `first` or `second` for the image's position in the stored pair (not its side on the screen), or `tie`.
         rater: Identifier of the person, 16 hex digits.
     """
@@ -140,10 +138,8 @@ def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Ans
 def failed_checks(answers: Iterable[Answer], damaged: Mapping[int, str]) -> dict[str, float]:
     """Return the fraction of attention checks that each rater failed, for raters who saw any.
 
-    A rater fails a check by not choosing the undamaged image for quality.
-
-    Args:
-        damaged: Damaged image (`first` or `second`) of each pair that is an attention check, keyed by pair index.
+    A rater fails a check by not choosing the undamaged image for quality. `damaged` has the damaged image (`first` or
+    `second`) of each pair that is an attention check, by the pair's index.
     """
     seen: dict[str, list[bool]] = {}
     for answer in answers:

@@ -31,7 +31,6 @@ class Pair:
 
     Args:
         prompt: Index of the prompt.
-        text: The prompt.
         a: Which image is from A; None for an attention check, whose images are an image and its damaged copy.
         source: For an attention check, the model whose image is shown, `a` or `b`; otherwise None.
         damaged: For an attention check, which image is damaged; otherwise None.
@@ -50,8 +49,7 @@ class ComparisonKey:
 
     Args:
         comparison: Random identifier of the comparison, 16 hex digits, also stored in the page and its answers.
-        a: Description of A: its `source` and how its images were generated.
-        b: Description of B.
+        a: Description of A: its `source` and how its images were generated; `b` is that of B.
         prompts: Where the prompts come from.
         pairs: Pairs, in the page's order.
         token: Secret part of the server's URL.
@@ -75,8 +73,7 @@ class ComparisonKey:
 def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[Pair]:
     """Return one pair per prompt plus the attention checks, in random order and with random sides.
 
-    Args:
-        rng: Random number generator; use `secrets.SystemRandom()`, which cannot be predicted from the page.
+    `rng` should be `secrets.SystemRandom()`, which cannot be predicted from the page.
     """
     pairs = [Pair(index, text, rng.choice(SIDES)) for index, text in enumerate(prompts)]
     # Alternate between images of A and B, so that seeing images a second time favors neither model.
@@ -111,17 +108,12 @@ MAX_ASPECT_RATIO_ERROR = 0.02
 """Two images may be stretched to the same size if their aspect ratios differ by at most this fraction."""
 MOSAIC_CELLS = 14
 """Number of cells along the longer side of a damaged image."""
-
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]
 """Function that returns the RGB images of A and B for a prompt index."""
 
 
 def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Iterator[str]:
-    """Yield a page's HTML in parts, so that only one pair of images is in memory at a time.
-
-    Raises:
-        UserError: The two images of a prompt have different aspect ratios.
-    """
+    """Yield a page's HTML in parts, so that only one pair of images is in memory at a time."""
     before, after = TEMPLATE.read_text(encoding='utf-8').split('__DATA__')
     yield f'{before}{{"comparison":{_json(comparison)},"pairs":['
     for number, pair in enumerate(pairs):

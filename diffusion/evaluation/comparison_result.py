@@ -67,12 +67,12 @@ class Preference:
         return f'{subject}: {a} and {b} differ; people prefer {a if self.share > 0.5 else b}. {interval}'
 
     def people_needed(self, difference: float) -> int | None:
-        """Return the number of raters needed to show a difference with these prompts and a power of 80%.
+        """Return the number of raters, at least 2, needed to show a difference with these prompts and a power of 80%.
 
         Args:
             difference: Distance of the true preference from 50%, such as 0.05 for 55%.
 
-        Returns: The number, at least 2; None if no number of raters is enough with so few prompts.
+        Returns: None if no number of raters is enough with so few prompts.
         """
         left = _variance_needed(difference) - self.by_prompt
         if left <= 0:
@@ -111,9 +111,7 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     freedom. Unlike mean +- t x standard error, it is also valid near 0 and 1.
 
     Args:
-        values: Answers [N]: 1 for A, 0 for B, 0.5 for no preference.
-        raters: Rater of each answer [N].
-        prompts: Prompt of each answer [N].
+        values: Answers [N]: 1 for A, 0 for B, 0.5 for no preference; each has a rater [N] and a prompt [N].
 
     Raises:
         UserError: There are fewer than two raters or fewer than two prompts.
@@ -164,9 +162,7 @@ def _variance(errors: np.ndarray, cluster_of: np.ndarray, clusters: int) -> floa
 def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, float]:
     """Return Wilson's interval for a proportion: all p with |mean - p| <= quantile sqrt(ratio p (1 - p)).
 
-    Args:
-        ratio: Inverse of the number of independent answers.
-        quantile: Quantile of the standardized error.
+    `ratio` is the inverse of the number of independent answers, `quantile` that of the standardized error.
     """
     width = quantile**2 * ratio
     middle = (mean + width / 2) / (1 + width)
@@ -177,11 +173,8 @@ def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, 
 def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
     """Return Krippendorff's alpha for nominal values [N] (Content Analysis, 2004, chapter 11).
 
-    Args:
-        units: Prompt index of each answer [N]; prompts with only one answer are ignored.
-
-    Returns:
-        1 for full agreement, 0 for agreement at chance level; NaN if there is nothing to compare.
+    It is 1 for full agreement, 0 for agreement at chance level, and NaN if there is nothing to compare. `units` are the
+    prompt indices [N] of the answers; prompts with only one answer are ignored.
     """
     kinds, kind_of = np.unique(values, return_inverse=True)
     counts = np.zeros((int(units.max()) + 1, len(kinds)))
@@ -251,11 +244,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
 
 
 def result_text(result: ComparisonResult, difference: float) -> str:
-    """Return the result as a table and sentences for a terminal.
-
-    Args:
-        difference: Preference to detect, as distance from 50%, such as 0.05 for 55%.
-    """
+    """Return the result as a table and sentences for a terminal; a difference of 0.05 is a preference of 55%."""
     header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'people', 'prompts', 'agreement')
     rows = {QUESTIONS[question]: _row(found) for question, found in result.preferences.items()}
     lines = [f'A: {result.a}', f'B: {result.b}', '']

@@ -98,11 +98,7 @@ class EvaluatedCheckpoint:
 
 @dataclass
 class EvaluationResult:
-    """Results of an evaluator.
-
-    Args:
-        details: Further entries for the checkpoint's results file, such as the metrics of each guidance scale.
-    """
+    """Metrics by an evaluator, and further entries for the results file, such as the metrics of each guidance scale."""
 
     metrics: dict[str, float]
     details: dict[str, Any] = field(default_factory=dict)

@@ -113,12 +113,7 @@ class ImageMetrics:
         self.layout = layout
 
     def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
-        """Generate images, keep them in the checkpoint's folder, and measure them; a collective call.
-
-        Raises:
-            UserError: There are too few prompts or images, the reference images have a different resolution, or a
-                network cannot be loaded.
-        """
+        """Generate images, keep them in the checkpoint's folder, and measure them; a collective call."""
         prompts = self._prompts(checkpoint)
         texts = [each.text for each in prompts]
         self._check_count(len(texts))
@@ -132,7 +127,9 @@ class ImageMetrics:
         references: dict[str, Tensor] = {}
         if extractors:
             with checkpoint.raise_together('image_metrics: reference images'):
-                images = self._reference_images(checkpoint)
+                images: ReferenceImages = DatasetImages(checkpoint.dataset, self.num_references)
+                if self.reference is not None:
+                    images = FolderImages(Path(self.reference), self.num_references)
                 self._check_area(checkpoint, images)
             cache = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
             references = ReferenceFeatures(cache, images).of(extractors, checkpoint)
@@ -180,11 +177,6 @@ class ImageMetrics:
                 log.warning(
                     f'%s of %d images is biased upward by the small number: {advice} values', name, count, needed
                 )
-
-    def _reference_images(self, checkpoint: EvaluatedCheckpoint) -> ReferenceImages:
-        if self.reference is None:
-            return DatasetImages(checkpoint.dataset, self.num_references)
-        return FolderImages(Path(self.reference), self.num_references)
 
     def _check_area(self, checkpoint: EvaluatedCheckpoint, images: ReferenceImages) -> None:
         """Raise UserError if the first reference image and the generated images differ in resolution."""

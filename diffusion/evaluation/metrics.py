@@ -1,7 +1,8 @@
 """Compute the metrics in `diffusion.config.image_metrics`: distances between image sets, and image scores.
 
 Distances are computed on features, one row per image from a feature network: [N, D] of the images and [M, D] of the
-references. They are computed in float64 on the device of their arguments, and do not depend on row order.
+references. They are computed in float64 on the device of their arguments, do not depend on row order, and raise
+UserError if a set has too few images.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +36,6 @@ def frechet_distance(images: Tensor, references: Tensor) -> float:
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)), equation 6 of Heusel et al., https://arxiv.org/abs/1706.08500. The
     trace of the square root equals that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which has no negative
     eigenvalues.
-
-    Raises:
-        UserError: One of the sets has fewer than 2 images.
     """
     for each in (images, references):
         if len(each) < 2:
@@ -63,9 +61,6 @@ def kernel_distance(images: Tensor, references: Tensor) -> float:
     The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. They average over random
     subsets, because the matrices for all images were too large. Here, the matrices are computed in blocks, which avoids
     the random error of subsets. The estimate has mean 0 for two sets from the same distribution, so it can be negative.
-
-    Raises:
-        UserError: One of the sets has fewer than 2 images.
     """
     if min(len(images), len(references)) < 2:
         raise UserError(
@@ -91,9 +86,6 @@ def gaussian_distance(images: Tensor, references: Tensor) -> float:
 
     Features are scaled to length 1, the kernel is exp(-|x - y|^2 / (2 * 10^2)), and the estimate is biased, as in
     Jayasumana et al., https://arxiv.org/abs/2401.09603.
-
-    Raises:
-        UserError: One of the sets is empty.
     """
     if not len(images) or not len(references):
         raise UserError(f'CMMD needs images in each set; they have {len(images)} and {len(references)}')
@@ -114,9 +106,6 @@ def precision_and_recall(images: Tensor, references: Tensor, neighbors: int = NE
     Precision is the fraction of images in the manifold of the references: no farther from some reference than that
     reference's k-th nearest neighbor among the references. Recall is the same with the sets swapped (Kynkäänniemi et
     al., https://arxiv.org/abs/1904.06991, equations 1 to 3).
-
-    Raises:
-        UserError: One of the sets has no more than `neighbors` images.
     """
     if min(len(images), len(references)) <= neighbors:
         raise UserError(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 OWN = 'own'
 """Name that selects this package's prompts wherever a prompt file can be given."""
-
 OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
 """120 prompts in 12 categories, such as colors, counting and text."""
 PROMPT_COLUMNS = ('prompt', 'prompts', 'caption', 'text')

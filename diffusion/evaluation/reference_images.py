@@ -43,11 +43,7 @@ class ReferenceImages(Protocol):
 
 
 class DatasetImages:
-    """Images of a dataset, cropped and resized as for validation.
-
-    Args:
-        limit: Number of images, evenly spaced in the dataset; None means all.
-    """
+    """Images of a dataset, cropped and resized as for validation: `limit` of them, evenly spaced, or all."""
 
     def __init__(self, dataset: BucketedDataset, limit: int | None = None) -> None:
         size = int(dataset.size)
@@ -78,10 +74,7 @@ class DatasetImages:
 
 
 class FolderImages:
-    """Images in a folder and its subfolders, sorted by path, at their own size.
-
-    Args:
-        limit: Number of images, evenly spaced; None means all.
+    """Images in a folder and its subfolders, sorted by path, at their own size: `limit` of them, evenly spaced, or all.
 
     Raises:
         UserError: The folder does not exist or has too few images.

@@ -62,10 +62,7 @@ class Retrieval:
         self.columns = columns
 
     def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
-        """Generate and look up images; return the top-1 fraction as `retrieval_top1`, and write `samples.png`.
-
-        A collective call: all ranks generate. The result does not depend on the number of ranks.
-        """
+        """Return the top-1 fraction as `retrieval_top1`, and write `samples.png`; a collective call."""
         dataset = checkpoint.dataset
         count = int(dataset.size)
         if self.num_captions > count:

@@ -147,10 +147,7 @@ def _masks(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_on_host() -> bool:
-    """Return True if the current call stack is in code whose tensors are only on the host, such as a data loader.
-
-    Operations there never wait for the GPU, so they are not counted as synchronizations.
-    """
+    """Return True if the current call stack is in code whose tensors are only on the host, such as a data loader."""
     # Check the innermost frames first: Composer runs forward and backward in a closure called by the optimizer, so an
     # outer frame in torch/optim says nothing about the operations in that closure.
     for frame in reversed(traceback.extract_stack()):
@@ -162,10 +159,7 @@ def _is_on_host() -> bool:
 
 
 def _site() -> Site:
-    """Return the source line (file, line number, function) responsible for the operation that makes the host wait.
-
-    This is the innermost stack frame in `diffusion` or `composer`, or else the innermost outside PyTorch.
-    """
+    """Return the innermost stack frame in `diffusion` or `composer`, or else the innermost outside PyTorch."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename not in DETECTORS]
     frames = [frame for frame in frames if _package(frame.filename) != 'torch']
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]

@@ -90,13 +90,10 @@ def run_profile(
 
 
 def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:
-    """Train some batches of a recipe and write `profile.md`, `profile.json` and `trace.json.gz` to a folder.
+    """Write `profile.md`, `profile.json` and `trace.json.gz` of some training batches to a folder; return `profile.md`.
 
     Args:
         batches: Number of batches to time; the same number is then run under PyTorch's profiler.
-
-    Returns:
-        The content of `profile.md`.
     """
     breakdown = Breakdown(window=batches, skip=warmup, sampled=batches)
     phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe.trainer))

@@ -24,10 +24,9 @@ from diffusion.tasks.argument_checks import GenerateOptions, check_generate, is_
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One side of a comparison.
+    """Side `A` or `B` of a comparison.
 
     Args:
-        name: `A` or `B`.
         place: Path of the checkpoint, exported pipeline or folder of images.
         source: Location to show to people: the path, or the URL of a downloaded checkpoint.
         files: Image file of each prompt if `place` is a folder of images; empty for a model.

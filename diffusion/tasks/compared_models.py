@@ -21,11 +21,7 @@ BATCH_SIZE = 8
 
 
 def generate_images(side: ComparedModel, settings: CompareSettings, folder: Path) -> GeneratedImages:
-    """Generate those images of one side of a comparison that are not yet in a folder.
-
-    Raises:
-        UserError: The model cannot generate images from prompts.
-    """
+    """Generate those images of one side that are not yet in a folder; raise UserError if the model cannot."""
     given = {'guidance_scale': settings.guidance_scale, 'num_inference_steps': settings.num_inference_steps}
     chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     chosen |= {'seed': settings.seed, 'batch_size': BATCH_SIZE}

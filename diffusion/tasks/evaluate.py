@@ -31,12 +31,7 @@ MIN_TIMEOUT_SECONDS = 1800.0
 
 
 class TrainedModel(NamedTuple):
-    """Model with the weights of a checkpoint.
-
-    Args:
-        weights: Kind of the weights that were loaded.
-        checkpoint: Name of the checkpoint, such as `ba1600`.
-    """
+    """Model with the weights of a checkpoint, their kind, and the name of the checkpoint, such as `ba1600`."""
 
     model: ComposerModel
     weights: Weights
@@ -44,10 +39,9 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
-    """Build a recipe's model and load the weights of the recipe's checkpoint.
+    """Build a recipe's model and load the weights of its `checkpoint`, or of the run's latest checkpoint.
 
     Args:
-        recipe: The recipe. Its `checkpoint` is the checkpoint to load; null means the run's latest.
         which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
     """
     with claimed_checkpoint(recipe.checkpoint or recipe.run_place, recipe.task) as checkpoint:
@@ -61,13 +55,10 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Evaluate a recipe's checkpoint on all ranks, and write its results into the run's folder.
+    """Evaluate a recipe's checkpoint on all ranks, write its results into the run's folder, and return the metrics.
 
     `evaluations/ba1600.json` contains a checkpoint's results, and `evaluation.json` the metrics of the last evaluation.
     Averaged weights are evaluated if the checkpoint has them, else the training weights.
-
-    Returns:
-        The metrics by name.
     """
     components.check_device(recipe)
     began = time.time()

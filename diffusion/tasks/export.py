@@ -114,11 +114,7 @@ def export(
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """Reconstruct an average of any width from the snapshots of a checkpoint's run.
-
-    Args:
-        width: Width of the average; see `reconstruct_average`.
-        at: Batch of the average; None means the last snapshot at or before the checkpoint.
+    """Reconstruct an average of any width from the snapshots of a checkpoint's run, at a batch or the last snapshot.
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.

@@ -14,7 +14,7 @@ from diffusion.compatibility.diffusers_versions import without_own_deprecations
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
-from diffusion.tasks.argument_checks import GenerateOptions, check_pipeline, is_flow_scheduler, lora_file, missing_parts
+from diffusion.tasks.argument_checks import check_pipeline, is_flow_scheduler, lora_file, missing_parts
 
 
 class ExportedPipeline:
@@ -83,19 +83,6 @@ class ExportedPipeline:
             num_inference_steps=num_inference_steps,
             **adapter.call_arguments(pipeline, negative=negative_prompt, guidance=guidance_scale),
         )
-
-
-def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
-    """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1]."""
-    pipeline = ExportedPipeline(folder, lora=None if options.lora is None else Path(options.lora))
-    return pipeline.generate(
-        options.prompts,
-        negative_prompt=options.negative,
-        seeds=range(options.seed, options.seed + len(options.prompts)),
-        num_inference_steps=50 if options.steps is None else options.steps,
-        guidance_scale=7.5 if options.guidance is None else options.guidance,
-        noise_scheduler=options.scheduler or pipeline.noise_scheduler,
-    )
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:

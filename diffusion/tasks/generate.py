@@ -17,7 +17,7 @@ from diffusion.errors import UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.argument_checks import GenerateOptions, is_export
 from diffusion.tasks.evaluate import trained_model
-from diffusion.tasks.exported_pipeline import draw_with_export
+from diffusion.tasks.exported_pipeline import ExportedPipeline
 from diffusion.training import components
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,15 @@ def run_generate(options: GenerateOptions) -> None:
     """Run `diffusion generate` with options already checked by `check_generate`."""
     source = Path(options.source)
     if is_export(source):
-        images = draw_with_export(source, options)
+        pipeline = ExportedPipeline(source, lora=None if options.lora is None else Path(options.lora))
+        images = pipeline.generate(
+            options.prompts,
+            negative_prompt=options.negative,
+            seeds=range(options.seed, options.seed + len(options.prompts)),
+            num_inference_steps=50 if options.steps is None else options.steps,
+            guidance_scale=7.5 if options.guidance is None else options.guidance,
+            noise_scheduler=options.scheduler or pipeline.noise_scheduler,
+        )
         files = save_images(images, options.prompts, Path(options.out), seed=options.seed)
         print(f'{len(files)} images in {files[0].parent}')
         return

@@ -276,10 +276,7 @@ class Watcher:
             time.sleep(min(0.2, self.settings.poll_seconds))
 
     def _stop(self) -> None:
-        """End this watcher's evaluations and release their claims, so that another watcher can repeat them.
-
-        Submitted jobs continue and keep their claims.
-        """
+        """End this watcher's evaluations and release their claims for other watchers; submitted jobs continue."""
         for each in self._submitted:
             each.kept.close()
         for each in self._running:

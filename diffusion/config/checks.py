@@ -18,7 +18,7 @@ from diffusion.config.device_checks import (
     epoch_problem,
     nearest_divisor,
 )
-from diffusion.config.image_metrics import check_image_metrics
+from diffusion.config.image_metrics import image_metrics_problems
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.model_checks import check_model
 from diffusion.config.recipe import (
@@ -154,8 +154,9 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         gather.problems += check_initial_weights(recipe.init_from)
     gather.problems += check_pretrained(recipe.model) + check_model(recipe)
     gather.problems += check_sampling(recipe, own)
-    evaluators = {where: each for where, each in own.items() if where.startswith('evaluators.')}
-    gather.problems += check_image_metrics(evaluators)
+    for where, settings in own.items():
+        problems = image_metrics_problems(settings) if where.startswith('evaluators.') else {}
+        gather.problems += [Problem(join(where, key), what) for key, what in problems.items()]
     if recipe.task == 'train' and recipe.evaluators_interval is not None:
         for key, value in (('evaluators', recipe.evaluators), ('eval_streams', recipe.eval_streams)):
             if not value:

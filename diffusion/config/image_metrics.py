@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diffusion.config.sampling_checks import guidance_problem
-from diffusion.config.schema import MISSING, Problem, did_you_mean, join
+from diffusion.config.schema import MISSING, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,6 @@ NETWORKS: dict[str, str | None] = {
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
 LAYOUTS = ('geneval', 't2i_compbench')
 """Layouts of image folders that the scoring scripts of benchmarks read."""
-
-
-def check_image_metrics(evaluators: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return a problem for each setting that is out of range, given the keywords of each evaluator by its path."""
-    return [
-        Problem(join(where, key), what)
-        for where, settings in evaluators.items()
-        for key, what in image_metrics_problems(settings).items()
-    ]
 
 
 def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -115,7 +115,6 @@ def register_family(family: Family) -> None:
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted names of all registered components of a kind, such as `callback`."""
     return sorted(_table(kind))
 
 

@@ -253,7 +253,6 @@ def _component_changes(
 
 
 def _value_changes(key: str, path: str, before: Any, after: Any) -> Iterator[Change]:
-    """Yield the changes of a value, one per entry if it is a mapping in both recipes."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for name in [*after, *(name for name in before if name not in after)]:
             yield from _value_changes(f'{key}.{name}', f'{path}.{name}', before.get(name), after.get(name))

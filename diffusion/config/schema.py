@@ -116,7 +116,6 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def describe_type(kind: Any) -> str:
-    """Return a readable description of a type for messages, such as `an integer or null`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return ' or '.join(describe_type(choice) for choice in arguments)

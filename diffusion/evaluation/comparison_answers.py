@@ -51,7 +51,6 @@ def checksum(text: str) -> str:
 
 
 def answers_json(comparison: str, rater: str, answers: Iterable[Answer]) -> str:
-    """Return the content of an answer file, exactly as the page would write it."""
     rows = [{'pair': each.pair, 'question': each.question, 'choice': each.choice} for each in answers]
     content = {'comparison': comparison, 'rater': rater, 'answers': rows}
     return json.dumps(content | {'checksum': checksum(_canonical(content))}, indent=1) + '\n'

@@ -161,7 +161,6 @@ def damaged_copy(image: Image.Image) -> Image.Image:
 
 
 def data_uri(image: Image.Image) -> str:
-    """Encode an RGB image as a JPEG without metadata, and return it as a data URI."""
     buffer = io.BytesIO()
     # Copy the pixels to a new image, since Pillow would also write the comment and color profile from `info`.
     Image.fromarray(np.asarray(image)).save(buffer, 'JPEG', quality=JPEG_QUALITY, subsampling=0)

@@ -107,7 +107,6 @@ class EvaluationResult:
 def results_of(
     checkpoint: EvaluatedCheckpoint, metrics: Mapping[str, float], details: Mapping[str, Any], *, seconds: float
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint's results file: all evaluators' metrics and details, and the duration."""
     about = {'checkpoint': checkpoint.name, 'batch': int(checkpoint.name[2:]), 'weights': checkpoint.weights}
     return {**about, 'metrics': dict(metrics), **details, 'seconds': seconds}
 

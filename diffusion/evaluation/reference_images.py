@@ -139,7 +139,6 @@ class ReferenceFeatures:
         return kept | computed
 
     def _read(self, name: str, description: Mapping[str, Any]) -> Tensor | None:
-        """Return the features in a file after checking its description, or None if there is no file."""
         path = self.folder / f'{name}.safetensors'
         if not path.exists():
             return None

@@ -58,11 +58,9 @@ class ProfileMeasurements:
     off: Sequence[str] = ()
 
     def in_stages(self, *stages: str) -> float:
-        """Return the total fraction of step time in the given stages, such as `forward` and `backward`."""
         return sum(self.shares.get(stage, 0.0) for stage in stages)
 
     def in_kernels(self, *kinds: str) -> float:
-        """Return the total fraction of step time in kernels for the given kinds of work, such as `norms`."""
         return sum(each.seconds for each in self.kernels if kind_of(each.name) in kinds) / self.step_seconds
 
     @property
@@ -78,7 +76,6 @@ class ProfileMeasurements:
 
     @property
     def busy(self) -> float:
-        """Fraction of step time during which the device computes."""
         return min(1.0, sum(each.seconds for each in self.kernels) / self.step_seconds)
 
     def turn_on(self, *parts: str) -> list[str]:
@@ -87,7 +84,6 @@ class ProfileMeasurements:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work of a GPU kernel, such as `attention` or `norms`, based on its name."""
     lower = name.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), 'others')
 

@@ -62,8 +62,6 @@ class Timeline:
         return _Stage(self, name)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a function so that the time of its calls counts towards a nested stage."""
-
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with _Stage(self, name):

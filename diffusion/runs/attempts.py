@@ -378,7 +378,6 @@ def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str
 
 
 def _starting(attempt: Attempt) -> float:
-    """Return the seconds from the start of an attempt to its first batch, or to its end if no batch began."""
     return (attempt.end if attempt.first is None else attempt.first_at) - attempt.begin
 
 
@@ -421,7 +420,6 @@ def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> lis
 
 
 def format_duration(seconds: float, decimals: int = 1) -> str:
-    """Return a duration in seconds, minutes or hours."""
     if seconds < 120:
         return f'{seconds:.{decimals}f} s'
     return f'{seconds / 60:.{decimals}f} min' if seconds < 7200 else f'{seconds / 3600:.{decimals}f} h'

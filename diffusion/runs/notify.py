@@ -123,7 +123,6 @@ class Notifier:
             self.send('goodput', text, goodput=round(found.goodput, 4), wall_seconds=round(found.wall))
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait at most `seconds` for the delivery of all messages."""
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

@@ -31,7 +31,6 @@ def create_run_id(folder: Path, run_id: str = '') -> str:
 
 
 def run_file_content(run_id: str) -> str:
-    """Return the content of run.json for a run that starts now."""
     created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
     return json.dumps({'version': VERSION, 'id': run_id, 'created': created}) + '\n'
 

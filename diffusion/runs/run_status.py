@@ -202,7 +202,6 @@ def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
 
 
 def _written(content: str | None) -> float:
-    """Return the time of the last write in the content of a lock, in seconds since 1970; 0 if unknown."""
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         return float(json.loads(content or '{}').get('at', 0.0))
     return 0.0

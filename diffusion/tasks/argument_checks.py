@@ -46,7 +46,6 @@ UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
 
 
 def exported_pipelines() -> dict[str, Family]:
-    """Return the diffusers pipelines that `diffusion export` writes, and the families of their models."""
     return {pipeline: family for family in families() for pipeline in family.pipelines}
 
 
@@ -285,7 +284,6 @@ def missing_parts(folder: Path) -> list[str]:
 
 
 def lora_file(path: Path) -> Path:
-    """Return the file of a LoRA, given the file or the folder of an export."""
     return path / LORA_WEIGHTS if path.is_dir() else path
 
 

@@ -156,7 +156,6 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
 
 
 def _data(recipe: Recipe) -> list[str]:
-    """Return the section about the training data: the streams, and their reports from `diffusion prepare`."""
     # Include precompute's streams, since latents were made from images in other streams.
     streams = [*recipe.streams.items(), *recipe.precompute.streams.items()]
     reports = {name: report for name, stream in streams if (report := _report_of(stream)) is not None}
@@ -211,7 +210,6 @@ def _licenses() -> dict[str, Mapping[str, str]]:
 
 
 def _sources(recipe: Recipe) -> list[str]:
-    """Return the Hub repositories whose weights the export contains or started from."""
     found = [] if (base := _base_model(recipe)) is None else [base]
     name, kwargs = recipe.model.name, recipe.model.kwargs
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}

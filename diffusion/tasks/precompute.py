@@ -103,7 +103,6 @@ class PrecomputeStage:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of latents in this stage's complete output, written or not."""
         return -(-self.samples // self.per_shard)
 
     def ids(self, shard: int) -> range:
@@ -112,7 +111,6 @@ class PrecomputeStage:
 
     @property
     def missing(self) -> list[int]:
-        """Sorted numbers of the shards of latents that `task: precompute` has not written yet."""
         return sorted(set(range(self.num_shards)) - self.output.shards.done())
 
     @property
@@ -356,7 +354,6 @@ def _encoded(
 
 
 def _select_captions(row: dict[str, Any], settings: PrecomputeConfig) -> None:
-    """Remove captions from a row according to `precompute.captions`: keep all, the first or the longest."""
     if settings.captions != 'all':
         chosen = choose_caption_index(row['captions'], settings.captions, 0)
         for name in ('captions', CAPTION_COLUMNS):
@@ -402,7 +399,6 @@ def _finish(stage: PrecomputeStage) -> None:
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
-    """Write buckets.json, a list of image shapes, for every stream with several shapes."""
     counts = dict(zip([bucket.name for bucket in dataset.buckets], dataset.samples_per_stream.tolist(), strict=True))
     shapes = {bucket.name: bucket.shape for bucket in dataset.buckets}
     for name, stream in recipe.precompute.streams.items():

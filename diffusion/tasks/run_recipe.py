@@ -140,7 +140,6 @@ def configure_logging() -> None:
 
 
 def describe_results(recipe: Recipe) -> str:
-    """Return a line for each kind of output file of the run, and for each caption list of its data."""
     from diffusion.checkpointing.checkpoint_store import list_checkpoints
 
     run = recipe.run_dir

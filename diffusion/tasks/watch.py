@@ -228,7 +228,6 @@ class Watcher:
                 each.kept.close()
 
     def _report(self, checkpoint: str) -> bool:
-        """Log a checkpoint's results; return True if it has results."""
         found = self.results(checkpoint)
         if found is None:
             return False

@@ -69,7 +69,6 @@ class AdamW(torch.optim.AdamW):
         self.register_state_dict_post_hook(_with_own_steps)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all weights that have gradients, and return the result of `closure`."""
         if self.defaults['differentiable']:
             return super().step(closure)
         loss = None
@@ -82,7 +81,6 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients, or zero them if `set_to_none` is False."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return

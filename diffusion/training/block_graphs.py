@@ -129,7 +129,6 @@ class _SharedMemory:
         return user is not None and bool(user.waiting)
 
     def take(self) -> _Replayed:
-        """Return a new user of the memory."""
         user = _Replayed()
         self._user = weakref.ref(user)
         return user

@@ -231,7 +231,6 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have gradients, and return the result of `closure`; a collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -163,7 +163,6 @@ def _rates(recipe: Recipe, checkpoint: Path) -> str:
 
 
 def _rate(recipe: Recipe, time: Timestamp, batches_per_epoch: int | None) -> float:
-    """Return the learning rate of a recipe's first parameter group at a time of its schedule."""
     base = float(registry.keywords('optimizer', recipe.optimizer)['lr'])
     if recipe.scheduler is None:
         return base

@@ -85,11 +85,7 @@ def dotted(path: KeyPath) -> str:
 
 
 class _Pass:
-    """One pass that resolves all interpolations in plain values.
-
-    Args:
-        environ: Environment variables for `oc.env`; None makes it return a placeholder for every variable.
-    """
+    """One pass that resolves all interpolations; if `environ` is None, every variable becomes a placeholder."""
 
     def __init__(self, raw: dict[str, Any], environ: Mapping[str, str] | None) -> None:
         self._environ = environ

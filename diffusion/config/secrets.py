@@ -109,8 +109,6 @@ def hide_values(
     """Replace values of environment variables in a message by the interpolations from which they come.
 
     Args:
-        from_environment: Text of each value that depends on an environment variable, by its path in `values`.
-        values: The resolved plain values, including those from environment variables.
         quoted_at: Paths of the values that the message is about; these are replaced even if they are short.
     """
     hidden: dict[str, str] = {}

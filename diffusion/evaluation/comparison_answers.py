@@ -81,9 +81,8 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
             'original'
         ) from error
     if own != comparison:
-        raise UserError(
-            f'{where}: answers comparison {str(own)[:40]!r}, not {comparison!r}; give the key of that comparison'
-        )
+        what = f'{where}: answers comparison {str(own)[:40]!r}, not {comparison!r}; give the key of that comparison'
+        raise UserError(what)
     if stated != expected:
         raise UserError(f'{where}: was modified after the page wrote it; ask its author for the original')
     if not isinstance(rater, str) or not _RATER.fullmatch(rater):

@@ -105,10 +105,7 @@ class GeneratedImages:
         Args:
             together: Run the same forward passes on all ranks, for a sharded model. Only then is this a collective
                 call; otherwise, ranks may have different numbers of batches.
-            should_stop: Returns True to stop before the next batch.
-
-        Raises:
-            ExternalError: `should_stop` returned True on this rank or, with `together`, on any rank.
+            should_stop: Returns True to stop before the next batch with ExternalError; with `together`, on any rank.
         """
 
         def is_needed(generates: bool) -> bool:

@@ -295,6 +295,5 @@ def _copy(source: Path, target: Path) -> None:
     try:
         shutil.copyfile(source, target)
     except FileNotFoundError as error:
-        raise UserError(
-            f'layout: {source} is not on this node; write layouts on one node, or into a folder that all nodes share'
-        ) from error
+        what = f'layout: {source} is not on this node; write layouts on one node, or into a folder that all nodes share'
+        raise UserError(what) from error

@@ -63,9 +63,8 @@ def kernel_distance(images: Tensor, references: Tensor) -> float:
     the random error of subsets. The estimate has mean 0 for two sets from the same distribution, so it can be negative.
     """
     if min(len(images), len(references)) < 2:
-        raise UserError(
-            f'a kernel distance needs at least 2 images in each set; they have {len(images)} and {len(references)}'
-        )
+        what = f'a kernel distance needs at least 2 images in each set; they have {len(images)} and {len(references)}'
+        raise UserError(what)
 
     def kernel(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return (products / images.shape[1] + 1) ** 3

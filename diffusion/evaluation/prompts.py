@@ -67,11 +67,7 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
 
 
 def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
-    """Return the first caption of each of `count` images, evenly spaced in a dataset.
-
-    Raises:
-        UserError: The dataset has fewer images than that.
-    """
+    """Return the first caption of each of `count` images, evenly spaced in a dataset."""
     # Import late: this import needs torch, which is not needed to read prompt files.
     from diffusion.data.caption_choice import captions_of
 

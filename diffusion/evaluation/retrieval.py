@@ -4,6 +4,7 @@ The nearest image has the smallest pixel difference. Use this to measure how wel
 """
 
 import logging
+from typing import Any
 
 import torch
 from composer.utils import dist
@@ -53,13 +54,11 @@ class Retrieval:
         num_shown: int = 40,
         columns: int = 5,
     ) -> None:
-        self.num_captions = num_captions
-        self.guidance_scale = guidance_scale
-        self.num_inference_steps = num_inference_steps
-        self.noise_scheduler = noise_scheduler
-        self.batch_size = batch_size
-        self.num_shown = num_shown
-        self.columns = columns
+        self.num_captions, self.num_shown, self.columns = num_captions, num_shown, columns
+        self.sampling: dict[str, Any] = {
+            **{'guidance_scale': guidance_scale, 'num_inference_steps': num_inference_steps},
+            **{'noise_scheduler': noise_scheduler, 'batch_size': batch_size},
+        }
 
     def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
         """Return the top-1 fraction as `retrieval_top1`, and write `samples.png`; a collective call."""
@@ -89,13 +88,7 @@ class Retrieval:
 
     def _generate(self, checkpoint: EvaluatedCheckpoint, captions: list[str], size: tuple[int, int]) -> Tensor:
         """Generate one image per caption on all ranks, uint8 [len(captions), 3 * H * W]; a collective."""
-        sampling = Sampling(
-            guidance_scale=self.guidance_scale,
-            num_inference_steps=self.num_inference_steps,
-            noise_scheduler=self.noise_scheduler,
-            size=size,
-            batch_size=self.batch_size,
-        )
+        sampling = Sampling(size=size, **self.sampling)
         generated = GeneratedImages.below(checkpoint.folder, captions, sampling, checkpoint.label, name='retrieval')
         rows, indices = [], []
         with checkpoint.raise_together('retrieval'):

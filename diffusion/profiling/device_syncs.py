@@ -123,15 +123,11 @@ def _count_calls(found: Counter[Site]) -> Iterator[None]:
 
         return call
 
-    patches = [patch.object(Tensor, name, counting(getattr(Tensor, name))) for name in METHODS]
-    for each in patches:
-        each.start()
-    try:
-        with CountOperations():
-            yield
-    finally:
-        for each in patches:
-            each.stop()
+    with contextlib.ExitStack() as stack:
+        for name in METHODS:
+            stack.enter_context(patch.object(Tensor, name, counting(getattr(Tensor, name))))
+        stack.enter_context(CountOperations())
+        yield
 
 
 def _name(func: Any) -> str:

@@ -52,7 +52,6 @@ CAUSES = {
     'mistake': 'user error',
     'lost': 'ended without a report',
 }
-"""Description of each cause of an attempt's end."""
 
 
 @dataclass

@@ -51,7 +51,6 @@ class Beat(NamedTuple):
     """Last heartbeat of a rank. Times are from time.monotonic(), which is the same for all processes on a machine."""
 
     at: float
-    """Time of the heartbeat."""
     batch: int
     """Number of batches that the run has completed."""
     doing: str
@@ -59,7 +58,6 @@ class Beat(NamedTuple):
     first: int
     """Number of batches that the run had completed when this process's first batch began."""
     first_at: float
-    """Time when this process's first batch began."""
 
 
 def write_heartbeat(path: Path, content: str = '') -> None:

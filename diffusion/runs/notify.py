@@ -30,7 +30,6 @@ NUMBER_VARIABLE = 'DIFFUSION_ATTEMPT_NUMBER'
 TRAINING_EVENTS = ('loss_guard', 'checkpoint_failed')
 """Events that only the training process can detect. The node entry point, if there is one, sends all others."""
 TIMEOUT_SECONDS = 5.0
-"""Timeout of a request to the webhook."""
 COMMAND_SECONDS = 30.0
 """Time after which the command is killed."""
 PAUSES_SECONDS = (1.0, 3.0)

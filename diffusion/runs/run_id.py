@@ -65,11 +65,9 @@ def parse_run_id(text: str, path: str) -> str:
 
 
 def check_run_id(folder: Path, run_id: str) -> None:
-    """Check that a path still leads to the folder of a run.
+    """Raise OSError unless a path still leads to the folder of a run.
 
-    Raises:
-        OSError: run.json is missing, cannot be read or has another id: the folder was moved or replaced, or its file
-            system is no longer mounted.
+    The folder may have been moved or replaced, or its file system may no longer be mounted.
     """
     machine = environment.machine_name(os.environ)
     try:

@@ -136,11 +136,7 @@ def newest_batch(files: Place, listing: Listing) -> int | None:
 
 
 def _lock_text(lock: run_lock.RunLock) -> str | None:
-    """Return the content of a lock; None if no job holds it, empty if its file cannot be read.
-
-    Raises:
-        OSError: The store does not respond or refuses access.
-    """
+    """Return the content of a lock; None if no job holds it, empty if its file cannot be read."""
     try:
         content = lock.read(patient=True)
     except UserError as error:  # the store refuses access, which is not a mistake in this command

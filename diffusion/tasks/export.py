@@ -162,10 +162,7 @@ def run_export(options: ExportOptions) -> None:
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model to a folder; return the kind of export: a pipeline's class name, or a constant in `model_card`.
-
-    Args:
-        lora: True to write only the LoRA.
+    """Write a model, or only its LoRA (`lora`), to a folder; return the kind of export: a class name or a constant.
 
     Raises:
         UserError: The pipeline of the model's family cannot represent the model.

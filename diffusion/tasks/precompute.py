@@ -137,9 +137,8 @@ def precompute(recipe: Recipe) -> None:
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'model.name: {recipe.model.name} has no frozen VAE; use a latent diffusion model, such as sd2')
     if recipe.precompute.latents == 'image+text' and model.train_text_encoder:
-        raise UserError(
-            'precompute.latents: image+text needs a frozen text encoder, but this model trains its own; use image'
-        )
+        what = 'precompute.latents: image+text needs a frozen text encoder, but this model trains its own; use image'
+        raise UserError(what)
     model = cast(LatentDiffusion, device.module_to_device(model))
     dataset = _dataset(recipe)
     if not is_url(recipe.precompute.out):
@@ -386,9 +385,8 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
 def _finish(stage: PrecomputeStage) -> None:
     final, missing = stage.output.final, stage.missing
     if missing:
-        raise RuntimeError(
-            f'precompute.out: {len(missing)} shards of {final} are missing (first: {missing[0]}); run the job again'
-        )
+        what = f'precompute.out: {len(missing)} shards of {final} are missing (first: {missing[0]}); run the job again'
+        raise RuntimeError(what)
     shards = stage.output.shards
     index = index_text(shards.read_entries(range(stage.num_shards)))
     # Write the index last, because in an object store a folder with an index counts as finished.

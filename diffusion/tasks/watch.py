@@ -95,8 +95,7 @@ class Watcher:
         """Evaluate checkpoints until interrupted; with `once`, until all are evaluated or have failed.
 
         Raises:
-            UserError: The settings of the evaluation are wrong, so every checkpoint would fail; or, with `once`, some
-                checkpoints could not be evaluated.
+            UserError: The evaluation's settings are wrong, or, with `once`, some checkpoints could not be evaluated.
         """
         try:
             while True:
@@ -113,9 +112,8 @@ class Watcher:
         finally:
             self._stop()
         if self._given_up:
-            raise UserError(
-                f'watch: {", ".join(sorted(self._given_up))} could not be evaluated; see the messages above'
-            )
+            what = f'watch: {", ".join(sorted(self._given_up))} could not be evaluated; see the messages above'
+            raise UserError(what)
 
     def _checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints to evaluate, oldest first."""

@@ -85,9 +85,8 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
         spec, nodes = checked.spec, None
         if options.max_nodes is not None:
             if options.max_nodes < spec.nodes:
-                raise UserError(
-                    f'--max-nodes: {options.max_nodes} is less than the {spec.nodes} nodes of {options.launch}'
-                )
+                what = f'--max-nodes: {options.max_nodes} is less than the {spec.nodes} nodes of {options.launch}'
+                raise UserError(what)
             free_nodes(spec)  # report mistakes now instead of at the first checkpoint
             nodes = partial(nodes_of_job, spec, options.max_nodes)
         command = launch_command(options.launch, spec.name, run, options.overrides, nodes)

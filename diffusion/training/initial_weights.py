@@ -71,11 +71,7 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
 
 
 def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Read the weights named by `init_from`, and return them by their names in the model.
-
-    Raises:
-        UserError: The source cannot be used, as in `start_from`; the message names the key and says what to do.
-    """
+    """Read the weights named by `init_from`, and return them by their names in the model; errors as in `start_from`."""
     try:
         return source_of(start).read(model)
     except DamagedCheckpoint as error:
@@ -154,11 +150,7 @@ def with_denoiser(model: object, start: InitFrom) -> LatentDiffusion:
 
 
 def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | None) -> dict[str, Tensor]:
-    """Return a pipeline's text encoder weights by their names in the model; empty if the model's are frozen.
-
-    Raises:
-        UserError: The source has no text encoders, or their settings differ from the model's.
-    """
+    """Return a pipeline's text encoder weights by their names in the model; empty if the model's are frozen."""
     weights: dict[str, Tensor] = {}
     for index, encoder in enumerate(model.text.encoders if model.train_text_encoder else []):
         subfolder = 'text_encoder' if index == 0 else f'text_encoder_{index + 1}'

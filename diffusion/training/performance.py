@@ -28,7 +28,6 @@ from diffusion.training.block_graphs import BlockGraphs
 log = logging.getLogger(__name__)
 
 BACKEND = 'inductor'
-"""Backend for torch.compile."""
 FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
 """Optimizer keywords that select another implementation than `fused`."""
 

@@ -132,11 +132,7 @@ def schedule_of(recipe_text: str) -> dict[str, Any]:
 
 
 def describe_resume(recipe: Recipe) -> list[str]:
-    """Describe in lines of text how a run would resume: checkpoint, changed settings and learning rate.
-
-    Raises:
-        UserError: A setting has changed that is fixed for a run.
-    """
+    """Describe in lines of text how a run would resume: checkpoint, changed settings and learning rate."""
     if 'save_folder' in recipe.trainer:
         return ['resume: not compared, since Composer finds the checkpoint in trainer.save_folder when the run starts']
     place = recipe.run_url or recipe.run_dir

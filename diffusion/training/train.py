@@ -124,11 +124,7 @@ def fit(trainer: Trainer) -> None:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Build a recipe's Trainer with model, data and callbacks, ready for `fit`.
-
-    Raises:
-        UserError: The recipe cannot be run, on this machine or at all.
-    """
+    """Build a recipe's Trainer with model, data and callbacks, ready for `fit`."""
     components.check_device(recipe)
     # The checkpointer and datasets communicate before the Trainer is built, which would otherwise initialize
     # distributed.

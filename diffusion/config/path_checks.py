@@ -43,11 +43,7 @@ def reads_initial_weights(recipe: Recipe) -> bool:
 def check_stream_folders(
     section: str, streams: Mapping[str, StreamConfig], *, for_training: bool = False
 ) -> list[Problem]:
-    """Return a problem for each local folder of streams that cannot be read or has no samples.
-
-    Args:
-        for_training: Also report images that are smaller than the model's input and would be enlarged.
-    """
+    """Return a problem for each unreadable or empty local folder of streams; `for_training`, also for small images."""
     gather = Gatherer()
     for name, stream in streams.items():
         key, folder = ('local', stream.local) if stream.remote is None else ('remote', stream.remote)

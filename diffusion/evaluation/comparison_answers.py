@@ -102,11 +102,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read answer files; if one rater has two files, the longer one, which continues the other, counts.
-
-    Raises:
-        UserError: A file cannot be used, or two files from one rater contradict each other.
-    """
+    """Read answer files; if one rater has two files, the longer one, which continues the other, counts."""
     by_rater: dict[str, tuple[Path, set[Answer]]] = {}
     for file in files:
         try:

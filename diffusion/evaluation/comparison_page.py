@@ -84,11 +84,7 @@ def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[
 
 
 def read_key(path: Path) -> ComparisonKey:
-    """Read a key from its file.
-
-    Raises:
-        UserError: The file does not exist or is not a key.
-    """
+    """Read a key from its file; raise UserError if the file is missing or not a key."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
         pairs = [Pair(**each) for each in content.pop('pairs')]

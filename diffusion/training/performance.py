@@ -146,11 +146,7 @@ def configure_dynamo(*, graphs: int) -> None:
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
-    """Replace a block's `forward` method with a version compiled by torch.compile.
-
-    If `with_gradients` is True, the compiled version is only used while gradients are enabled; otherwise the block runs
-    eagerly.
-    """
+    """Replace a block's `forward` by a compiled one, used `with_gradients` only while gradients are enabled."""
     eager = block.forward
     compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
 

@@ -98,7 +98,7 @@ class EvaluatedCheckpoint:
 
 @dataclass
 class EvaluationResult:
-    """Metrics by an evaluator, and further entries for the results file, such as the metrics of each guidance scale."""
+    """Metrics of an evaluator, and further entries for the results file, such as the metrics of each guidance scale."""
 
     metrics: dict[str, float]
     details: dict[str, Any] = field(default_factory=dict)

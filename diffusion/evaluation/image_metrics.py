@@ -127,8 +127,9 @@ class ImageMetrics:
         references: dict[str, Tensor] = {}
         if extractors:
             with checkpoint.raise_together('image_metrics: reference images'):
-                images: ReferenceImages = DatasetImages(checkpoint.dataset, self.num_references)
-                if self.reference is not None:
+                if self.reference is None:
+                    images: ReferenceImages = DatasetImages(checkpoint.dataset, self.num_references)
+                else:
                     images = FolderImages(Path(self.reference), self.num_references)
                 self._check_area(checkpoint, images)
             cache = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')

@@ -295,44 +295,44 @@ class Breakdown(Callback):
         # Composer has no event right after the optimizer step. Without this hook, what it does between the step and
         # BATCH_END, such as learning rate schedules, would count as `optimizer`.
         for optimizer in state.optimizers:
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self.timeline.switch(OTHER)).remove)
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
         # The model reports its encoder stage through a global listener, which costs one function call without a
         # listener.
         stage_hooks.set_listener(self.timeline)
         self._undo.append(lambda: stage_hooks.set_listener(None))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(DATA_WAIT)  # the loader starts its workers in the first batch
+        self._enter(DATA_WAIT)  # the loader starts its workers in the first batch
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(DATA_WAIT)
+        self._enter(DATA_WAIT)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(OTHER)
+        self._enter(OTHER)
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         # Composer copies each microbatch to the device right before its forward pass.
         self._microbatches_left = number_of_microbatches(state)
-        self.timeline.switch(COPY)
+        self._enter(COPY)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(FORWARD)
+        self._enter(FORWARD)
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(BACKWARD)
+        self._enter(BACKWARD)
 
     def after_backward(self, state: State, logger: Logger) -> None:
         self._microbatches_left -= 1
-        self.timeline.switch(COPY if self._microbatches_left else OPTIMIZER)
+        self._enter(COPY if self._microbatches_left else OPTIMIZER)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(OTHER)
+        self._enter(OTHER)
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(EVALUATION)
+        self._enter(EVALUATION)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        self.timeline.switch(OTHER)
+        self._enter(OTHER)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._to_skip:
@@ -360,6 +360,9 @@ class Breakdown(Callback):
         self._detach()
 
     # -- helpers of the event methods --
+
+    def _enter(self, stage: str) -> None:
+        self.timeline.switch(stage)
 
     def _begin(self, state: State) -> None:
         """Start a window of batches: reset the counters, and start GPU timing if every batch is sampled."""

@@ -40,14 +40,7 @@ def isolate(name: str, temporary: Path) -> None:
 
 
 def start_nodes(url: str, folder: Path, *, mounted: Path | None = None, **settings: Any) -> list[Forked]:
-    """Read epochs in a job of several nodes with one device each; see `samples_of`.
-
-    Args:
-        url: URL of the shards.
-        folder: Folder of the nodes' caches.
-        mounted: Folder that each node mounts as its cache, as a file system of the cluster; None gives each its own.
-        settings: Keywords of the dataset.
-    """
+    """Read epochs in a job of several nodes with one device each, and a cache each unless they mount one folder."""
     port = free_port()
     folder.mkdir()
 
@@ -73,5 +66,4 @@ def start_nodes(url: str, folder: Path, *, mounted: Path | None = None, **settin
 
 
 def samples_of(folder: Path, number: int) -> list[dict[int, int]]:
-    """Return the samples that a node served in each epoch."""
     return pickle.loads((folder / f'samples-{number}').read_bytes())

@@ -23,7 +23,6 @@ def payload(index: int, salt: str = '') -> bytes:
 
 
 def number(content: bytes) -> int:
-    """Return the number of a sample with this payload."""
     return int.from_bytes(hashlib.sha256(content).digest()[:6], 'big')
 
 
@@ -38,8 +37,6 @@ def write_samples(folder: Path, *, salt: str = '', count: int = SAMPLES, bad: fr
 
 
 class Numbers(BucketedDataset):
-    """Dataset of items with the `number` of each sample."""
-
     def __init__(self, buckets: list[Bucket], **settings: Any) -> None:
         super().__init__(buckets, columns=[('payload',)], seed=3, **settings)
 
@@ -53,15 +50,7 @@ class Numbers(BucketedDataset):
 def loader_over(
     remote: str | Path | None, local: Path, *, workers: int = 0, loader: dict[str, Any] | None = None, **settings
 ) -> BucketedLoader:
-    """Return a loader with batches of six.
-
-    Args:
-        remote: Folder or URL of the shards; None for local data.
-        local: The stream's local folder.
-        workers: Number of worker processes.
-        loader: Keywords of the loader.
-        settings: Keywords of the stream and of the dataset.
-    """
+    """Return a loader with batches of six; `loader` are its own keywords, the rest those of stream and dataset."""
     names = ('download_retry', 'download_timeout', 'validate_hash', 'keep_zip')
     keywords_of_stream = {name: settings.pop(name) for name in names if name in settings}
     stream = Stream(remote=None if remote is None else str(remote), local=str(local), **keywords_of_stream)
@@ -73,7 +62,6 @@ def loader_over(
 
 
 def cached_loader(url: str, cache: Path, **settings) -> BucketedLoader:
-    """Return a loader with batches of six, with the shards in a cache folder."""
     return loader_over(url, home(cache, url), cache_folder=str(cache), **settings)
 
 
@@ -87,7 +75,6 @@ def served(loader: BucketedLoader) -> dict[int, int]:
 
 
 def expected(salt: str = '', count: int = SAMPLES) -> dict[int, int]:
-    """Return the correct number of every sample by id."""
     return {index: number(payload(index, salt)) for index in range(count)}
 
 

@@ -26,7 +26,6 @@ class Forked:
                 os._exit(status)
 
     def running(self) -> bool:
-        """Return True if the process has not ended."""
         return self._ended(os.WNOHANG) is None
 
     def wait(self) -> int:
@@ -36,7 +35,6 @@ class Forked:
         return status
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL and wait for it."""
         os.kill(self.pid, signal.SIGKILL)
         assert self.wait() == -signal.SIGKILL
 

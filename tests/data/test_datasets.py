@@ -1,7 +1,6 @@
 """Datasets and loader on real shards, and the sizes of images."""
 
 import io
-import multiprocessing
 import os
 
 import numpy as np
@@ -22,9 +21,12 @@ from diffusion.data.streams import Bucket
 from diffusion.data.transforms import CropBox
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.pretrained import tiny_tokenizers
 from diffusion.storage import bucket_clients
 from diffusion.storage.s3_client import S3Client
 from diffusion.training.components import build_loader
+
+SLOW = pytest.mark.slow
 
 
 def two_buckets(pictures):
@@ -65,10 +67,8 @@ def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
 
 
 def test_resume_mid_epoch_with_a_worker_equals_uninterrupted_run_without(write_recipe, pictures):
-    path = write_recipe(
-        streams=two_buckets(pictures),
-        dataset={'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
-    )
+    dataset = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
+    path = write_recipe(streams=two_buckets(pictures), dataset=dataset)
     uninterrupted = batches_of(build_loader(load(path)))
     loader = build_loader(load(path))
     iterator = iter(loader)
@@ -87,19 +87,13 @@ def test_resume_mid_epoch_with_a_worker_equals_uninterrupted_run_without(write_r
 
 def test_evaluation_is_deterministic(write_recipe, pictures):
     streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
-    recipe = load(
-        write_recipe(
-            global_batch=16, eval_streams=streams, dataset={'name': 'image_text', 'crop': 'random', 'flip': True}
-        )
-    )
-    dataset = build_loader(recipe, 'eval').dataset
+    component = {'name': 'image_text', 'crop': 'random', 'flip': True}
+    dataset = build_loader(load(write_recipe(eval_streams=streams, dataset=component)), 'eval').dataset
     assert isinstance(dataset, ImageTextDataset)
     assert (dataset.crop, dataset.flip, dataset.caption_choice) == ('center', False, 'first')
 
 
 def dataset_over(folder, **settings):
-    from diffusion.models.pretrained import tiny_tokenizers
-
     bucket = Bucket('a', Stream(local=str(folder)), square(32))
     return ImageTextDataset([bucket], batch_size=4, tokenizers=tiny_tokenizers(), shuffle=False, **settings)
 
@@ -128,22 +122,8 @@ def test_undecodable_image_error_names_shard_and_row(tmp_path):
     with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
         writer.write({'image': b'no picture', 'caption': 'a'})
     dataset = dataset_over(tmp_path / 'd')
-    with pytest.raises(
-        BadSample, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the image cannot be decoded'
-    ):
+    with pytest.raises(BadSample, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the image cannot be'):
         dataset[0]
-
-
-@pytest.mark.slow
-def test_workers_persist_across_epochs(write_recipe, pictures):
-    before = set(multiprocessing.active_children())
-    loader = build_loader(load(write_recipe(streams=two_buckets(pictures), loader={'num_workers': 1})))
-    workers = []
-    for _ in range(2):
-        batches_of(loader)
-        workers.append({process.pid for process in set(multiprocessing.active_children()) - before})
-    assert len(workers[0]) == 1
-    assert workers[0] == workers[1]
 
 
 def test_default_worker_count_leaves_one_core_per_device():
@@ -161,7 +141,7 @@ def test_epoch_follows_stream_proportions(write_recipe, pictures):
     assert large / len(batches) == pytest.approx(0.75, abs=0.1)
 
 
-def write_ramps(folder, sizes, *, metadata, image_format='PNG'):
+def write_ramps(folder, sizes, image_format):
     """Write images whose red value is the column in percent of the width, and whose green value is that of the row."""
     columns = {'image': 'bytes', 'captions': 'json', 'key': 'str', 'metadata': 'json'}
     with MDSWriter(out=str(folder), columns=columns, hashes=['sha1']) as writer:
@@ -171,29 +151,16 @@ def write_ramps(folder, sizes, *, metadata, image_format='PNG'):
             pixels[..., 1] = (np.arange(height) + 0.5)[:, None] / height * 250
             encoded = io.BytesIO()
             Image.fromarray(pixels).save(encoded, image_format, quality=98)
-            stored = metadata(width, height)
+            stored = {'source_width': 3 * width, 'source_height': 3 * height}
             writer.write({'image': encoded.getvalue(), 'captions': ['a'], 'key': str(index), 'metadata': stored})
     return folder
 
 
-@pytest.mark.parametrize(
-    ('crop', 'image_format'),
-    [
-        pytest.param('center', 'JPEG', marks=pytest.mark.slow),
-        ('random', 'PNG'),
-        pytest.param('center', 'PNG', marks=pytest.mark.slow),
-        pytest.param('random', 'JPEG', marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(('crop', 'image_format'), [pytest.param('center', 'JPEG', marks=SLOW), ('random', 'PNG')])
 def test_crop_coordinates_locate_the_pixels(tmp_path, tiny_recipe, many_datasets, crop, image_format):
     """The position of each crop, read from its colors, is the one that the sizes state, mirrored or not."""
     encoded = [(160, 96), (96, 200), (400, 200), (64, 64)] * 2
-    data = write_ramps(
-        tmp_path / 'data',
-        encoded,
-        metadata=lambda width, height: {'source_width': 3 * width, 'source_height': 3 * height},
-        image_format=image_format,
-    )
+    data = write_ramps(tmp_path / 'data', encoded, image_format)
     content = tiny_recipe(tmp_path / 'runs')
     content['model'] |= {'name': 'tiny_sdxl', 'text_layers': 2}
     content['dataset'] |= {'crop': crop, 'flip': True} | ({'min_crop_scale': 0.5} if crop == 'random' else {})
@@ -231,14 +198,6 @@ def test_original_size_is_that_of_prepare_if_it_is_recorded():
     assert original_size({'metadata': {'source_width': 640, 'source_height': 480}}) == (640, 480)
     for sample in ({}, {'metadata': None}, {'metadata': {'source_width': 640}}, {'metadata': {'source_width': '640'}}):
         assert original_size(sample) is None
-
-
-@pytest.mark.slow
-def test_data_without_recorded_sizes_takes_those_of_the_encoded_image(write_recipe, tiny_recipe, tmp_path):
-    content = tiny_recipe(tmp_path)
-    model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}
-    batch = next(iter(build_loader(load(write_recipe(model=model)))))
-    assert batch[batch_keys.IMAGE_SIZES].tolist() == [[32, 32, 0, 0, 32, 32]] * 8
 
 
 def test_model_without_sizes_gets_none(write_recipe):

@@ -21,8 +21,6 @@ def streams_of(pictures):
 
 @pytest.fixture
 def identity(write_recipe, pictures):
-    """Return a function that returns the identity of a recipe with both buckets and some changes."""
-
     def build(*overrides, **sections):
         sections = {'streams': streams_of(pictures)} | sections
         recipe = load(write_recipe(**sections), overrides)
@@ -37,10 +35,8 @@ def test_fingerprint_is_plain_json_and_describes_data(identity):
     data = found['data']
     assert (found['seed'], data['global_batch'], data['num_canonical_nodes']) == (17, 8, 8)
     assert data['shuffle_block_size'] == 500_000, "Streaming's default for null is included"
-    assert data['dataset'] == {
-        **{'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False, 'caption_choice': 'random'},
-        'caption_weights': None,
-    }
+    dataset = {'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False}
+    assert data['dataset'] == dataset | {'caption_choice': 'random', 'caption_weights': None}
     small = data['streams']['px32']
     assert (small['shape'], small['choose'], small['samples']) == ('32x32', 40, 40)
     assert len(small['index_sha256']) == 64
@@ -54,22 +50,13 @@ CHANGES = {
         'streams.px32.choose: 40 in the checkpoint, 32 now',
         'streams.px64.choose: 24 in the checkpoint, 16 now',
     ],
-    'loader.shuffle=false': ['shuffle: True in the checkpoint, False now'],
-    'loader.shuffle_seed=3': ['shuffle_seed: 17 in the checkpoint, 3 now'],
     'loader.shuffle_block_size=1000': ['shuffle_block_size: 500000 in the checkpoint, 1000 now'],
     'dataset.flip=true': ['dataset.flip: False in the checkpoint, True now'],
     'streams.px32.resolution=64': ['streams.px32.shape: 32x32 in the checkpoint, 64x64 now'],
-    'streams.px32.choose=16': ['streams.px32.choose: 40 in the checkpoint, 16 now'],
 }
 
 
-@pytest.mark.parametrize(
-    ('override', 'expected'),
-    [
-        pytest.param(*each, id=each[0], marks=() if number % 3 == 0 else pytest.mark.slow)
-        for number, each in enumerate(CHANGES.items())
-    ],
-)
+@pytest.mark.parametrize(('override', 'expected'), CHANGES.items(), ids=list(CHANGES))
 def test_changed_setting_is_named_in_differences(identity, override, expected):
     assert differences(identity()['data'], identity(override)['data']) == expected
 
@@ -79,16 +66,13 @@ def test_added_removed_and_reordered_streams_are_differences(identity, pictures,
     one = {'px32': both['px32']}
     lines = differences(identity()['data'], identity(streams=one)['data'])
     assert lines[-1] == 'streams.px64: present in the checkpoint, missing now'
-    assert differences(identity(streams=one)['data'], identity()['data'])[-1] == (
-        'streams.px64: missing in the checkpoint, present now'
-    )
+    lines = differences(identity(streams=one)['data'], identity()['data'])
+    assert lines[-1] == 'streams.px64: missing in the checkpoint, present now'
     recipe = load(write_recipe(streams=both))
     recipe.streams = dict(reversed(recipe.streams.items()))
     swapped = run_identity(recipe, build_loader(recipe))
-    assert [line.split(':')[0] for line in differences(identity()['data'], swapped['data'])] == [
-        'streams.px64.position',
-        'streams.px32.position',
-    ]
+    lines = differences(identity()['data'], swapped['data'])
+    assert [line.split(':')[0] for line in lines] == ['streams.px64.position', 'streams.px32.position']
 
 
 def test_settings_that_do_not_affect_data_are_no_difference(identity, pictures, tmp_path):
@@ -136,17 +120,14 @@ def test_changed_seed_always_raises(allow):
         same_run(allow=allow, seed=18, choose=128).load_state_dict(SAVED)
 
 
-def trainer_of(recipe, *, callbacks) -> Trainer:
+def trainer_of(recipe) -> Trainer:
     loader = build_loader(recipe)
-    same_run_check = (
-        [SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)] if callbacks else []
-    )
     model = components.build_model(recipe)
     return Trainer(
         model=model,
         train_dataloader=loader,
         optimizers=components.build_optimizer(recipe, model),
-        callbacks=same_run_check,
+        callbacks=[SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)],
         max_duration='4ba',
         save_folder=str(recipe.run_dir),
         save_filename='ba{batch}.pt',
@@ -160,34 +141,20 @@ def trainer_of(recipe, *, callbacks) -> Trainer:
 
 def test_trainer_compares_data_on_resume_and_accepts_allowed_change(write_recipe, pictures, caplog):
     path = write_recipe(streams=streams_of(pictures))
-    trainer = trainer_of(load(path), callbacks=True)
+    trainer = trainer_of(load(path))
     trainer.fit()
     trainer.close()
     del trainer
-    refusal = (
-        r'(?s)set allow_data_change: true to resume with other data, .*\n  global_batch: 8 in the checkpoint, 16 now'
-    )
+    refusal = r'(?s)set allow_data_change: true to resume .*\n  global_batch: 8 in the checkpoint, 16 now'
     with pytest.raises(ValueError, match=refusal):
-        trainer_of(load(path, ['global_batch=16']), callbacks=True)
+        trainer_of(load(path, ['global_batch=16']))
     changed = ['global_batch=16', 'loader.shuffle_seed=3', 'loader.num_canonical_nodes=4', 'allow_data_change=true']
-    trainer = trainer_of(load(path, changed), callbacks=True)
+    trainer = trainer_of(load(path, changed))
     assert 'shuffle_seed: 17 in the checkpoint, 3 now' in caplog.text
     dataset = trainer.state.train_dataloader.dataset  # type: ignore[union-attr]
     assert isinstance(dataset, BucketedDataset)
     trainer.fit()
-    assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), (
-        'the values of the recipe, not of the checkpoint'
-    )
-    assert trainer.state.batch[batch_keys.BATCH_INDEX].unique().tolist() == [2], (
-        '16 of 48 samples were used before, 2 more batches follow'
-    )
+    assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), 'of the recipe, not of the checkpoint'
+    # 16 of 48 samples were used before, 2 more batches follow.
+    assert trainer.state.batch[batch_keys.BATCH_INDEX].unique().tolist() == [2]
     trainer.close()
-
-
-@pytest.mark.slow
-def test_checkpoint_without_fingerprint_warns(write_recipe, caplog):
-    recipe = load(write_recipe())
-    trainer_of(recipe, callbacks=False).fit()
-    with pytest.warns(UserWarning, match='SameRun is not in the state_dict'):
-        trainer_of(recipe, callbacks=True)
-    assert 'the checkpoint does not record its seed and data' in caplog.text

@@ -2,7 +2,6 @@
 
 import io
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ def turned(orientation: int) -> Image.Exif:
     return exif
 
 
-def texts(add: Callable[[PngImagePlugin.PngInfo], Any]) -> PngImagePlugin.PngInfo:
+def texts(method: str, *values: Any, **options: Any) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
-    add(info)
+    getattr(info, method)(*values, **options)
     return info
 
 
@@ -83,7 +82,11 @@ JPEG = encode(PICTURE, 'JPEG')
 CMYK = encode(PICTURE.convert('CMYK'), 'JPEG')
 WORKFLOW, XMP = 'workflow ' * 300_000, '<x xmlns:tiff="t" tiff:Orientation="3"/>'
 PROFILE = swapped_profile()
-PALETTE_RGB = np.asarray(PALETTE.convert('RGB'))
+PALETTE_RGB, DEEP_GRAY = np.asarray(PALETTE.convert('RGB')), gray(np.round(DEEP / 257))
+LAYER, OF_INDEX = Image.fromarray(ALPHA), INDEX_ALPHA[np.asarray(PALETTE)]
+ZTXT = png(PICTURE, pnginfo=texts('add_text', 'workflow', WORKFLOW, zip=True))
+DAMAGED, ITXT = ZTXT.index(b'workflow\0\0') + 15, texts('add_itxt', 'workflow', WORKFLOW, zip=True)
+LATE = b'w\0\0' + zlib.compress(WORKFLOW.encode())
 TABLES = JPEG.index(b'\xff\xdb')
 WITH_INDEX = PALETTE_RGB, np.where(np.asarray(PALETTE) == 3, 0, 255)
 FILES: dict[str, tuple[bytes, np.ndarray]] = {
@@ -92,52 +95,25 @@ FILES: dict[str, tuple[bytes, np.ndarray]] = {
     'bits.png': (encode(Image.fromarray(GRAY > 100), 'PNG'), gray((GRAY > 100) * 255)),
     'palette.png': (png(PALETTE), PALETTE_RGB),
     'palette-index.png': (png(PALETTE, transparency=3), over_white(*WITH_INDEX)),
-    'palette-alpha.png': (
-        png(PALETTE, transparency=INDEX_ALPHA.tobytes()),
-        over_white(PALETTE_RGB, INDEX_ALPHA[np.asarray(PALETTE)]),
-    ),
-    'gray-alpha.png': (
-        encode(Image.merge('LA', [Image.fromarray(GRAY), Image.fromarray(ALPHA)]), 'PNG'),
-        over_white(gray(GRAY), ALPHA),
-    ),
+    'palette-alpha.png': (png(PALETTE, transparency=INDEX_ALPHA.tobytes()), over_white(PALETTE_RGB, OF_INDEX)),
+    'gray-alpha.png': (png(Image.merge('LA', [Image.fromarray(GRAY), LAYER])), over_white(gray(GRAY), ALPHA)),
     'alpha.png': (png(WITH_ALPHA), over_white(RGB, ALPHA)),
-    'color-key.png': (
-        png(PICTURE, transparency=(0, 0, 255)),
-        over_white(RGB, np.where((RGB == (0, 0, 255)).all(axis=2), 0, 255)),
-    ),
-    'gray-key.png': (
-        png(Image.fromarray(GRAY), transparency=50),
-        over_white(gray(GRAY), np.where(GRAY == 50, 0, 255)),
-    ),
-    'deep.png': (png(Image.fromarray(DEEP)), gray(np.round(DEEP / 257))),
-    'deep-key.png': (
-        png(Image.fromarray(DEEP), transparency=2700),
-        over_white(gray(np.round(DEEP / 257)), np.where(DEEP == 2700, 0, 255)),
-    ),
+    'color-key.png': (png(PICTURE, transparency=(0, 0, 255)), over_white(RGB, (RGB != (0, 0, 255)).any(axis=2) * 255)),
+    'gray-key.png': (png(Image.fromarray(GRAY), transparency=50), over_white(gray(GRAY), (GRAY != 50) * 255)),
+    'deep.png': (png(Image.fromarray(DEEP)), DEEP_GRAY),
+    'deep-key.png': (png(Image.fromarray(DEEP), transparency=2700), over_white(DEEP_GRAY, (DEEP != 2700) * 255)),
     'mirrored.png': (png(PICTURE, exif=turned(2)), RGB[:, ::-1]),
-    'half-turn.png': (png(PICTURE, exif=turned(3)), RGB[::-1, ::-1]),
     'right.png': (png(PICTURE, exif=turned(6)), np.rot90(RGB, -1)),
     'left.png': (png(PICTURE, exif=turned(8)), np.rot90(RGB)),
-    'xmp.png': (
-        png(PICTURE, pnginfo=texts(lambda info: info.add_itxt('XML:com.adobe.xmp', XMP))),
-        RGB[::-1, ::-1],
-    ),
+    'xmp.png': (png(PICTURE, pnginfo=texts('add_itxt', 'XML:com.adobe.xmp', XMP)), RGB[::-1, ::-1]),
     'profile.png': (png(PICTURE, icc_profile=PROFILE), in_srgb(RGB)),
     'profile-alpha.png': (png(WITH_ALPHA, icc_profile=PROFILE), over_white(in_srgb(RGB), ALPHA)),
     'damaged-profile.png': (png(PICTURE, icc_profile=b'no profile'), RGB),
     'large-profile.png': (png(PICTURE, icc_profile=bytes(3_000_000)), RGB),
-    'ztxt.png': (png(PICTURE, pnginfo=texts(lambda info: info.add_text('workflow', WORKFLOW, zip=True))), RGB),
-    'itxt-turned.png': (
-        png(PICTURE, pnginfo=texts(lambda info: info.add_itxt('workflow', WORKFLOW, zip=True)), exif=turned(6)),
-        np.rot90(RGB, -1),
-    ),
-    'late-text.png': (
-        png(
-            PICTURE,
-            pnginfo=texts(lambda info: info.add(b'zTXt', b'w\0\0' + zlib.compress(WORKFLOW.encode()), after_idat=True)),
-        ),
-        RGB,
-    ),
+    'ztxt.png': (ZTXT, RGB),
+    'ztxt-damaged.png': (ZTXT[:DAMAGED] + b'!' + ZTXT[DAMAGED + 1 :], RGB),
+    'itxt-turned.png': (png(PICTURE, pnginfo=ITXT, exif=turned(6)), np.rot90(RGB, -1)),
+    'late-text.png': (png(PICTURE, pnginfo=texts('add', b'zTXt', LATE, after_idat=True)), RGB),
     'rgb.jpg': (JPEG, plain(JPEG)),
     'gray.jpg': (encode(Image.fromarray(GRAY), 'JPEG'), plain(encode(Image.fromarray(GRAY), 'JPEG'))),
     'cmyk.jpg': (CMYK, plain(CMYK)),
@@ -151,7 +127,7 @@ FILES: dict[str, tuple[bytes, np.ndarray]] = {
     'turned.webp': (encode(PICTURE, 'WEBP', lossless=True, exif=turned(8)), np.rot90(RGB)),
     'index.gif': (encode(PALETTE, 'GIF', transparency=3), over_white(*WITH_INDEX)),
     'rgb.bmp': (encode(PICTURE, 'BMP'), RGB),
-    'deep.tiff': (encode(Image.fromarray(DEEP), 'TIFF'), gray(np.round(DEEP / 257))),
+    'deep.tiff': (encode(Image.fromarray(DEEP), 'TIFF'), DEEP_GRAY),
     'turned.tiff': (encode(PICTURE, 'TIFF', exif=turned(6), compression='tiff_lzw'), np.rot90(RGB, -1)),
 }
 

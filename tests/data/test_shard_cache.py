@@ -13,11 +13,10 @@ from processes import Forked
 from streaming import Stream
 
 from diffusion.config.image_shapes import square
-from diffusion.data import shard_cache
+from diffusion.data import shard_cache, verified_dataset
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import CacheBudget, DownloadTurns, home
 from diffusion.data.streams import Bucket
-from diffusion.models import batch_keys
 from diffusion.storage import locks, object_store
 from diffusion.storage.retry import RetryPolicy
 
@@ -30,7 +29,6 @@ VERSION = '0123456789abcdef'
 
 @pytest.fixture
 def bucket(store, tmp_path):
-    """Return the URL of a dataset in the object store."""
     return store.upload(write_samples(tmp_path / 'source'))
 
 
@@ -49,15 +47,6 @@ def assert_correct(*loaders: BucketedLoader) -> None:
         assert served(loader) == expected()
 
 
-@pytest.mark.slow
-def test_second_job_downloads_nothing(store, bucket, tmp_path):
-    assert Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache'))).wait() == 0
-    assert len(store.shard_reads()) == SHARDS
-    store.requests.clear()
-    assert Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache', workers=1))).wait() == 0
-    assert not store.shard_reads()
-
-
 def test_concurrent_jobs_download_each_shard_once(store, bucket, tmp_path):
     store.fail('GET .mds', 0.3)
     jobs = [Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache'))) for _ in range(3)]
@@ -69,9 +58,8 @@ def test_streams_and_evaluation_share_cached_shards(store, bucket, tmp_path):
     cache = tmp_path / 'cache'
     streams = {name: Stream(remote=bucket, local=str(home(cache, bucket))) for name in ('large', 'small')}
     buckets = [Bucket(name, stream, square(32)) for name, stream in streams.items()]
-    dataset = Numbers(
-        buckets, batch_size=6, elastic=True, batching_method='per_stream', cache_folder=str(cache), shuffle=True
-    )
+    settings = {'elastic': True, 'batching_method': 'per_stream', 'cache_folder': str(cache), 'shuffle': True}
+    dataset = Numbers(buckets, batch_size=6, **settings)
     evaluation = cached_loader(bucket, cache, shuffle=False)
     both = iter(BucketedLoader(dataset, batch_size=6))
     next(both)
@@ -82,41 +70,16 @@ def test_streams_and_evaluation_share_cached_shards(store, bucket, tmp_path):
     assert len(shards_in(cache)) == SHARDS
 
 
-@pytest.mark.slow
-def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
-    old = iter(cached_loader(bucket, tmp_path / 'cache', predownload=60))
-    found = [next(old)]
-    deadline = time.monotonic() + 20
-    while len(shards_in(tmp_path / 'cache')) < SHARDS:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    for path in write_samples(tmp_path / 'again', salt='other').iterdir():
-        store.put(bucket, path.name, path.read_bytes())
-    assert served(cached_loader(bucket, tmp_path / 'cache')) == expected('other')
-    found += list(old)
-    pairs = [pair for b in found for pair in zip(b[batch_keys.SAMPLE_ID].tolist(), b['number'].tolist(), strict=True)]
-    assert dict(pairs) == expected()
-
-
-@pytest.mark.parametrize(
-    'limit',
-    [
-        pytest.param(None, marks=pytest.mark.slow),
-        100 * SHARD,
-        pytest.param(11 * SHARD, marks=pytest.mark.slow),
-    ],
-)
-def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket, tmp_path, limit):
-    cache = tmp_path / 'cache'
+def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket, tmp_path):
+    cache, limit = tmp_path / 'cache', 100 * SHARD
     assert_correct(cached_loader(bucket, cache, cache_limit=limit))
     store.requests.clear()
     for path in write_samples(tmp_path / 'more', count=90).iterdir():
         store.put(bucket, path.name, path.read_bytes())
     # The first shards have the same samples as before; the last of them, which was not full, has more now.
     assert served(cached_loader(bucket, cache, cache_limit=limit)) == expected(count=90)
-    if limit != 11 * SHARD:
-        assert set(shards_of(store.shard_reads())) == {f'shard.0000{n}.mds' for n in range(SHARDS - 1, SHARDS + 3)}
-    assert limit is None or CacheBudget({cache: None}, limit, lambda: None).used_bytes() <= limit
+    assert set(shards_of(store.shard_reads())) == {f'shard.0000{n}.mds' for n in range(SHARDS - 1, SHARDS + 3)}
+    assert CacheBudget({cache: None}, limit, lambda: None).used_bytes() <= limit
 
 
 def test_download_starts_again_if_its_temporary_folder_is_removed(bucket, tmp_path, monkeypatch, caplog):
@@ -198,7 +161,7 @@ names = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
 
 
 @given(names, st.integers(0, 3000), st.integers(0, 900), st.randoms())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, limit, size, randomness):
     folder = tmp_path_factory.mktemp('room')
     paths = {use: folder / 'd-1' / VERSION / f'shard.{randomness.randrange(10**6)}.{use}.mds' for use in used}
@@ -210,9 +173,8 @@ def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, lim
     (folder / 'd-1').mkdir(exist_ok=True)
     (folder / 'd-1' / 'index.json').write_bytes(b'x' * 5000)
     (folder / 'd-1' / 'shard.other.mds').write_bytes(b'x' * 5000)
-    scratch = CacheBudget({folder: None}, limit, lambda: None).make_scratch_folder(
-        folder / 'd-1' / VERSION / 'shard.new.mds', size
-    )
+    budget = CacheBudget({folder: None}, limit, lambda: None)
+    scratch = budget.make_scratch_folder(folder / 'd-1' / VERSION / 'shard.new.mds', size)
     kept = {use for use, path in paths.items() if path.exists()}
     evicted = set(used) - kept
     assert not evicted or not kept or max(evicted) < min(kept)
@@ -229,7 +191,7 @@ changes = st.lists(
 
 
 @given(changes)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_limit_holds_after_any_changes(tmp_path_factory, changes):
     """Downloads of two jobs, failed ones, evictions for a full disk, and a record that is half written or removed."""
     cache, limit = tmp_path_factory.mktemp('room'), 1000
@@ -287,21 +249,8 @@ def test_lock_of_a_stopped_process_delays_a_download_and_does_not_prevent_it(tmp
         assert Forked(download).wait() == 0
 
 
-def test_shards_being_downloaded_count_toward_limit(tmp_path):
-    budget = CacheBudget({tmp_path: None}, 1000, lambda: None)
-    old = tmp_path / 'd' / VERSION / 'shard.0.mds'
-    old.parent.mkdir(parents=True)
-    old.write_bytes(b'x' * 300)
-    budget.make_scratch_folder(tmp_path / 'shard.1.mds', 600)
-    assert (budget.used_bytes(), old.exists()) == (900, True)
-    budget.make_scratch_folder(tmp_path / 'shard.2.mds', 200)
-    assert not old.exists()
-
-
 def test_reading_updates_access_time(store, bucket, tmp_path, monkeypatch):
     """Shards that are read have a recent access time, so they are evicted last."""
-    from diffusion.data import verified_dataset
-
     monkeypatch.setattr(verified_dataset, 'TOUCH_INTERVAL_SECONDS', 0.0)
     cache = tmp_path / 'cache'
     assert_correct(cached_loader(bucket, cache))
@@ -333,23 +282,6 @@ def test_cleanup_keeps_scratch_of_live_process(tmp_path):
     assert not list(tmp_path.rglob('*.unfinished'))
 
 
-def test_lock_is_exclusive(tmp_path):
-    """Three processes increment one counter in a file to 60, each reading and writing it under the lock."""
-    counter = tmp_path / 'counter'
-    counter.write_text('0')
-
-    def count() -> None:
-        for _ in range(20):
-            with locks.hold_path_lock(counter, lambda: None):
-                value = int(counter.read_text())
-                time.sleep(0.0005)
-                counter.write_text(str(value + 1))
-
-    assert [process.wait() for process in [Forked(count) for _ in range(3)]] == [0] * 3
-    assert counter.read_text() == '60'
-    assert not list(tmp_path.glob('.*'))
-
-
 def test_cache_folder_names_are_unique_and_readable():
     first, second = (home(Path('c'), f's3://bucket/laion/{size}') for size in (256, 512))
     assert first != second and first.name.startswith('bucket-laion-256-')
@@ -372,10 +304,9 @@ def test_wait_is_limited_by_the_time_of_own_downloads():
     assert mine.patience_seconds(10**9) == 30
 
 
-@pytest.mark.parametrize('finishes', [pytest.param(True, marks=pytest.mark.slow), False])
-def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finishes: bool):
-    """Three processes wait for one that finishes its download, or that never does: then one of the three downloads."""
-    monkeypatch.setattr(shard_cache, 'PATIENCE_SECONDS', 30.0 if finishes else 0.5)
+def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three processes wait for one that never finishes its download: then one of the three downloads."""
+    monkeypatch.setattr(shard_cache, 'PATIENCE_SECONDS', 0.5)
     path, holds = tmp_path / 'shard.0.mds', tmp_path / 'holds'
 
     def download(number: int, seconds: float) -> None:
@@ -388,16 +319,13 @@ def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: py
             path.with_suffix(f'.{number}').touch()
             os.replace(path.with_suffix(f'.{number}'), path)
 
-    first = Forked(lambda: download(0, 1.0 if finishes else 3600.0))
+    first = Forked(lambda: download(0, 3600.0))
     while not holds.exists():
         time.sleep(0.01)
     others = [Forked(lambda number=number: download(number, 0.1)) for number in (1, 2, 3)]
     assert [other.wait() for other in others] == [0, 0, 0]
-    assert first.running() is not finishes or first.wait() == 0
-    if not finishes:
-        first.kill()
-    assert len(list(tmp_path.glob('downloaded-by-*'))) == 1
-    assert (tmp_path / 'downloaded-by-0').exists() is finishes
+    first.kill()
+    assert len(list(tmp_path.glob('downloaded-by-[123]'))) == len(list(tmp_path.glob('downloaded-by-*'))) == 1
 
 
 def test_lock_that_was_not_released_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,8 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Stor
     total = sum(path.stat().st_size for path in shards)
     store.requests.clear()
     # A node's limit is less than half of the dataset; the four nodes together hold it 1.8 times.
-    epochs = train(
-        url, tmp_path / 'nodes', num_canonical_nodes=None, shuffle_block_size=200, cache_limit=total * 9 // 20
-    )
+    settings = {'num_canonical_nodes': None, 'shuffle_block_size': 200, 'cache_limit': total * 9 // 20}
+    epochs = train(url, tmp_path / 'nodes', **settings)
     whole = expected(count=COUNT)
     assert all(epoch.items() <= whole.items() and len(epoch) > 0.98 * COUNT for epoch in epochs)
     reads = store.shard_reads()
@@ -64,6 +63,7 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
     assert sorted(shards_of(store.shard_reads()).items()) == [(path.name, 1) for path in shards]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
 @pytest.mark.usefixtures('many_datasets')
 def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_path: Path) -> None:
@@ -75,8 +75,7 @@ def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_pat
 
     def run() -> None:
         isolate('node', tmp_path / 'tmp')
-        disk = ['mount', '-t', 'tmpfs', '-o', 'size=124k', 'tmpfs', str(cache)]
-        subprocess.run(disk, check=True)
+        subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=124k', 'tmpfs', str(cache)], check=True)
         logging.getLogger('diffusion').addHandler(logging.FileHandler(log))
         loader = cached_loader(url, cache, shuffle_block_size=50, predownload=12)
         first = served(loader)
@@ -86,5 +85,4 @@ def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_pat
         assert (cache / 'of-another-program').exists()
 
     assert Forked(run).wait() == 0
-    assert 'is full' in log.read_text()
-    assert 'Set loader.cache_limit' in log.read_text()
+    assert 'is full' in log.read_text() and 'Set loader.cache_limit' in log.read_text()

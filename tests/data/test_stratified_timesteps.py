@@ -12,7 +12,6 @@ from diffusion.training.components import build_loader
 
 @pytest.fixture
 def stratified(write_recipe, pictures):
-    """Return a recipe whose loader provides quantiles."""
     streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
     return load(write_recipe(streams=streams), ['model.objective.timesteps=stratified'])
 
@@ -31,7 +30,7 @@ def copies_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([batch[batch_keys.SAMPLE_ID], batch[batch_keys.OCCURRENCE]])
 
 
-@pytest.mark.parametrize('ranks', [1, 2, 4, 8, 16])
+@pytest.mark.parametrize('ranks', [1, 2, 16])
 def test_quantiles_depend_on_samples_not_ranks(ranks):
     batch = global_batch(48)
     on_one_rank = timestep_quantiles(17, batch, copies_of(batch), 0)
@@ -51,9 +50,7 @@ def test_each_global_batch_covers_all_strata(stratified):
     quantiles = [batch[batch_keys.TIMESTEP_QUANTILE] for batch in batches]
     assert len(quantiles) == 8
     assert all(sorted((q * 8).long().tolist()) == list(range(8)) for q in quantiles)
-    assert len({tuple((q * 8).long().tolist()) for q in quantiles}) == 8, (
-        'the assignment of strata must differ between batches'
-    )
+    assert len({tuple((q * 8).long().tolist()) for q in quantiles}) == 8, 'they must differ between batches'
     model = components.build_model(stratified)
     assert torch.isfinite(model.loss(model(batches[0]), batches[0]))  # type: ignore[arg-type]
 

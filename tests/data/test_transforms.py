@@ -85,12 +85,9 @@ def test_crop_has_aspect_of_shape_and_is_inside_image(width, height, shape, draw
     assert round(min_scale * shorter) <= min(box.width, box.height) <= shorter
 
 
-def test_center_crop_is_centered():
+def test_center_crop_is_centered_and_random_crops_reach_both_edges():
     assert crop_box(300, 100, square(8), Crop()) == CropBox(100, 0, 100, 100)
     assert crop_box(100, 301, square(8), Crop()) == CropBox(0, 100, 100, 100)
-
-
-def test_random_crops_reach_both_edges():
     lefts = {crop_box(12, 10, square(8), Crop('random', draw=(0, d / 10, 0))).left for d in range(10)}
     assert lefts == {0, 1, 2}
 
@@ -105,7 +102,7 @@ def test_crop_of_target_size_keeps_decoded_pixels(format, flip):
     assert torch.equal(seen, expected.flip(2) if flip else expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.tuples(st.integers(1, 200), st.integers(1, 200)),
     st.sampled_from([Shape(64, 64), Shape(32, 96), Shape(8, 8), Shape(256, 128)]),
@@ -124,7 +121,7 @@ def extended(image, multiple):
     return Image.fromarray(np.pad(pixels, [(0, -side % multiple) for side in pixels.shape[:2]] + [(0, 0)], 'edge'))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @example((908, 900), Shape(32, 32), '4:2:0', (0.0, 0.998046875, 0.0))
 @given(
     st.tuples(st.integers(900, 1024), st.integers(900, 1200)),
@@ -144,7 +141,7 @@ def test_reduced_decoding_is_close_to_full_decoding(photograph, size, shape, sub
     assert psnr_db(decode_for_model(source, shape, crop), planes(expected)) > 42
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([*SHAPES, square(64)]), st.tuples(shares, shares))
 def test_rounding_moves_crop_edges_by_at_most_quarter_pixel(width, height, shape, at):
     box = crop_box(width, height, shape, Crop('random', 0.5, (0.5, *at)))
@@ -227,7 +224,7 @@ def test_valid_jpeg_with_too_many_pixels_is_rejected():
         decode_for_model(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(['PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF']), st.data())
 @pytest.mark.filterwarnings('ignore')
 def test_damaged_bytes_decode_or_are_unreadable(format, data):
@@ -320,11 +317,10 @@ def test_partial_batch_and_new_shape_start_new_block():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('workers', [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_batches_of_loader_are_never_overwritten(write_recipe, pictures, workers):
+def test_batches_of_loader_are_never_overwritten(write_recipe, pictures):
     """A consumer may keep batches, so later batches must not overwrite them."""
     streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-    loader = build_loader(load(write_recipe(streams=streams, loader={'num_workers': workers})))
+    loader = build_loader(load(write_recipe(streams=streams, loader={'num_workers': 1})))
     batches, copies = [], []
     for _ in range(2):
         for batch in loader:

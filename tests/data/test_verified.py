@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import resource
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
-from diffusion.storage import bucket_clients, bucket_interface, transfers
 from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -31,19 +29,17 @@ LAST = 'shard.00005.mds'
 
 @pytest.fixture
 def bucket(store, tmp_path):
-    """Return the URL of a dataset in the object store."""
     return store.upload(write_samples(tmp_path / 'source'))
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Fail if the block takes longer."""
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < seconds
 
 
-@pytest.mark.parametrize('fault', [pytest.param(500, marks=pytest.mark.slow), 'cut', 'flip'])
+@pytest.mark.parametrize('fault', ['cut', 'flip'])
 def test_transient_download_error_is_retried(store, bucket, tmp_path, fault):
     store.fail('GET shard.00002', fault, times=2)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
@@ -55,7 +51,6 @@ def test_transient_download_error_is_retried(store, bucket, tmp_path, fault):
     [
         (0, 404, r'there is no such bucket or object \(404\)'),
         (2, 403, r'the store refuses access \(403\): AccessDenied.* check the permissions.* AWS_ACCESS_KEY_ID'),
-        pytest.param(2, 500, r'tried 2 times \(ClientError: .*InternalError', marks=pytest.mark.slow),
         (0, 'cut', r'tried 2 times \(IncompleteReadError'),
         (0, 'flip', r'tried 2 times \(xxh64 [0-9a-f]{16}, expected [0-9a-f]{16}\)'),
     ],
@@ -71,35 +66,18 @@ def test_persistently_failing_shard_stops_epoch_with_its_name(store, bucket, tmp
     assert not (tmp_path / 'local' / 'shard.00003.mds').exists()
 
 
-@pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_stalled_download_times_out(store, bucket, tmp_path, workers):
+def test_stalled_download_times_out(store, bucket, tmp_path):
     store.fail('GET shard.00001', 60.0)
-    loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_timeout=0.5, download_retry=1)
+    loader = loader_over(bucket, tmp_path / 'local', download_timeout=0.5, download_retry=1)
     with within(20), pytest.raises(DataError, match=r'shard.00001.mds: .*2 times \(stalled after \d+ bytes'):
         served(loader)
-
-
-@pytest.mark.parametrize(('seconds', 'enough'), [pytest.param(2.0, True, marks=pytest.mark.slow), (20.0, False)])
-def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path, monkeypatch, seconds, enough):
-    """A shard of 8 kB arrives in eight pieces."""
-    monkeypatch.setattr(transfers, 'PROGRESS_BYTES', 1000)
-    monkeypatch.setattr(bucket_interface, 'CHUNK_BYTES', 100)
-    store.fail('GET shard.00001', seconds)
-    loader = loader_over(bucket, tmp_path / 'local', download_timeout=0.7, download_retry=0)
-    if enough:
-        assert served(loader) == expected()
-    else:
-        with pytest.raises(DataError, match=r'tried 1 time \(stalled after \d+ bytes \(timeout 0.7 s\)\)'):
-            served(loader)
 
 
 @pytest.mark.parametrize(
     ('workers', 'change'), [(0, 'deleted'), pytest.param(2, 'overwritten', marks=pytest.mark.slow)]
 )
 def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_path, workers, change):
-    loader = loader_over(
-        bucket, tmp_path / 'local', workers=workers, predownload=6, shuffle=False, num_canonical_nodes=1
-    )
+    loader = loader_over(bucket, tmp_path / 'local', workers=workers, predownload=6, shuffle=False)
     iterator = iter(loader)
     next(iterator)
     if change == 'deleted':
@@ -111,14 +89,7 @@ def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_p
             pass
 
 
-@pytest.mark.parametrize(
-    'first',
-    [
-        None,
-        pytest.param(ConnectionResetError, marks=pytest.mark.slow),
-        pytest.param(EOFError, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize('first', [None, pytest.param(ConnectionResetError, marks=pytest.mark.slow)])
 def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
     """PyTorch may raise for the broken connection (`first`) before it detects that the worker died."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
@@ -141,45 +112,19 @@ def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_p
             pass
 
 
-@pytest.mark.slow
-def test_worker_killed_with_the_lock_of_the_others_does_not_hang_the_run(store, bucket, tmp_path, monkeypatch):
-    """Workers look at an event between samples, whose lock is never released if one is killed meanwhile."""
-    loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
-    start, iterators = loader._start_workers, []
-    monkeypatch.setattr(loader, '_start_workers', lambda: iterators.append(start()) or iterators[0])
-    store.fail(f'GET {LAST}', 30.0)
-    iterator = iter(loader)
-    next(iterator)
-    event = iterators[0]._workers_done_event._event
-
-    def die_with_lock() -> None:
-        event._cond.acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert Forked(die_with_lock).wait() == -signal.SIGKILL
-    iterators[0]._workers[1].kill()
-    with within(20), pytest.raises(DataError, match='DataLoader worker 1 .* was killed by SIGKILL'):
-        for _ in iterator:
-            pass
-    assert not any(worker.is_alive() for worker in iterators[0]._workers)
-
-
 def test_worker_timeout_names_shards_in_progress(store, bucket, tmp_path):
     store.fail('GET shard.0000', 30.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=2, loader={'timeout': 2})
-    with (
-        within(25),
-        pytest.raises(DataError, match='timeout_seconds: no batch within 2 s; shards in progress: streams.a'),
-    ):
+    message = 'timeout_seconds: no batch within 2 s; shards in progress: streams.a'
+    with within(25), pytest.raises(DataError, match=message):
         served(loader)
 
 
-@pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_worker_that_ends_early_raises(tmp_path, monkeypatch, workers):
+def test_worker_that_ends_early_raises(tmp_path, monkeypatch):
     plain = Numbers.__iter__
     monkeypatch.setattr(Numbers, '__iter__', lambda self: itertools.islice(plain(self), 30))
     with pytest.raises(DataError, match='^streams.a: the epoch ended after 5 of 10 batches$'):
-        served(loader_over(None, write_samples(tmp_path / 'local'), workers=workers))
+        served(loader_over(None, write_samples(tmp_path / 'local')))
 
 
 @pytest.mark.parametrize('elastic', [True, False])
@@ -194,15 +139,7 @@ def test_threads_that_end_early_raise(tmp_path, elastic):
             pass
 
 
-@pytest.mark.parametrize(
-    'harm',
-    [
-        pytest.param('truncated', marks=pytest.mark.slow),
-        'flipped',
-        pytest.param('emptied', marks=pytest.mark.slow),
-        'grown',
-    ],
-)
+@pytest.mark.parametrize('harm', ['flipped', 'grown'])
 def test_shard_damaged_after_earlier_run_is_downloaded_again(store, bucket, tmp_path, caplog, harm):
     local = tmp_path / 'local'
     served(loader_over(bucket, local))
@@ -217,7 +154,7 @@ def damage_file(path: Path, harm: str) -> None:
     content = bytearray(path.read_bytes())
     if harm == 'flipped':
         content[len(content) // 2] ^= 16
-    path.write_bytes({'truncated': content[:-100], 'flipped': content, 'emptied': b'', 'grown': content + b'x'}[harm])
+    path.write_bytes({'truncated': content[:-100], 'flipped': content, 'grown': content + b'x'}[harm])
 
 
 def test_undamaged_cache_is_not_downloaded_again(store, bucket, tmp_path):
@@ -240,11 +177,11 @@ def test_damaged_local_shard_raises_with_details(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('workers', 'harm'), [(0, 'deleted'), pytest.param(2, 'overwritten', marks=pytest.mark.slow)])
-def test_local_data_that_changes_during_training_raises(tmp_path, workers, harm):
+@pytest.mark.parametrize('harm', ['deleted', 'overwritten'])
+def test_local_data_that_changes_during_training_raises(tmp_path, harm):
     """The shards have been checked and read before they change."""
     local = write_samples(tmp_path / 'local')
-    loader = loader_over(None, local, workers=workers, predownload=6)
+    loader = loader_over(None, local, predownload=6)
     iterator = iter(loader)
     for _ in range(2):
         next(iterator)
@@ -274,11 +211,10 @@ def test_touched_shard_is_still_served(tmp_path):
         assert len(batch['number']) == 6
 
 
-@pytest.mark.parametrize('hashes', [pytest.param(['sha1'], marks=pytest.mark.slow), ['md5', 'sha256']])
-def test_any_supported_hash_is_checked(store, tmp_path, hashes):
-    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
+def test_any_supported_hash_is_checked(store, tmp_path):
+    url = store.upload(write_samples(tmp_path / 'source', hashes=['md5', 'sha256']))
     store.fail('GET shard.00001', 'flip')
-    with pytest.raises(DataError, match=rf'shard.00001.mds: .*\(({"|".join(hashes)}) [0-9a-f]+, expected'):
+    with pytest.raises(DataError, match=r'shard.00001.mds: .*\((md5|sha256) [0-9a-f]+, expected'):
         served(loader_over(url, tmp_path / 'local', download_retry=0))
 
 
@@ -295,16 +231,15 @@ def test_missing_required_hash_is_rejected_at_start(tmp_path):
         loader_over(None, write_samples(tmp_path / 'local'), validate_hash='xxh3_64')
 
 
-@pytest.mark.parametrize('keep_zip', [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compressed_shards_are_checked_before_and_after_unpacking(store, tmp_path, keep_zip):
+def test_compressed_shards_are_checked_before_and_after_unpacking(store, tmp_path):
     url = store.upload(write_samples(tmp_path / 'source', compression='zstd'))
     store.fail('GET shard.00001', 'flip', times=1)
     local = tmp_path / 'local'
-    assert served(loader_over(url, local, keep_zip=keep_zip)) == expected()
-    assert bool(list(local.glob('*.zstd'))) == keep_zip
+    assert served(loader_over(url, local, keep_zip=True)) == expected()
+    assert list(local.glob('*.zstd'))
     store.requests.clear()
     damage_file(local / 'shard.00002.mds', 'flipped')
-    assert served(loader_over(url, local, keep_zip=keep_zip)) == expected()
+    assert served(loader_over(url, local, keep_zip=True)) == expected()
     assert shards_of(store.shard_reads()) == {'shard.00002.mds.zstd': 1}
 
 
@@ -319,16 +254,12 @@ def test_damaged_local_shard_is_unpacked_again(tmp_path):
         served(loader_over(None, local))
 
 
-@pytest.mark.parametrize('hashes', [['xxh64'], pytest.param([], marks=pytest.mark.slow)])
-def test_rewritten_dataset_is_never_mixed_with_old_shards(store, tmp_path, caplog, hashes):
-    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
+def test_rewritten_dataset_is_never_mixed_with_old_shards(store, tmp_path, caplog):
+    url = store.upload(write_samples(tmp_path / 'source', hashes=['xxh64']))
     local = tmp_path / 'local'
     assert served(loader_over(url, local)) == expected()
-    for path in write_samples(tmp_path / 'again', salt='other', hashes=hashes).iterdir():
+    for path in write_samples(tmp_path / 'again', salt='other', hashes=['xxh64']).iterdir():
         store.put(url, path.name, path.read_bytes())
-    if not hashes:  # without hashes both versions have the same index: change its formatting
-        index = json.loads((tmp_path / 'again' / 'index.json').read_text())
-        store.put(url, 'index.json', json.dumps(index, indent=1).encode())
     assert served(loader_over(url, local)) == expected('other')
     assert 'streams.a: the dataset was rewritten since it was cached' in caplog.text
 
@@ -342,11 +273,7 @@ def test_cached_index_is_used_if_remote_index_is_missing(store, bucket, tmp_path
 
 @pytest.mark.parametrize(
     ('content', 'message'),
-    [
-        (b'{"version": 2, "shards": [{"sam', 'is not an index of MDS shards .JSONDecodeError'),
-        pytest.param(b'[]', 'is not an index of MDS shards .TypeError', marks=pytest.mark.slow),
-        pytest.param(b'{"version": 1, "shards": []}', 'version 1, not 2', marks=pytest.mark.slow),
-    ],
+    [(b'[]', 'is not an index of MDS shards .TypeError'), (b'{"version": 1, "shards": []}', 'version 1, not 2')],
 )
 def test_invalid_index_is_rejected(store, bucket, tmp_path, content, message):
     store.put(bucket, 'index.json', content)
@@ -410,31 +337,6 @@ def test_full_disk_is_reported(store, bucket, tmp_path):
     store.fail('GET shard', 30.0)  # under way when the first one fails
     assert Forked(small_disk).wait() == 0
     assert not list(local.rglob('*.mds'))
-
-
-@pytest.mark.slow
-def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkeypatch):
-    """An in-memory file system stands in for Hugging Face's."""
-    import fsspec
-    from streaming import Stream
-
-    from diffusion.config.image_shapes import square
-    from diffusion.data.loader import BucketedLoader
-    from diffusion.data.streams import Bucket
-
-    memory = fsspec.filesystem('memory')
-    memory.put(str(write_samples(tmp_path / 'other', salt='other')), '/other/mds', recursive=True)
-    monkeypatch.setattr(bucket_clients.HubClient, 'file_system', lambda self: memory)
-    remotes = {
-        's3': bucket,
-        'other': 'hf://other/mds',
-        'mount': str(write_samples(tmp_path / 'mount', salt='mount')),
-    }
-    streams = {name: Stream(remote=remote, local=str(tmp_path / 'local' / name)) for name, remote in remotes.items()}
-    buckets = [Bucket(name, stream, square(32)) for name, stream in streams.items()]
-    loader = BucketedLoader(Numbers(buckets, batch_size=6, elastic=True, batching_method='per_stream'), batch_size=6)
-    numbers = [number for salt in ('', 'other', 'mount') for number in expected(salt).values()]
-    assert served(loader) == dict(enumerate(numbers))
 
 
 @pytest.fixture(autouse=True)

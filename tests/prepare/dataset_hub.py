@@ -23,8 +23,6 @@ PAGE_FILES = 5
 
 @dataclass
 class HubDataset:
-    """A dataset repository: its files at each revision."""
-
     files: dict[str, bytes]
     gated: bool = False
     private: bool = False
@@ -63,7 +61,6 @@ class HubServer(LocalServer):
         """Tokens that were sent."""
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer a request of the API or of a file."""
         address = urlsplit(request.path)
         pieces = [unquote(piece) for piece in address.path.strip('/').split('/')]
         self.requests.append(f'{request.command} {unquote(address.path)}')

@@ -36,7 +36,6 @@ def draw(number: int, *, width: int = 0, height: int = 0) -> Image.Image:
 
 @functools.cache
 def encoded_image(number: int) -> bytes:
-    """Return the encoded image of a number; the format depends on the number."""
     return encode(draw(number), FORMATS[number % len(FORMATS)])
 
 
@@ -80,17 +79,10 @@ class Deadly(bytes):
 
 @dataclass(frozen=True)
 class DrawnSource:
-    """Source of synthetic images.
+    """Source of synthetic images: every n-th is truncated if `broken` is n, and each takes some seconds.
 
-    Attributes:
-        parts_count: Number of parts.
-        each: Number of images per part.
-        broken: Truncate every n-th image; 0 for none.
-        seconds: Delay before each image.
-        stamp: Stamp of every part.
-        gone: Folder; a part cannot be read while it contains a file with the name of the part.
-        deadly: Key of an image that kills the process.
-        once: File that the deadly image creates before it kills; the image is harmless while the file exists.
+    A part cannot be read while the folder `gone` contains a file with its name. The image with the key `deadly` kills
+    the process, unless the file `once` exists, which it creates before.
     """
 
     parts_count: int = 4
@@ -126,7 +118,6 @@ class DrawnSource:
 
 
 def settings(out: Path | str, **values: object) -> PrepareSettings:
-    """Return settings for a source that is passed to `prepare`."""
     defaults = {'source': {'kind': 'folder', 'location': 'drawn'}, 'out': str(out), 'sizes': [16, 32], 'workers': 2}
     return settings_of(defaults | {'max_rejected': 1.0} | values)
 
@@ -151,7 +142,6 @@ def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | str]) -> Path:
-    """Write files below a folder, and return the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +159,6 @@ def samples(bucket: Path) -> list[dict[str, Any]]:
 
 
 def keys(out: Path) -> dict[str, list[str]]:
-    """Return the keys of the samples of each bucket of a dataset."""
     folders = sorted(path.parent for path in out.rglob('index.json'))
     return {folder.relative_to(out).as_posix(): [sample['key'] for sample in samples(folder)] for folder in folders}
 

@@ -21,7 +21,6 @@ def image(number: int) -> bytes:
 
 
 def rows(split: str, numbers: Sequence[int] | None = None) -> dict[str, list[Any]]:
-    """Return the columns of a table of a split."""
     chosen = NUMBERS[split] if numbers is None else numbers
     return {
         'image': [{'bytes': image(number), 'path': f'{number}.png'} for number in chosen],
@@ -72,7 +71,6 @@ def image_dataset() -> dict[str, bytes]:
 
 
 def tar_dataset() -> dict[str, bytes]:
-    """Return the files of a dataset of webdataset tars."""
     files = {'README.md': CARD}
     for split, numbers in NUMBERS.items():
         members = [
@@ -97,10 +95,5 @@ def saved_dataset() -> dict[str, bytes]:
     return files
 
 
-LAYOUTS = {
-    'parquet': parquet_dataset,
-    'images': image_dataset,
-    'tars': tar_dataset,
-    'saved': saved_dataset,
-}
+LAYOUTS = {'parquet': parquet_dataset, 'images': image_dataset, 'tars': tar_dataset, 'saved': saved_dataset}
 """Functions that return the files of a dataset, by layout."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepare.drawn import draw, encode, samples, tar_of
+from prepare.drawn import draw, encode, here, samples, tar_of, write_files
 
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
@@ -41,11 +41,7 @@ PASSED_OVER = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, content in FILES.items():
-        path = tmp_path / 'in' / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return tmp_path / 'in'
+    return write_files(tmp_path / 'in', FILES)
 
 
 def settings(kind: str, folder: Path, **others: str) -> PrepareSettings:
@@ -55,7 +51,7 @@ def settings(kind: str, folder: Path, **others: str) -> PrepareSettings:
 
 
 def prepared(kind: str, folder: Path, **others: str) -> PrepareReport:
-    report = prepare(settings(kind, folder, **others))
+    report = prepare(settings(kind, folder, **others), run=here)
     assert report is not None
     counts = [*report.rejected.values(), *report.passed_over.values()]
     assert report.inputs == report.pictures + sum(each.count for each in counts)
@@ -125,16 +121,10 @@ CAPTIONS = {
 }
 
 
-@pytest.mark.parametrize('kind', ['folder', 'webdataset'])
-@pytest.mark.parametrize('rule', [None, *CAPTIONS])
+@pytest.mark.parametrize(('kind', 'rule'), [('webdataset', 'lines'), *(('folder', rule) for rule in (None, *CAPTIONS))])
 def test_text_files_hold_captions_by_one_rule(tmp_path: Path, kind: str, rule: str | None) -> None:
-    (tmp_path / 'in').mkdir()
     files = {'a.png': IMAGE, 'a.txt': TEXT.encode()}
-    if kind == 'folder':
-        for name, content in files.items():
-            (tmp_path / 'in' / name).write_bytes(content)
-    else:
-        (tmp_path / 'in/0.tar').write_bytes(tar_of(files.items()))
+    write_files(tmp_path / 'in', files if kind == 'folder' else {'0.tar': tar_of(files.items())})
     report = prepared(kind, tmp_path / 'in', **({} if rule is None else {'caption_text': rule}))
     assert [sample['captions'] for sample in samples(tmp_path / 'out/32px')] == CAPTIONS[rule or 'whole']
     quantiles = report.statistics['captions per image']['quantiles']

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, contents, draw, encode, here, keys, settings
+from drawn import DrawnSource, contents, draw, encode, here, keys, settings, write_files
 from object_store import Store
 
 from diffusion.errors import UserError
@@ -27,11 +27,7 @@ CHOICES: dict[str, Any] = {'aspects': ['32x32', '32x24'], 'duplicates': 'near', 
 class Slice(DrawnSource):
     """Images from the number `first` on; every sixth is drawn as the one before it.
 
-    Attributes:
-        first: Number of the first image.
-        prefix: Text before the key of each image.
-        shift: Images with numbers below `shifted_below` are drawn as those with this much larger ones.
-        also: A source whose parts follow.
+    Images with numbers below `shifted_below` are drawn as those with numbers larger by `shift`.
     """
 
     first: int = 0
@@ -121,9 +117,8 @@ def test_images_that_are_there_under_the_same_key_are_passed_over(tmp_path: Path
     """A folder that grows: its files come in other parts each time, and only the new ones are added."""
     start(tmp_path / 'out', sliced(0, 10), duplicates='none')
     report = add(tmp_path / 'out', sliced(0, 15, each=15), duplicates='none', max_rejected=0.0)
-    assert (report.pictures, report.passed, report.rejected) == (5, True, {})
+    assert (report.inputs, report.pictures, report.passed, report.rejected) == (15, 5, True, {})
     assert report.passed_over['already in the dataset'].count == 10
-    assert report.inputs == 15
     assert PrepareReport.read(tmp_path / 'out' / 'report.json').pictures == 15
 
 
@@ -140,10 +135,8 @@ def test_equal_key_of_another_image_is_rejected_and_counted(tmp_path: Path) -> N
 def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tmp_path: Path) -> None:
     start(tmp_path / 'out', sliced(0, 10))
     before = hashes(tmp_path / 'out', '*')
-    message = (
-        r'(?s)duplicates: near there, exact now.*filters.min_side: 1 there, 9 now.*sizes: \[16, 32\] there, \[16\] now'
-    )
-    with pytest.raises(UserError, match=message):
+    message = r'duplicates: near there, exact now.*filters.min_side: 1 there, 9 now.*sizes: \[16, 32\] there'
+    with pytest.raises(UserError, match=f'(?s){message}'):
         add(tmp_path / 'out', sliced(10, 20), sizes=[16], duplicates='exact', filters={'min_side': 9})
     assert hashes(tmp_path / 'out', '*') == before
     assert not (tmp_path / 'out.work').exists()
@@ -154,9 +147,7 @@ def test_append_needs_a_dataset_with_a_record(tmp_path: Path) -> None:
         add(tmp_path / 'out', sliced(0, 10))
     start(tmp_path / 'out', sliced(0, 10))
     (tmp_path / 'out/dataset.json').write_text('{"version": 1}')
-    with pytest.raises(
-        UserError, match=r'dataset.json: has format 1, .* reads format 2. To fix: prepare the data again'
-    ):
+    with pytest.raises(UserError, match=r'dataset.json: has format 1, .* reads format 2. To fix: prepare'):
         add(tmp_path / 'out', sliced(10, 20))
     (tmp_path / 'out/dataset.json').write_text('{"version": 2, "deliveries": 3}')
     with pytest.raises(UserError, match=r'dataset.json: is damaged .*; restore it'):
@@ -206,33 +197,13 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
     assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'
 
 
-@pytest.mark.slow
-def test_two_processes_with_the_same_delivery_add_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue may hand out a message twice; both processes write the same files for the same version."""
-    start(tmp_path / 'out', sliced(0, 10))
-    commit = append_module.RecordedDataset.commit
-    others = [sliced(10, 20)]
-
-    def interrupted(self: Any, record: Any) -> None:
-        if others:
-            add(tmp_path / 'out', others.pop(), work=str(tmp_path / 'other.work'))
-        commit(self, record)
-
-    monkeypatch.setattr(append_module.RecordedDataset, 'commit', interrupted)
-    report = add(tmp_path / 'out', sliced(10, 20))
-    assert report.notes[0].endswith('nothing to do')
-    start(tmp_path / 'all', sliced(0, 20))
-    assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
-
-
 def one_part(jobs: Any) -> Iterator[Any]:
     """Run the first job, then stop as by Ctrl-C."""
     yield run_job(next(iter(jobs)))
     raise KeyboardInterrupt
 
 
-def test_input_that_changes_after_a_killed_start_is_started_over(tmp_path: Path) -> None:
+def test_unfinished_work_is_finished_or_kept(tmp_path: Path) -> None:
     start(tmp_path / 'out', sliced(0, 10))
     with pytest.raises(KeyboardInterrupt):
         append(settings(tmp_path / 'out', **CHOICES), source=sliced(10, 20), run=one_part)
@@ -250,10 +221,6 @@ def test_input_that_changes_after_a_killed_start_is_started_over(tmp_path: Path)
         append(another, source=sliced(0, 15, prefix='b-'), run=here)
     assert add(tmp_path / 'out', sliced(25, 35)).inputs == 10
     assert not (tmp_path / 'out.work').exists()
-
-
-def test_append_does_not_touch_an_unfinished_preparation(tmp_path: Path) -> None:
-    start(tmp_path / 'out', sliced(0, 10))
     with pytest.raises(KeyboardInterrupt):
         prepare(settings(tmp_path / 'out', overwrite=True, **CHOICES), source=sliced(0, 20), run=one_part)
     with pytest.raises(UserError, match=r'out.work: has an unfinished preparation; finish it without --append'):
@@ -261,31 +228,9 @@ def test_append_does_not_touch_an_unfinished_preparation(tmp_path: Path) -> None
 
 
 def indexed(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the folder and the index entry of each shard of a dataset."""
     for index in sorted(out.rglob('index.json')):
         for shard in json.loads(index.read_text())['shards']:
             yield index.parent.relative_to(out).as_posix(), shard
-
-
-@pytest.mark.slow
-def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    work = {'work': str(tmp_path / 'work')}
-    start('s3://mds/out', sliced(0, 10), **work)
-    start(tmp_path / 'out', sliced(0, 10))
-    before = {name: body for name, body in store.objects('mds').items() if name.endswith('.mds')}
-    store.requests.clear()
-    add('s3://mds/out', sliced(10, 20), **work)
-    add(tmp_path / 'out', sliced(10, 20))
-    found = store.objects('mds')
-    assert before.items() <= found.items()
-    assert not {request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')} & {
-        f'/mds/{name}' for name in before
-    }
-    for name in hashes(tmp_path / 'out', '*'):
-        if 'report' not in name:
-            assert found[f'out/{name}'] == (tmp_path / 'out' / name).read_bytes(), name
-    assert not (tmp_path / 'work').exists()
 
 
 @pytest.mark.slow
@@ -307,14 +252,6 @@ def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_t
     store.faults.remove(fault)
     assert add('s3://mds/out', sliced(10, 20), **work).notes[0].endswith('nothing to do')
     start(tmp_path / 'all', sliced(0, 20), sizes=[32])
-    assert contents(downloaded(store, tmp_path / 'copy')) == contents(tmp_path / 'all')
-    assert json.loads(store.objects('mds')['out/report.json'])['pictures'] == len(all_keys(tmp_path / 'all'))
-
-
-def downloaded(store: Store, folder: Path) -> Path:
-    """Download the dataset in the store, and return its folder."""
-    for name, body in store.objects('mds').items():
-        path = folder / name.removeprefix('out/')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
-    return folder
+    found = {name.removeprefix('out/'): body for name, body in store.objects('mds').items()}
+    assert contents(write_files(tmp_path / 'copy', found)) == contents(tmp_path / 'all')
+    assert json.loads(found['report.json'])['pictures'] == len(all_keys(tmp_path / 'all'))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import DrawnSource, draw, encoded_image, here, keys, samples, settings
+from drawn import DrawnSource, draw, encoded_image, here, samples, settings
 from PIL import Image
 from small_networks import write_clip
 from transformers import CLIPModel, CLIPProcessor
@@ -62,19 +62,6 @@ def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
     assert {each['batch'] for each in stored.values()} <= {BATCH_IMAGES, 4}
 
 
-@pytest.mark.slow
-def test_dataset_without_computed_columns_is_the_same_as_before(tmp_path, brightness):
-    """Batches change neither the order nor the bytes of the samples, apart from the columns."""
-    source = DrawnSource(parts_count=2, each=70, broken=9)
-    for name, more in (('plain', {}), ('computed', {'columns_from': str(brightness)})):
-        prepare(settings(tmp_path / name, **more), source=source, run=here)
-    assert keys(tmp_path / 'plain') == keys(tmp_path / 'computed')
-    for plain, computed in zip(*(samples(tmp_path / name / '16px') for name in ('plain', 'computed')), strict=True):
-        for column in ('brightness', 'batch'):
-            del computed['metadata'][column]
-        assert plain == computed
-
-
 def test_file_belongs_to_the_settings_of_the_dataset(tmp_path, brightness):
     source, given = DrawnSource(parts_count=1), {'columns_from': str(brightness)}
     prepare(settings(tmp_path / 'out', **given), source=source, run=here)
@@ -113,11 +100,8 @@ def test_wrong_results_are_refused(tmp_path, body, message):
 
 def test_values_become_json(tmp_path):
     path = tmp_path / 'values.py'
-    path.write_text(
-        'import torch\n'
-        'def columns(images, captions):\n'
-        "    return {'a': torch.tensor([1.5, float('nan')]), 'b': (torch.tensor(3), None), 'c': ['x', [1, 2.5]]}\n"
-    )
+    values = "{'a': torch.tensor([1.5, float('nan')]), 'b': (torch.tensor(3), None), 'c': ['x', [1, 2.5]]}"
+    path.write_text(f'import torch\ndef columns(images, captions):\n    return {values}\n')
     found = compute_columns(str(path), [draw(0), draw(1)], [['a'], ['b']])
     assert found == [{'a': 1.5, 'b': 3, 'c': 'x'}, {'a': None, 'b': None, 'c': [1, 2.5]}]
     assert json.loads(json.dumps(found)) == found
@@ -138,25 +122,15 @@ def test_error_of_the_function_keeps_its_traceback_and_names_the_images(tmp_path
     assert isinstance(found.value.__cause__, NameError)
 
 
-@pytest.mark.parametrize(
-    ('name', 'content', 'message'),
-    [
-        ('missing.py', None, 'No such file or directory; give a Python file with a function `columns`'),
-        ('scores.json', '{}', 'is not a Python file'),
-    ],
-)
-def test_file_is_checked_before_images_are_read(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(RecipeError, match=f'columns_from: .*{message}'):
-        settings(tmp_path / 'out', columns_from=str(tmp_path / name))
-
-
-def test_file_without_the_function_is_refused(tmp_path):
-    path = tmp_path / 'empty.py'
-    path.write_text('')
+def test_file_is_checked_before_images_are_read(tmp_path):
+    with pytest.raises(RecipeError, match='columns_from: .*No such file .*; give a Python file with a function'):
+        settings(tmp_path / 'out', columns_from=str(tmp_path / 'missing.py'))
+    (tmp_path / 'scores.json').write_text('{}')
+    with pytest.raises(RecipeError, match='columns_from: .*is not a Python file'):
+        settings(tmp_path / 'out', columns_from=str(tmp_path / 'scores.json'))
+    (tmp_path / 'empty.py').write_text('')
     with pytest.raises(UserError, match=r'has no function `columns`; define columns\(images, captions\)'):
-        compute_columns(str(path), [draw(0)], [['a']])
+        compute_columns(str(tmp_path / 'empty.py'), [draw(0)], [['a']])
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ LARGE, SMALL = 9, 3
 
 
 def write(folder: Path, numbers: range, **size: int) -> None:
-    """Write JPEGs with captions."""
     folder.mkdir(exist_ok=True)
     for number in numbers:
         draw(number, **size).save(folder / f'{number}.jpg', quality=92)
@@ -24,14 +23,12 @@ def write(folder: Path, numbers: range, **size: int) -> None:
 
 
 def prepared(capsys: Any, folder: Path, out: Path, *options: str) -> str:
-    """Run `diffusion prepare folder`, and return what it has printed."""
     assert main(['prepare', 'folder', str(folder), '--out', str(out), *options]) == 0
     captured = capsys.readouterr()
     return captured.out + captured.err
 
 
 def stored(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the samples of all buckets by bucket and key."""
     return {f'{path.name}/{each["key"]}': each for path in out.glob('*px') for each in samples(path)}
 
 
@@ -64,6 +61,7 @@ def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: P
     assert 0 < differing <= 2 * LARGE, 'the small images are decoded whole'
 
 
+@pytest.mark.slow
 def test_copies_are_found_in_the_dataset_and_when_it_grows_or_shrinks(
     photographs: Path, tmp_path: Path, capsys: Any
 ) -> None:

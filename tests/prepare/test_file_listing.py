@@ -1,6 +1,7 @@
 """Listing and copying of local files and objects, and errors of failing stores."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,7 @@ def test_links_are_followed_and_broken_ones_counted(tmp_path: Path) -> None:
     for location in (folder, folder / '**'):
         files, others = file_listing.list_files(str(location), ['.tar'])
         assert [file.name for file in files] == ['b.tar', 'c.tar', 'linked/deep/a.tar']
-        assert [(each.key, each.kind) for each in others] == [
-            *(('gone', 'broken link'), ('linked/gone.tar', 'broken link'))
-        ]
+        assert {each.key: each.kind for each in others} == dict.fromkeys(('gone', 'linked/gone.tar'), 'broken link')
 
 
 @pytest.mark.parametrize('target', ['..', '.', '../..'])
@@ -64,9 +63,15 @@ def test_stamp_changes_with_the_content(tmp_path: Path) -> None:
     assert list_files(str(tmp_path), ['.tar'])[0].stamp != before[0].stamp
 
 
-def test_single_file_is_listed_with_any_suffix(tmp_path: Path) -> None:
-    path = touch(tmp_path / 'a.zip')
-    assert [file.name for file in list_files(str(path), ['.tar'])] == ['a.zip']
+def test_single_file_any_folder_name_and_braces_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ('a.zip', 'set{1}/a.tar', '0.tar'):
+        touch(tmp_path / name)
+    assert [file.name for file in list_files(str(tmp_path / 'a.zip'), ['.tar'])] == ['a.zip']
+    assert [file.name for file in list_files(str(tmp_path / 'set{1}'), ['.tar'])] == ['a.tar']
+    monkeypatch.chdir(tmp_path)
+    assert [file.url for file in list_files('{0..0}.tar', ['.tar'])] == ['0.tar']
 
 
 def test_braces_expand_to_files_in_order(tmp_path: Path) -> None:
@@ -77,12 +82,6 @@ def test_braces_expand_to_files_in_order(tmp_path: Path) -> None:
     assert [file.name for file in list_files(f'{tmp_path}/{{003,001}}.tar', ['.tar'])] == ['003.tar', '001.tar']
     with pytest.raises(ValueError, match=r'2 of 4 files are missing, the first one is .*012\.tar'):
         list_files(f'{tmp_path}/{{010..013}}.tar', ['.tar'])
-
-
-def test_braces_expand_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch(tmp_path / '0.tar')
-    monkeypatch.chdir(tmp_path)
-    assert [file.url for file in list_files('{0..0}.tar', ['.tar'])] == ['0.tar']
 
 
 def test_several_braces_expand_as_in_a_shell() -> None:
@@ -119,22 +118,10 @@ def test_part_names_are_plain_and_unique(tmp_path: Path) -> None:
         touch(tmp_path / name)
     parts = [single_file_part(file, '.tar') for file in list_files(str(tmp_path), ['.tar', '.tgz'])]
     assert len({part.name for part in parts}) == len(names)
-    assert all(
-        part.name.isascii() and set(part.name) <= {*map(chr, range(45, 47)), '_'} | set(filter(str.isalnum, part.name))
-        for part in parts
-    )
+    assert all(re.fullmatch(r'[\w.-]+', part.name, re.ASCII) for part in parts)
     assert max(len(part.name) for part in parts) < 120
     assert {'a', 'a.tgz', 'a.TAR', 'a_b'} <= {part.name for part in parts}
     assert part_name('00000') == '00000'
-
-
-def test_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
-    path = os.fsencode(tmp_path) + b'/caf\xe9.tar'
-    Path(os.fsdecode(path)).write_bytes(b'x')
-    file = list_files(str(tmp_path), ['.tar'])[0]
-    assert file.name.encode() == b'caf\\xe9.tar'
-    with local_copy(file.url) as copy:
-        assert copy.read_bytes() == b'x'
 
 
 def test_object_store_is_listed_and_copied(store: Store) -> None:
@@ -153,13 +140,6 @@ def test_object_store_is_listed_and_copied(store: Store) -> None:
     assert not path.exists()
     store.client.put_object(Bucket='pictures', Key='set/a.tar', Body=b'2222')
     assert list_files(f'{bucket}/set', ['.tar'])[0].stamp != files[0].stamp
-
-
-@pytest.mark.slow
-def test_object_store_is_listed_beyond_its_first_page(store: Store) -> None:
-    bucket = store.bucket('many', **{f'{number:05}.tar': b'' for number in range(1005)})
-    assert len(list_files(bucket, ['.tar'])) == 1005
-    assert [file.name for file in list_files(f'{bucket}/{{01003..01004}}.tar', ['.tar'])] == ['01003.tar', '01004.tar']
 
 
 def test_copy_is_removed_when_reading_fails(store: Store) -> None:
@@ -208,11 +188,6 @@ def test_unusual_name_stays_in_its_own_folder(store: Store) -> None:
             assert path.suffix == ('.csv' if 'csv' in name else '')
 
 
-def test_braces_in_the_name_of_an_existing_folder(tmp_path: Path) -> None:
-    touch(tmp_path / 'set{1}' / 'a.tar')
-    assert [file.name for file in list_files(str(tmp_path / 'set{1}'), ['.tar'])] == ['a.tar']
-
-
 PATTERNS = {
     'data/train-*.parquet': ['train-0.parquet', 'train-1.parquet'],
     'data/t*-?.parquet': ['test-0.parquet', 'train-0.parquet', 'train-1.parquet'],
@@ -255,6 +230,5 @@ def test_pattern_passes_hidden_files_over(tmp_path: Path) -> None:
         touch(tmp_path / name)
     found, others = file_listing.list_files(f'{tmp_path}/**', ['.tar'])
     assert [file.name for file in found] == ['a/b.tar']
-    assert [(file.key, file.kind) for file in others] == [
-        *(('.cache/c.tar', 'hidden'), ('a/.d.tar', 'hidden'), ('a/e.txt', '.txt')),
-    ]
+    hidden = {'.cache/c.tar': 'hidden', 'a/.d.tar': 'hidden'}
+    assert {file.key: file.kind for file in others} == hidden | {'a/e.txt': '.txt'}

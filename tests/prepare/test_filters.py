@@ -19,23 +19,18 @@ def problem(
     return filters.image_problem(width, height, [caption]) or filters.column_problem(columns)
 
 
-def test_defaults_keep_everything() -> None:
-    assert problem(Filters(), 1, 5000, 'x', score=None) is None
-
-
 def test_limits_on_sides_and_aspect() -> None:
     filters = Filters(min_side=64, max_aspect=2.0)
     sizes = [(64, 64), (63, 500), (500, 63), (64, 128), (128, 64), (64, 129), (129, 64)]
-    assert [problem(filters, *size) for size in sizes] == [
-        *(None, 'too_small', 'too_small', None, None, 'too_elongated', 'too_elongated')
-    ]
+    expected = [None, 'too_small', 'too_small', None, None, 'too_elongated', 'too_elongated']
+    assert [problem(filters, *size) for size in sizes] == expected
+    assert problem(Filters(), 1, 5000, 'x', score=None) is None
 
 
 def test_limits_on_caption_length() -> None:
     filters = Filters(min_caption=3, max_caption=5)
-    assert [problem(filters, caption='x' * n) for n in (2, 3, 5, 6)] == [
-        *('caption_too_short', None, None, 'caption_too_long')
-    ]
+    expected = ['caption_too_short', None, None, 'caption_too_long']
+    assert [problem(filters, caption='x' * n) for n in (2, 3, 5, 6)] == expected
     assert filters.image_problem(9, 9, ['xx', 'xxxx', 'x' * 50]) is None
 
 
@@ -58,9 +53,7 @@ def test_column_that_no_image_has_is_reported() -> None:
     filters = Filters(columns={'aesthetic': ValueRange(min=1), 'PUNSAFE': ValueRange(max=1)})
     assert filters.columns_in({'punsafe': None, 'aesthetic_score': 1}) == ['PUNSAFE']
     (note,) = filters.unknown_column_notes({'PUNSAFE'}, available={'punsafe', 'aesthetic_score'})
-    assert (
-        note == "filters.columns.aesthetic: no image has this column; available columns: ['aesthetic_score', 'punsafe']"
-    )
+    assert note.startswith('filters.columns.aesthetic: no image has this column') and note.endswith("'punsafe']")
     assert filters.unknown_column_notes({'PUNSAFE', 'aesthetic'}) == []
 
 
@@ -149,10 +142,7 @@ def test_cleaning_is_idempotent(text: str) -> None:
     assert not any(unicodedata.category(character) in ('Cc', 'Cs') for character in clean)
 
 
-def test_usable_captions_are_kept_once_and_in_order() -> None:
+def test_usable_captions_are_kept_once_in_order_or_the_first_with_content_gives_the_reason() -> None:
     assert clean_captions(['b ', None, 'a', 7, 'b', '\0', 'a b c'], max_length=3) == ['b', 'a']
-
-
-def test_reason_is_that_of_the_first_caption_with_content() -> None:
     assert reason(None, '', 7, 'x' * 50_000) == 'caption_not_text'
     assert reason(None, 'x' * 50_000, 7) == 'caption_too_long'

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import samples
+from drawn import here, samples
 from PIL import Image
 
 from diffusion.cli import CommandParser
@@ -36,7 +36,7 @@ def prepare_folder(
     source: Path, out: Path, sizes: list[int], *, captions: Path | None = None, **values: Any
 ) -> PrepareReport:
     where = {'kind': 'folder', 'location': str(source), 'captions': None if captions is None else str(captions)}
-    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes, 'workers': 1} | values))
+    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes} | values), run=here)
     assert report is not None
     return report
 
@@ -73,21 +73,14 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
     ('name', 'content', 'message'),
     [
         ('c.csv', b'path,caption\na.jpg,x\n', r"c\.csv line 1: has no column 'file'"),
-        (
-            'c.csv',
-            b'file,description\na.jpg,x\n',
-            r"c\.csv line 1: has no column 'captions' or 'caption' or 'text'",
-        ),
+        ('c.csv', b'file,description\na.jpg,x\n', r"c\.csv line 1: has no column 'captions' or 'caption' or 'text'"),
         ('c.csv', b'file,caption\na.jpg,a dog, brown\n', r'c\.csv line 2: has 3 cells, more than the 2 columns'),
         ('c.csv', b'file,text,text\na.jpg,x,y\n', r"c\.csv line 1: has two columns 'text'"),
         ('c.csv', 'file,caption\na.jpg,x\n'.encode('utf-16-le'), r'c\.csv line 1: is not UTF-8 text, but UTF-16'),
         ('c.jsonl', b'{"name": "a.jpg", "text": "x"}\n', r"c\.jsonl: has no column 'file' or 'file_name', only"),
         ('c.jsonl', b'{"file": "a.jpg", "note": "x"}\n', r"c\.jsonl: has no column 'captions' or .* only"),
-        ('c.csv', b'', r"c\.csv line 1: has no column 'file'"),
         ('c.csv', b'file,caption\na.jpg,"x\n', r'c\.csv line 2: is not valid CSV'),
-        ('c.jsonl', b'{"file": \n', r'line 1: is not JSON'),
         ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'[' * 100_000 + b'\n', r'line 1: is not JSON'),
-        ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'1' * 5000 + b'}\n', r'line 1: is not JSON'),
         ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list; write one object with `file` and `caption` per line'),
         ('c.csv', b'file;caption\na.jpg;x\n', r"only \['file;caption'\]; separate its cells with commas, not with ';'"),
         ('c.txt', b'', 'neither .csv nor .jsonl'),
@@ -138,11 +131,7 @@ def test_hostile_names_and_captions_are_escaped(
 ) -> None:
     """Control sequences would change the title or the keys of a terminal, and markup would run in the report."""
     draw(source / 'a.jpg')
-    captions = [
-        '\x1b]0;title\x07\x1b[2J<script>alert(1)</script>',
-        'half of a pair \ud800',
-        'line\rone\x00two\u202ethree',
-    ]
+    captions = ['\x1b]0;t\x07\x1b[2J<script>alert(1)</script>', 'half of a pair \ud800', 'line\rone\x00two\u202ethree']
     rows = [{'file': 'a.jpg', 'captions': captions}, {'file': '\x1b[2J.jpg', 'caption': 'x'}]
     (tmp_path / 'c.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     arguments = ('--out', tmp_path / 'out', '--sizes', 16, '--max-rejected', 1, '--captions', tmp_path / 'c.jsonl')

@@ -69,8 +69,6 @@ def test_training_set_and_held_out_images_are_disjoint_and_together_all_accepted
 
 
 class Backwards(DrawnSource):
-    """Source with the same images in reverse order."""
-
     def parts(self) -> Sequence[Part]:
         return super().parts()[::-1]
 
@@ -78,13 +76,9 @@ class Backwards(DrawnSource):
         return iter(list(super().read(part))[::-1])
 
 
-@pytest.mark.parametrize(
-    'source',
-    [*(pytest.param(DrawnSource(*each), marks=pytest.mark.slow) for each in ((2, 12), (8, 3))), Backwards(3, 8)],
-)
-def test_held_out_images_do_not_depend_on_the_order_of_the_input(tmp_path: Path, source: DrawnSource) -> None:
+def test_held_out_images_do_not_depend_on_the_order_of_the_input(tmp_path: Path) -> None:
     run(tmp_path / 'out', DrawnSource(4, 6), hold_out=7)
-    run(tmp_path / 'other', source, hold_out=7)
+    run(tmp_path / 'other', Backwards(3, 8), hold_out=7)
     first, second = contents(held_out(tmp_path / 'out')), contents(held_out(tmp_path / 'other'))
     assert first == second and len(first['16px']) == 7
 
@@ -96,11 +90,10 @@ def test_copies_of_held_out_images_in_training_are_noted_without_duplicates(tmp_
     assert note not in run(tmp_path / 'all').notes
 
 
-@pytest.mark.parametrize('count', [18, pytest.param(500, marks=pytest.mark.slow)])
-def test_too_few_images_to_hold_out_is_an_error_with_their_number(tmp_path: Path, count: int) -> None:
-    message = rf'hold_out: drawn has 18 accepted images, so {count} cannot be held out; give at most 17\nrejected'
+def test_too_few_images_to_hold_out_is_an_error_with_their_number(tmp_path: Path) -> None:
+    message = r'hold_out: drawn has 18 accepted images, so 18 cannot be held out; give at most 17\nrejected'
     with pytest.raises(UserError, match=message):
-        run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=count)
+        run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=18)
     assert not list(tmp_path.iterdir())
     run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=17)
 
@@ -116,10 +109,8 @@ def test_reports_count_held_out_images_per_bucket(tmp_path: Path) -> None:
     assert read.held_out == report.held_out and vars(read) == vars(report)
     page = (out / 'report.html').read_text()
     section = page[page.index('<h2>Held out</h2>') : page.index('<h2>Rejected</h2>')]
-    assert re.findall(r'<th>(\d+px)</th><td class="number">(\d+)</td>', section) == [
-        ('16px', '6'),
-        ('32px', str(stored['32px'])),
-    ]
+    shown = re.findall(r'<th>(\d+px)</th><td class="number">(\d+)</td>', section)
+    assert shown == [('16px', '6'), ('32px', str(stored['32px']))]
     assert section.count('<img') == 6
     of_held_out = PrepareReport.read(held_out(out) / 'report.json')
     assert (of_held_out.pictures, of_held_out.buckets) == (6, stored)
@@ -151,9 +142,8 @@ def test_overwrite_replaces_both_datasets_and_nothing_else(tmp_path: Path) -> No
     (tmp_path / 'home-held-out/diary.txt').touch()
     with pytest.raises(UserError, match='home-held-out: has no report.json, so it is not a prepared dataset'):
         run(tmp_path / 'home', hold_out=4, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *('home-held-out', 'new', 'new-held-out', 'out', 'out-held-out')
-    ]
+    expected = ['home-held-out', 'new', 'new-held-out', 'out', 'out-held-out']
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
 
 
 def test_images_held_out_earlier_do_not_get_into_training_unnoticed(tmp_path: Path) -> None:
@@ -166,16 +156,7 @@ def test_images_held_out_earlier_do_not_get_into_training_unnoticed(tmp_path: Pa
     run(tmp_path / 'mine')
 
 
-@pytest.mark.parametrize(
-    ('moved', 'now'),
-    [
-        ((), 3),
-        (('held-out',), 3),
-        (('held-out',), 0),
-        pytest.param((), 0, marks=pytest.mark.slow),
-        *(pytest.param(('held-out', 'out'), now, marks=pytest.mark.slow) for now in (3, 0)),
-    ],
-)
+@pytest.mark.parametrize(('moved', 'now'), [((), 3), (('held-out',), 3), (('held-out',), 0)])
 def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[str, ...], now: int) -> None:
     out = tmp_path / 'out'
     run(out, hold_out=3)
@@ -218,7 +199,6 @@ def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Pat
     ('values', 'message'),
     [
         ({'hold_out': -1}, 'hold_out: -1 is out of range; give 0 to 1000000000'),
-        ({'hold_out': 'ten'}, "hold_out: 'ten' is not an integer"),
         (
             {'hold_out': 5, 'source': {'kind': 'openmoji'}},
             'hold_out: is not supported for openmoji, since it would separate variants of a drawing; use source.split',
@@ -231,7 +211,6 @@ def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Pat
             {'hold_out': 5, 'source': {'kind': 'folder', 'location': 'out-held-out/images'}},
             'out: out-held-out contains the input out-held-out/images; give another folder',
         ),
-        ({'buckets': 'all'}, "buckets: 'all' is not one of every, largest"),
     ],
 )
 def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: str) -> None:
@@ -244,8 +223,6 @@ def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: s
     ('out', 'expected'),
     [
         ('data/photos', 'data/photos-held-out'),
-        ('data/photos/', 'data/photos-held-out'),
-        ('s3://bucket/mds', 's3://bucket/mds-held-out'),
         ('s3://bucket/mds/', 's3://bucket/mds-held-out'),
         ('.', str(Path.cwd()) + '-held-out'),
     ],
@@ -253,13 +230,3 @@ def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: s
 def test_held_out_images_are_beside_the_output(out: str, expected: str) -> None:
     source = {'kind': 'folder', 'location': '/photos'}
     assert settings(out, source=source, work='work').held_out == expected
-
-
-@pytest.mark.slow
-def test_unfinished_files_of_killed_processes_do_not_get_into_the_held_out_images(tmp_path: Path) -> None:
-    work = WorkFolder(tmp_path / 'out.work')
-    (work.held_out.dataset / '16px').mkdir(parents=True)
-    (work.held_out.dataset / '16px/shard.00000.mds.unfinished-1').touch()
-    run(tmp_path / 'out', hold_out=3)
-    run(tmp_path / 'other', hold_out=3)
-    assert snapshot(held_out(tmp_path / 'out')) == snapshot(held_out(tmp_path / 'other'))

@@ -3,6 +3,7 @@
 import io
 import time
 import tracemalloc
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_perceptual_hash_equals_the_dct_of_the_paper() -> None:
 
 def test_perceptual_hashes_are_near_only_for_similar_images() -> None:
     similar, different = [], []
-    for seed in range(18):
+    for seed in range(9):
         image = scene(seed)
         changed = [image.resize((150, 180)), jpeg(image, 40), ImageEnhance.Brightness(image).enhance(1.1)]
         similar += [distance(image, each) for each in changed]
@@ -74,39 +75,27 @@ def test_perceptual_hashes_are_near_only_for_similar_images() -> None:
 def test_images_without_content_are_flat() -> None:
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(120, 136, (256, 256, 3), np.uint8))
-    assert all(
-        perceptual_hash(image).is_flat
-        for image in (Image.new('RGB', (64, 64), 'navy'), noise, Image.new('RGB', (1, 1)))
-    )
+    blank = [Image.new('RGB', size, 'navy') for size in ((64, 64), (1, 1), (3, 2000), (2000, 3))]
+    assert all(perceptual_hash(image).is_flat and 0 <= exact_hash(image) < 2**64 for image in (*blank, noise))
     assert not any(perceptual_hash(scene(seed)).is_flat for seed in range(10))
-
-
-def test_images_of_any_shape_have_hashes() -> None:
-    for size in ((1, 1), (3, 2000), (2000, 3), (31, 33)):
-        image = Image.new('RGB', size, 'red')
-        assert 0 <= perceptual_hash(image).bits < 2**64
-        assert 0 <= exact_hash(image) < 2**64
 
 
 def reference(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, limit: int) -> list[int]:
     """Return the result of `duplicates` by comparing each image with all earlier ones."""
     found: list[int] = []
     for at in range(len(exact)):
-        repeated = (
-            before
-            for before in range(at)
-            if found[before] < 0
-            and (
-                exact[at] == exact[before]
-                or (
-                    meaningful[at]
-                    and meaningful[before]
-                    and (int(perceptual[at]) ^ int(perceptual[before])).bit_count() <= limit
-                )
-            )
-        )
-        found.append(next(repeated, -1))
+        kept = [before for before in range(at) if found[before] < 0]
+        found.append(first_copy(at, kept, exact, perceptual, meaningful, limit))
     return found
+
+
+def first_copy(at: int, others: Iterable[int], exact: Any, perceptual: Any, meaningful: Any, limit: int) -> int:
+    """Return the first of some images of which an image is a copy; -1 if there is none."""
+    for other in others:
+        near = (int(perceptual[at]) ^ int(perceptual[other])).bit_count() <= limit
+        if exact[at] == exact[other] or (near and meaningful[at] and meaningful[other]):
+            return other
+    return -1
 
 
 def find(perceptual: np.ndarray, limit: int) -> np.ndarray:
@@ -141,7 +130,7 @@ def test_duplicates_equal_a_comparison_of_all_pairs(
     monkeypatch.setattr(image_hashes, 'MAX_COMPARISONS_PER_HASH', max_comparisons)
     monkeypatch.setattr(image_hashes, 'MAX_PAIRS_PER_HASH', max_pairs)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(populations())
     def check(population: tuple[Any, ...]) -> None:
         exact, perceptual, meaningful, limit = population
@@ -156,56 +145,30 @@ def test_duplicates_equal_a_comparison_of_all_pairs(
 def test_known_images_are_found_as_by_a_comparison_of_all_pairs(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(image_hashes, 'CHUNK', chunk)
 
-    def first_known(at: int, known: int, population: tuple[Any, ...]) -> int:
-        exact, perceptual, meaningful, limit = population
-        for before in range(known):
-            near = (int(perceptual[at]) ^ int(perceptual[before])).bit_count() <= limit
-            if exact[at] == exact[before] or (near and meaningful[at] and meaningful[before]):
-                return before
-        return -1
-
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(populations(), st.integers(0, 90))
     def check(population: tuple[Any, ...], known: int) -> None:
         known = min(known, len(population[0]))
         earlier, new = ([column[part] for column in population[:3]] for part in (slice(known), slice(known, None)))
         found = find_known(tuple(earlier), tuple(new), max_distance=population[3])
         assert found.dtype == np.int64
-        expected = [first_known(at, known, population) for at in range(known, len(population[0]))]
+        expected = [first_copy(at, range(known), *population) for at in range(known, len(population[0]))]
         assert found.tolist() == expected
 
     check()
 
 
-def test_other_keys_are_rarely_taken_for_keys_of_the_table() -> None:
-    rng = np.random.default_rng(0)
-    keys, others = rng.integers(0, 2**64, (2, 10_000), dtype=np.uint64) & np.uint64(0xFFFF_FFFF_0000)
-    table = image_hashes.KeyTable(keys)
-    assert table.may_contain(keys).all()
-    assert table.may_contain(others).mean() < 1 / 12
-
-
-def test_search_of_200_000_hashes_takes_seconds() -> None:
-    rng = np.random.default_rng(0)
-    perceptual = rng.integers(0, 2**64, 200_000, dtype=np.uint64)
-    perceptual[100_000:110_000] = perceptual[:10_000] ^ np.uint64(0b1011)
-    start = time.monotonic()
-    found = find(perceptual, 4)
-    assert time.monotonic() - start < 10
-    assert found[100_000:110_000].tolist() == list(range(10_000)) and np.sum(found >= 0) == 10_000
-
-
-@pytest.mark.parametrize(
-    'kind', ['equal', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('one band', 'all near'))]
-)
+@pytest.mark.parametrize('kind', ['equal', pytest.param('one band', marks=pytest.mark.slow), 'families'])
 def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: str) -> None:
     rng = np.random.default_rng(0)
     count = 100_000
     perceptual = {
         'equal': np.full(count, 77, np.uint64),
         'one band': rng.integers(0, 2**50, count, dtype=np.uint64) << np.uint64(14),
-        'all near': rng.permutation(count).astype(np.uint64),
+        'families': rng.integers(0, 2**64, count, dtype=np.uint64),
     }[kind]
+    if kind == 'families':
+        perceptual[50_000:55_000] = perceptual[:5000] ^ np.uint64(0b1011)
     start = time.monotonic()
     tracemalloc.start()
     found = find(perceptual, 4)
@@ -214,7 +177,7 @@ def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: st
     assert time.monotonic() - start < 20
     assert peak_bytes < 300 * 2**20
     kept = perceptual[found < 0]
-    assert np.sum(found >= 0) >= {'equal': count - 1, 'one band': 0, 'all near': count * 0.99}[kind]
+    assert np.sum(found >= 0) >= {'equal': count - 1, 'one band': 0, 'families': 5000}[kind]
     distances = np.bitwise_xor.outer(kept[:500], kept[:500])[~np.eye(min(500, len(kept)), dtype=bool)]
     assert all(int(each).bit_count() > 4 for each in np.unique(distances))
     dropped = np.flatnonzero(found >= 0)[:2000]

@@ -2,10 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
-import resource
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -123,36 +119,3 @@ def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):
     listing(monkeypatch, [file(f'{number:03}.{suffix}') for number in range(1000) for suffix in ('jpg', 'txt')])
     with pytest.raises(UserError, match=r'parts\.pictures-000001'):
         InputPlan.make(prepared, FolderSource('/in')).write_or_check(work)
-
-
-@pytest.mark.slow
-def test_memory_of_a_plan_does_not_grow_with_its_files(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_listing, 'IN_MEMORY', 2000)
-    monkeypatch.setattr(file_listing, 'BLOCK', 100)
-    monkeypatch.setattr(source, 'MEMORY_BYTES', 10_000)
-
-    def synthetic(count: int) -> Iterator[File]:
-        for number in range(count // 2):
-            name = f'{number * 7919 % 1000:03}/{number:09}'  # in another order than that of the names
-            yield from (file(f'{name}.{suffix}') for suffix in ('jpg', 'txt'))
-
-    def peak(count: int, answer: Connection) -> None:
-        """Send the memory by which a plan of some files makes this process grow, in bytes."""
-        listing(monkeypatch, synthetic(count))  # type: ignore[arg-type]
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        plan = InputPlan.make(prepared, FolderSource('/in'))
-        plan.write_or_check(WorkFolder(tmp_path / str(count)))
-        assert len(plan.parts) == count // 2000 and plan.parts[0].passed_over == {}
-        answer.send(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
-
-    grown = []
-    for count in (40_000, 200_000):
-        (tmp_path / str(count)).mkdir()
-        received, sent = multiprocessing.Pipe(duplex=False)
-        with received, sent:
-            process = multiprocessing.get_context('fork').Process(target=peak, args=(count, sent))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
-            grown.append(received.recv())
-    assert (grown[1] - grown[0]) / 160_000 < 60, 'bytes per file; a list of them takes 400'

@@ -3,10 +3,6 @@
 import base64
 import importlib.util
 import io
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 from prepare.drawn import encode as file_of
-from prepare.drawn import smooth, tar_of
+from prepare.drawn import here, smooth, tar_of, write_files
 
 from diffusion.errors import UserError
 from diffusion.prepare import optional_formats, svg_process
@@ -96,7 +92,7 @@ def test_large_photographs_are_not_decoded(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ('width', 'height'),
-    [(48, 32), (256, 256), (1000, 7), (513, 300), pytest.param(3000, 2000, marks=pytest.mark.slow), (1280, 720)],
+    [(48, 32), (256, 256), (1000, 7), (513, 300), (1280, 720)],
 )
 @pytest.mark.parametrize('container', [False, True])
 def test_jxl_header(width: int, height: int, container: bool) -> None:
@@ -173,29 +169,6 @@ def test_drawing_that_takes_too_long_ends_its_process(monkeypatch: pytest.Monkey
     renderer.close()
 
 
-def test_renderer_ends_with_its_worker(tmp_path: Path) -> None:
-    program = (
-        'from diffusion.prepare.optional_formats import _renderer, render_svg\n'
-        'import os, signal\n'
-        'render_svg(b\'<svg xmlns="http://www.w3.org/2000/svg"/>\', side=9, max_pixels=999)\n'
-        'print(_renderer()._process.pid, flush=True)\n'
-        'os.kill(os.getpid(), signal.SIGKILL)\n'
-    )
-    (tmp_path / 'worker.py').write_text(program)
-    done = subprocess.run([sys.executable, tmp_path / 'worker.py'], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pid = int(done.stdout)
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        if Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z':
-            return
-        signal.sigtimedwait([], 0.1)
-    raise AssertionError('the process that renders still runs')
-
-
 SEEDS = {
     'heic': file_of(smooth(), 'HEIF'),
     'jxl': file_of(smooth(), 'JXL'),
@@ -218,42 +191,25 @@ def test_any_photograph_is_decoded_or_rejected(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize('kind', ['folder', 'webdataset'])
 def test_sources_read_the_named_formats(tmp_path: Path, kind: str) -> None:
-    images = {
-        'phone.HEIC': file_of(smooth(), 'HEIF'),
-        'phone.txt': b'a photograph',
-        'small.jxl': file_of(smooth(), 'JXL'),
-        'small.txt': b'a small file',
-        'drawn.svg': svg('<circle cx="20" cy="20" r="15"/>'),
-        'drawn.txt': b'a circle',
-        'plain.png': file_of(smooth(), 'PNG'),
-        'plain.txt': b'a gradient',
-    }
-    folder = tmp_path / 'in'
-    folder.mkdir()
-    if kind == 'webdataset':
-        (folder / 'a.tar').write_bytes(tar_of(sorted(images.items())))
-    else:
-        for name, content in images.items():
-            (folder / name).write_bytes(content)
-    values = {'source': {'kind': kind, 'location': str(folder)}, 'sizes': [32], 'workers': 1, 'max_rejected': 1.0}
-    plain = prepare(settings_of(values | {'out': str(tmp_path / 'plain')}))
+    images = {'phone.HEIC': file_of(smooth(), 'HEIF'), 'small.jxl': file_of(smooth(), 'JXL')}
+    images |= {'drawn.svg': svg('<circle cx="20" cy="20" r="15"/>'), 'plain.png': file_of(smooth(), 'PNG')}
+    images |= {f'{Path(name).stem}.txt': b'a caption' for name in images}
+    files = images if kind == 'folder' else {'a.tar': tar_of(sorted(images.items()))}
+    folder = write_files(tmp_path / 'in', files)
+    values = {'source': {'kind': kind, 'location': str(folder)}, 'sizes': [32], 'max_rejected': 1.0}
+    plain = prepare(settings_of(values | {'out': str(tmp_path / 'plain')}), run=here)
     assert plain is not None and plain.pictures == 1
     assert [note for note in plain.notes if '--formats' in note] == [
         f'images of other formats were skipped; read them with --formats {name}' for name in EVERY
     ]
-    report = prepare(settings_of(values | {'out': str(tmp_path / 'out'), 'formats': list(EVERY)}))
+    report = prepare(settings_of(values | {'out': str(tmp_path / 'out'), 'formats': list(EVERY)}), run=here)
     assert report is not None and report.pictures == 4 and not report.passed_over and not report.notes
     assert report.versions.keys() >= {'pillow-heif', 'pillow-jxl-plugin', 'resvg-py'}
 
 
 def test_folder_of_other_formats_names_the_option(tmp_path: Path) -> None:
-    (tmp_path / 'in').mkdir()
-    (tmp_path / 'in' / 'a.SVG').write_bytes(svg(''))
-    values = {
-        'source': {'kind': 'folder', 'location': str(tmp_path / 'in')},
-        'sizes': [32],
-        'out': str(tmp_path / 'out'),
-    }
+    source = {'kind': 'folder', 'location': str(write_files(tmp_path / 'in', {'a.SVG': svg('')}))}
+    values = {'source': source, 'sizes': [32], 'out': str(tmp_path / 'out')}
     with pytest.raises(UserError, match=r'contains no images .*; read others with --formats svg$'):
         prepare(settings_of(values))
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, samples, settings
+from drawn import DrawnSource, run, samples
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
-from diffusion.prepare.pipeline import prepare
+from diffusion.config.image_shapes import read_buckets
 from diffusion.prepare.process_sample import COLUMNS, Buckets
 from diffusion.storage import mds
 
@@ -28,7 +28,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_dataset_equals_that_of_a_single_mds_writer(tmp_path: Path) -> None:
-    prepare(settings(tmp_path / 'out', shard_mb=0.012), source=DrawnSource(parts_count=3, each=20))
+    run(tmp_path / 'out', DrawnSource(3, 20), shard_mb=0.012)
     for bucket in ('16px', '32px'):
         found = samples(tmp_path / 'out' / bucket)
         write_with_streaming(tmp_path / bucket, found, size_limit=12_000)
@@ -39,7 +39,7 @@ def test_dataset_equals_that_of_a_single_mds_writer(tmp_path: Path) -> None:
 
 
 def test_metadata_has_measurements_and_source_columns(tmp_path: Path) -> None:
-    prepare(settings(tmp_path / 'out', sizes=[16]), source=DrawnSource(1, 8))
+    run(tmp_path / 'out', DrawnSource(1, 8), sizes=[16])
     sample = samples(tmp_path / 'out/16px')[3]
     metadata = sample['metadata']
     assert (metadata['aesthetic_score'], metadata['language']) == (3, 'en')
@@ -88,19 +88,12 @@ def test_sides_of_all_shapes_are_multiples_of_the_step(aspects: str | list[str])
 
 
 def test_listed_shapes_apply_to_the_largest_size() -> None:
-    assert Buckets([256, 512], ['640x384', '512x512']).names == [
-        '256px/256x256',
-        '256px/320x192',
-        '512px/512x512',
-        '512px/640x384',
-    ]
+    names = ['256px/256x256', '256px/320x192', '512px/512x512', '512px/640x384']
+    assert Buckets([256, 512], ['640x384', '512x512']).names == names
 
 
 def test_recipe_reads_the_aspect_buckets(tmp_path: Path) -> None:
-    from diffusion.config.image_shapes import read_buckets
-
-    report = prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 40))
-    assert report is not None
+    report = run(tmp_path / 'out', DrawnSource(2, 40), aspects='sdxl')
     for size in ('16px', '32px'):
         counts = {f'{size}/{shape}': count for shape, count in read_buckets(tmp_path / 'out' / size).items()}
         assert counts == {name: count for name, count in report.buckets.items() if name.startswith(size)}

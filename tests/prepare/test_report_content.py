@@ -49,7 +49,7 @@ def test_captions_of_duplicates_are_left_out(tmp_path: Path) -> None:
     assert (tmp_path / 'out/captions.txt').read_text() == '00\n02\n04\n06\n'
 
 
-@pytest.mark.parametrize('limit', [1, 5, 9, 10_000])
+@pytest.mark.parametrize('limit', [5, 10_000])
 def test_the_first_distinct_captions_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(report_content, 'MAX_CAPTIONS', limit)
     found = captions(tmp_path / 'out')

@@ -59,23 +59,12 @@ def test_img2dataset_tars_are_read_in_order(tmp_path: Path, form: int) -> None:
     source = pickle.loads(pickle.dumps(WebDatasetSource(str(tmp_path))))
     assert [part.name for part in source.parts()] == ['00000', '00001']
     found = entries(source)
-    assert [entry.key for entry in found] == [
-        *('00000/000000002', '00000/000000001', '00001/000010002', '00001/000010001')
-    ]
+    keys = ['00000/000000002', '00000/000000001', '00001/000010002', '00001/000010001']
+    assert [entry.key for entry in found] == keys
     assert [entry.captions for entry in found[:2]] == [['two'], ['one\nline']]
     assert found[0].image == b'image 000000002' and found[0].problem is None
     expected = columns | {'url': 'http://host/000000002', 'key': '000000002', 'status': 'success'}
     assert found[0].metadata == expected
-
-
-def test_part_has_size_and_stamp_of_its_tar(tmp_path: Path) -> None:
-    read(tmp_path, sample('1'))
-    part = WebDatasetSource(str(tmp_path)).parts()[0]
-    assert part.size == (tmp_path / '00000.tar').stat().st_size
-    read(tmp_path, [*sample('1'), *sample('2')])
-    changed = WebDatasetSource(str(tmp_path)).parts()[0]
-    assert changed.name == part.name and changed.stamp != part.stamp
-    assert json.loads(json.dumps(part.where)) == part.where
 
 
 def test_tars_with_equal_names_in_two_folders_have_different_keys(tmp_path: Path) -> None:
@@ -110,10 +99,7 @@ def test_sample_without_image_is_reported(tmp_path: Path) -> None:
     found = read(tmp_path, [*sample('1'), ('2.txt', b'x'), ('2.json', b'{"a": 1}'), *sample('3')])
     assert problems(found) == [('00000/1', None), ('00000/2', 'no_image'), ('00000/3', None)]
     assert found[1].metadata == {'a': 1}
-
-
-def test_image_that_is_a_link_or_folder_is_reported(tmp_path: Path) -> None:
-    assert problems(read(tmp_path, [('1.jpg', None), ('1.txt', b'x')])) == [('00000/1', 'no_image')]
+    assert problems(read(tmp_path, [('1.jpg', None), ('1.txt', b'x')])) == [('00000/1', 'no_image')], 'a folder'
 
 
 def test_link_with_a_size_and_a_long_name_has_no_content(tmp_path: Path) -> None:
@@ -124,13 +110,8 @@ def test_link_with_a_size_and_a_long_name_has_no_content(tmp_path: Path) -> None
 
 
 def test_captions_that_are_not_utf8_are_reported(tmp_path: Path) -> None:
-    found = [
-        ('1.jpg', b'x'),
-        ('1.txt', b'caf\xe9'),
-        ('2.jpg', b'x'),
-        ('2.txt', b'\xff'),
-        ('2.json', b'{"captions": ["a"]}'),
-    ]
+    found = [('1.jpg', b'x'), ('1.txt', b'caf\xe9')]
+    found += [('2.jpg', b'x'), ('2.txt', b'\xff'), ('2.json', b'{"captions": ["a"]}')]
     assert problems(read(tmp_path, found)) == [('00000/1', 'caption_not_utf8'), ('00000/2', None)]
 
 
@@ -148,13 +129,10 @@ def test_metadata_is_converted_to_json_types(tmp_path: Path) -> None:
     json.dumps(found[0].metadata, allow_nan=False).encode()
 
 
-def test_repeated_keys_are_reported(tmp_path: Path) -> None:
+def test_repeated_keys_and_scattered_members_are_reported(tmp_path: Path) -> None:
     found = read(tmp_path, [*sample('1'), *sample('1'), *sample('2'), *sample('1')])
     expected = [('00000/1', None), ('00000/1', 'duplicate_key'), ('00000/2', None), ('00000/1', 'duplicate_key')]
     assert problems(found) == expected
-
-
-def test_members_of_a_sample_that_are_not_adjacent_are_reported(tmp_path: Path) -> None:
     (jpg, txt, _), other = sample('1'), sample('2')
     expected = [('00000/1', None), ('00000/2', None), ('00000/1', 'sample_scattered')]
     assert problems(read(tmp_path, [jpg, *other, txt])) == expected
@@ -220,23 +198,13 @@ def test_truncated_tar_yields_samples_before_the_cut_and_reports_its_offset(tmp_
     second, third = (whole.index(f'{key}.jpg'.encode()) for key in '23')
     ends = {'00000/1': second, '00000/2': third}
     for cut in (1, 511, 512, 700, 3 * BLOCK, second, second + 511, second + 512, third, third + 600):
-        if packed:
-            compressor = gzip.compress(whole[:cut], mtime=0)
-            content = compressor[:-8]
-        else:
-            content = whole[:cut]
+        content = gzip.compress(whole[:cut], mtime=0)[:-8] if packed else whole[:cut]
         *served, last = read(tmp_path, content)
         assert last.problem == 'part_cut_off', cut
         byte = int(last.key.removeprefix('00000 at byte '))
         assert byte % BLOCK == 0 and byte <= cut, cut
         assert [entry.key for entry in served] == [key for key, end in ends.items() if end + BLOCK <= cut], cut
         assert all(entry.problem is None for entry in served)
-
-
-def test_truncation_between_members_is_detected(tmp_path: Path) -> None:
-    whole = tar_of(sample('1'))
-    end = whole.rindex(b'}') // BLOCK * BLOCK + BLOCK
-    assert problems(read(tmp_path, whole[:end])) == [(f'00000 at byte {end}', 'part_cut_off')]
 
 
 def test_damaged_header_is_reported_with_its_offset(tmp_path: Path) -> None:
@@ -253,25 +221,21 @@ def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
     assert found[-1].problem == 'part_damaged'
 
 
-def test_header_with_a_huge_size_ends_quickly(tmp_path: Path) -> None:
+def test_header_with_a_huge_or_negative_size_ends_quickly(tmp_path: Path) -> None:
     # TarFile would take practically forever to skip this many bytes.
-    info = tarfile.TarInfo('1.bin')
-    info.size = 2**70
-    content = tar_of(sample('0'))[: 6 * BLOCK] + info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
-    found = read(tmp_path, content)
-    assert problems(found) == [('00000/0', None), (f'00000 at byte {6 * BLOCK}', 'part_cut_off')]
+    for size, problem in ((2**70, 'part_cut_off'), (-2000, 'part_damaged')):
+        info = tarfile.TarInfo('1.bin')
+        info.size = size
+        content = tar_of(sample('0'))[: 6 * BLOCK] + info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
+        assert problems(read(tmp_path, content)) == [('00000/0', None), (f'00000 at byte {6 * BLOCK}', problem)]
 
 
 def test_concatenated_tars_are_both_read(tmp_path: Path) -> None:
-    found = read(tmp_path, tar_of(sample('1')) + tar_of(sample('2')))
-    assert problems(found) == [('00000/1', None), ('00000/2', None)]
-
-
-def test_truncation_after_a_first_end_marker_is_detected(tmp_path: Path) -> None:
     first, second = tar_of(sample('1')), tar_of(sample('2'))
+    assert problems(read(tmp_path, first + second)) == [('00000/1', None), ('00000/2', None)]
     end = len(first) + second.rindex(b'}') // BLOCK * BLOCK + BLOCK
     found = read(tmp_path, (first + second)[:end])
-    assert problems(found) == [('00000/1', None), (f'00000 at byte {end}', 'part_cut_off')]
+    assert problems(found) == [('00000/1', None), (f'00000 at byte {end}', 'part_cut_off')], 'without the second end'
 
 
 def extended(record: bytes) -> bytes:
@@ -284,17 +248,7 @@ def extended(record: bytes) -> bytes:
 @pytest.mark.parametrize('record', [b'0 path=x\n', b'-9 path=x\n', b'x path=x\n', b'14 size=-2000\n', b'12 size=one\n'])
 def test_invalid_pax_headers_are_reported(tmp_path: Path, record: bytes) -> None:
     assert problems(read(tmp_path, extended(record))) == [('00000 at byte 0', 'part_damaged')]
-
-
-def test_pax_headers_set_names(tmp_path: Path) -> None:
     assert problems(read(tmp_path, extended(b'14 path=2.jpg\n'))) == [('00000/2', None)]
-
-
-def test_negative_sizes_are_reported(tmp_path: Path) -> None:
-    info = tarfile.TarInfo('1.bin')
-    info.size = -2000
-    content = info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
-    assert problems(read(tmp_path, content)) == [('00000 at byte 0', 'part_damaged')]
 
 
 def test_too_large_image_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +263,7 @@ NAMES = st.sampled_from(
 CONTENTS = st.binary(max_size=1500) | st.sampled_from([b'', bytes(512), b'x' * 512])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(found=st.lists(st.tuples(NAMES, CONTENTS), max_size=6), form=st.sampled_from([0, 1, 2]), packed=st.booleans())
 def test_members_equal_those_of_tarfile(
     tmp_path_factory: pytest.TempPathFactory, found: list[tuple[str, bytes]], form: int, packed: bool
@@ -322,7 +276,7 @@ def test_members_equal_those_of_tarfile(
     assert [(member.name, member.content) for member in members(path)] == expected == found
 
 
-@settings(max_examples=50, deadline=2000)
+@settings(max_examples=25, deadline=2000)
 @given(data=st.data())
 def test_damaged_tar_raises_only_damaged_tar_and_in_time(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -333,9 +287,8 @@ def test_damaged_tar_raises_only_damaged_tar_and_in_time(
         header = data.draw(st.sampled_from(range(0, len(content) // BLOCK, 1))) * BLOCK
         at = header + data.draw(st.sampled_from([*range(100, 160), *range(512)])) % BLOCK
         content[at] = data.draw(st.integers(0, 255))
-        if data.draw(st.booleans()) and content[header : header + BLOCK] != bytes(
-            BLOCK
-        ):  # damaged header with a valid checksum
+        is_checked = data.draw(st.booleans()) and any(content[header : header + BLOCK])
+        if is_checked:  # a damaged header with a valid checksum
             content[header + 148 : header + 156] = b' ' * 8
             content[header + 148 : header + 155] = b'%06o\0' % sum(content[header : header + BLOCK])
     path = tmp_path_factory.mktemp('tars') / 'a.tar'
@@ -348,12 +301,8 @@ def test_damaged_tar_raises_only_damaged_tar_and_in_time(
 
 
 def test_tars_in_an_object_store_are_read(store: Store) -> None:
-    objects = {
-        'laion/00000.tar': tar_of(sample('1')),
-        'laion/00001.tar': tar_of(sample('2')),
-        'laion/00000.parquet': b'',
-    }
-    bucket = store.bucket('pictures', **objects)
+    objects = {'laion/00000.tar': tar_of(sample('1')), 'laion/00001.tar': tar_of(sample('2'))}
+    bucket = store.bucket('pictures', **objects, **{'laion/00000.parquet': b''})
     for location in (f'{bucket}/laion', f'{bucket}/laion/{{00000..00001}}.tar'):
         assert problems(entries(WebDatasetSource(location))) == [('00000/1', None), ('00001/2', None)]
     source = WebDatasetSource(f'{bucket}/laion')

@@ -63,13 +63,9 @@ class Failing(Square):
         raise ValueError(f'number {self.number} is invalid')
 
 
-@pytest.mark.parametrize('workers', [1, 3])
-def test_every_job_runs_once(workers: int) -> None:
-    assert sorted(run_jobs([Square(n) for n in range(20)], workers=workers)) == [n**2 for n in range(20)]
-
-
-def test_no_jobs_give_no_results() -> None:
-    assert list(run_jobs([], workers=4)) == []
+@pytest.mark.parametrize(('jobs', 'workers'), [(20, 1), (20, 3), (0, 4)])
+def test_every_job_runs_once(jobs: int, workers: int) -> None:
+    assert sorted(run_jobs([Square(n) for n in range(jobs)], workers=workers)) == [n**2 for n in range(jobs)]
 
 
 def test_error_of_a_job_is_raised_with_its_traceback() -> None:
@@ -143,24 +139,6 @@ def test_killed_parent_leaves_no_process_behind() -> None:
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(pid)
-
-
-@pytest.mark.slow
-def test_script_that_runs_jobs_whenever_it_is_imported_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / 'script.py'
-    script.write_text(
-        'from tests.prepare.test_worker_pool import Square\n'
-        'from diffusion.prepare.worker_pool import run_jobs\n'
-        'print(list(run_jobs([Square(3)], workers=1)))\n'
-    )
-    root = Path(__file__).parents[2]
-    environment = os.environ | {'PYTHONPATH': f'{root}{os.pathsep}{root / "tests" / "prepare"}'}
-    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 1
-    message = (
-        'status 1 before it began, with the traceback above; a script that prepares data must do so below `if __name__'
-    )
-    assert message in ended.stderr
 
 
 SOURCE = DrawnSource(4, 15, broken=7)

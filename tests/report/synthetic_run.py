@@ -120,11 +120,10 @@ def write_evaluation(folder: Path, batch: int, seed: int = 0) -> None:
     sweep = []
     for scale in (1, 2, 3, 5, 7.5):
         fid = 12 + 2000 / batch + (scale - 3) ** 2 / 2 + draw.random()
-        sweep.append(
-            {'guidance_scale': scale, 'metrics': {'fid': fid, 'clip_score': 0.2 + 0.08 * (1 - math.exp(-scale / 3))}}
-        )
-        sweep[-1]['categories'] = {'clip_score': {'animals': 0.31, 'text': 0.22}}
-        sweep[-1]['folder'] = f'evaluations/ba{batch}/{scale}'
+        metrics = {'fid': fid, 'clip_score': 0.2 + 0.08 * (1 - math.exp(-scale / 3))}
+        categories = {'clip_score': {'animals': 0.31, 'text': 0.22}}
+        result = {'guidance_scale': scale, 'metrics': metrics, 'categories': categories}
+        sweep.append(result | {'folder': f'evaluations/ba{batch}/{scale}'})
     results = {'checkpoint': f'ba{batch}', 'batch': batch, 'weights': 'ema', 'images': 30000, 'prompts': 'captions'}
     results |= {'losses': {'loss': 0.15 + 10 / batch}, 'metrics': sweep[-1]['metrics'], 'guidance': sweep}
     text = json.dumps(results | {'seconds': 600.0, 'finished': BEGIN + batch})
@@ -146,14 +145,9 @@ def write_sheet(folder: Path, batch: int, prompts: list[str], *, side: int = 96,
 
 
 def write_status(folder: Path, batch: int, total: int) -> None:
-    """Write the status file of a node that trains now."""
     status = {'node': 0, 'nodes': 1, 'host': 'node-0', 'pid': 1, 'boot': 'none', 'owner': '', 'doing': 'training'}
-    status |= {
-        'batch': batch,
-        'total_batches': total,
-        'seconds_per_batch': SECONDS_PER_BATCH,
-        'seconds_since_batch': 0.1,
-    }
+    status |= {'batch': batch, 'total_batches': total, 'seconds_since_batch': 0.1}
+    status['seconds_per_batch'] = SECONDS_PER_BATCH
     (folder / 'status').mkdir(exist_ok=True)
     text = json.dumps(status | {'written_at': time.monotonic(), 'written': time.time()})
     (folder / 'status' / 'node-0.json').write_text(text)

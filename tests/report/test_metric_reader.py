@@ -32,7 +32,7 @@ def test_values_are_those_that_were_logged():
     assert (values(reader, 'metrics/eval/loss'), values(reader, 'single')) == ({20: 1e-9}, {5: 7})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 200), max_size=6))
 def test_parts_give_the_same_as_the_whole(cuts):
     content = b''.join(b'{"step": %d, "loss/train/total": %d.5}\n' % (step, step) for step in range(10))
@@ -54,11 +54,9 @@ def test_a_cut_last_line_is_read_once_it_is_complete():
 
 
 def test_damaged_lines_are_counted_and_left_out():
-    reader = read(
-        {'step': 0, LOSS: 1.0}, b'\xff\xfe', b'{"step": 1', b'[1]', b'{"a": ' * 100_000, {'step': 2, LOSS: 0.5}
-    )
-    assert values(reader) == {0: 1.0, 2: 0.5}
-    assert reader.broken_lines == 4
+    damaged = (b'\xff\xfe', b'{"step": 1', b'[1]', b'{"a": ' * 100_000)
+    reader = read({'step': 0, LOSS: 1.0}, *damaged, {'step': 2, LOSS: 0.5})
+    assert values(reader) == {0: 1.0, 2: 0.5} and reader.broken_lines == 4
 
 
 @pytest.mark.parametrize('step', [None, 'a', True, -1, 1e300])
@@ -67,12 +65,8 @@ def test_lines_without_a_batch_are_left_out(step):
 
 
 def test_nan_and_infinity_are_kept_apart():
-    reader = read(
-        {'step': 0, LOSS: 1.0},
-        {'step': 1, LOSS: math.nan},
-        {'step': 2, LOSS: math.inf, 'x': -math.inf},
-        b'{"step": 3, "y": 1e999}',
-    )
+    lines = [{'step': 0, LOSS: 1.0}, {'step': 1, LOSS: math.nan}, {'step': 2, LOSS: math.inf, 'x': -math.inf}]
+    reader = read(*lines, b'{"step": 3, "y": 1e999}')
     assert values(reader) == {0: 1.0}
     assert reader.series[LOSS].nonfinite == [(1, 'NaN'), (2, 'infinite')]
     assert reader.series['x'].nonfinite_count == reader.series['y'].nonfinite_count == 1
@@ -87,12 +81,9 @@ def test_a_resumed_run_replaces_the_batches_that_it_repeats():
     assert reader.series['x'].nonfinite_count == 0
 
 
-def test_metrics_of_time_are_skipped_but_not_their_neighbors():
+def test_metrics_of_time_are_skipped_and_those_beyond_the_limit_named():
     reader = read({'step': 1, 'time/batch': 1.0, 'time/sample': 8.0}, {'step': 2, 'time/batch': 2.0, 'mine': 3.0})
     assert [*reader.series] == ['mine']
-
-
-def test_metrics_beyond_the_limit_are_named():
     reader = read({'step': 0} | {f'layer{index}': 1.0 for index in range(MAX_SERIES + 7)})
     assert len(reader.series) == MAX_SERIES and len(reader.dropped) == 7
 
@@ -100,7 +91,7 @@ def test_metrics_beyond_the_limit_are_named():
 curves = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(curves, st.integers(4, 80))
 def test_extremes_and_ends_stay_and_the_limit_holds(values, limit):
     steps = [3 * index for index in range(len(values))]
@@ -112,18 +103,10 @@ def test_extremes_and_ends_stay_and_the_limit_holds(values, limit):
     assert (x[0], x[-1]) == (steps[0], steps[-1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(curves, st.integers(1, 50))
 def test_averages_of_equal_parts_have_the_average_of_the_curve(values, count):
     x, y = averages(range(len(values)), values, count)
     assert len(x) == min(count, len(values)) and x == sorted({*x})
     if len(values) % len(y) == 0:
         assert sum(y) / len(y) == pytest.approx(sum(values) / len(values), abs=1e-3)
-
-
-def test_a_spike_of_one_batch_among_a_million_stays():
-    values = [0.1] * 1_000_000
-    values[654_321] = 50.0
-    x, y = downsample(range(1_000_000), values, 2000)
-    assert len(x) <= 2000
-    assert y[x.index(654_321)] == 50.0

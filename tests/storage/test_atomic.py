@@ -44,17 +44,6 @@ def test_failure_leaves_nothing(tmp_path: Path, writer, failure: type[BaseExcept
     assert not names(tmp_path)
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raise_disk_full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, 'No space left on device')
-
-    monkeypatch.setattr(os, 'fsync', raise_disk_full)
-    for name in ('file', 'folder'):
-        with pytest.raises(OSError, match='No space left'):
-            write(tmp_path / name, 'x') if name == 'folder' else write_atomically(tmp_path / name, 'x')
-    assert not names(tmp_path)
-
-
 def test_folder_contents_are_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power cut could leave an empty file in a folder that looks complete."""
     flushed, fsync, rename = set(), os.fsync, os.rename

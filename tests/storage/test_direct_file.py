@@ -29,7 +29,7 @@ def opened(path: Path) -> DirectFile:
 
 
 @pytest.mark.usefixtures('small_chunks')
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.integers(0, 5 * BLOCK), st.just('flush')), max_size=12))
 def test_any_writes_and_flushes(tmp_path: Path, steps: list[int | str]) -> None:
     expected = b''

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,6 @@ with locks.hold_lock(Path(sys.argv[1]), raise_taken, shared=sys.argv[2] == 'True
 
 
 def try_in_another_process(path: Path, *, shared: bool) -> bool:
-    """Return True if another process can take the lock."""
     # A new interpreter: a fork of this process, which has threads, could wait forever for a lock that one of them held.
     status = subprocess.run([sys.executable, '-c', TRY, path, str(shared)], cwd=ROOT, check=False).returncode
     assert status in (0, 3)
@@ -61,22 +61,12 @@ def test_lock_on_a_file_removed_by_its_owner_is_taken_again(tmp_path: Path) -> N
         waits += 1
         owner.close()
 
-    owner = ReleasableLock(path)
+    owner = ExitStack()
+    owner.enter_context(locks.hold_lock(path, raise_taken, remove=True))
     with locks.hold_lock(path, wait, remove=True):
         assert waits == 1 and path.exists()
         assert not try_in_another_process(path, shared=False)
     assert not path.exists()
-
-
-class ReleasableLock:
-    """A lock that is released by a method call."""
-
-    def __init__(self, path: Path) -> None:
-        self.context = locks.hold_lock(path, raise_taken, remove=True)
-        self.context.__enter__()
-
-    def close(self) -> None:
-        self.context.__exit__(None, None, None)
 
 
 def test_nothing_is_held_if_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @given(found=samples_of(IMAGES), size_limit=st.integers(900, 3000))
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=12, deadline=None)
 def test_shards_equal_those_of_streaming_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]], size_limit: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_shards_equal_those_of_streaming_byte_for_byte(
 
 
 @given(found=samples_of(LATENTS))
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=12, deadline=None)
 def test_arrays_equal_those_of_streaming_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]]
 ) -> None:

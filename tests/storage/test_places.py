@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from tests.object_store import Store
 
 @pytest.fixture(params=['folder', 'store'])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return (
-        str(tmp_path / 'set') if request.param == 'folder' else request.getfixturevalue('store').bucket('data') + '/set'
-    )
+    if request.param == 'folder':
+        return str(tmp_path / 'set')
+    return request.getfixturevalue('store').bucket('data') + '/set'
 
 
 @pytest.fixture
@@ -106,11 +107,8 @@ def test_one_of_many_threads_creates_a_file(place: Place, monkeypatch: pytest.Mo
         if place.create('folder/a', content):
             created.append(content)
 
-    threads = [threading.Thread(target=create, args=(str(number),)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(create, '0123'))
     assert len(created) == 1 and place.read('folder/a') == created[0].encode()
     assert place.sizes() == {'folder/a': 1}
     assert not place.create('folder/a', 'again', alone=True) and place.create('b', 'x', alone=True)

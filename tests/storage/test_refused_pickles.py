@@ -18,13 +18,13 @@ from diffusion.models.perceptual_losses import PerceptualLosses, lpips_network
 
 
 class Calls:
-    """Object whose pickle calls a function with the command or program that creates a file."""
+    """Object whose pickle runs a command."""
 
-    def __init__(self, function, argument: str) -> None:
-        self.call = function, (argument,)
+    def __init__(self, command: str) -> None:
+        self.command = command
 
     def __reduce__(self):
-        return self.call
+        return os.system, (self.command,)
 
 
 def write_checkpoint(folder: Path, harmful: Calls) -> None:
@@ -72,25 +72,18 @@ READERS = {
 
 
 @pytest.mark.filterwarnings('ignore')  # torch warns about the protocol of the pickle
-@pytest.mark.parametrize(
-    ('function', 'name'),
-    [(os.system, r'posix\.system'), pytest.param(exec, r'(builtins\.)?exec', marks=pytest.mark.slow)],
-)
 @pytest.mark.parametrize('reader', READERS)
-def test_pickle_that_wants_to_run_code_is_called_that(tmp_path, reader, function, name):
+def test_pickle_that_wants_to_run_code_is_called_that(tmp_path, reader):
     write, read = READERS[reader]
     ran = tmp_path / 'ran'
-    write(tmp_path, Calls(function, f'touch {ran}' if function is os.system else f'open({str(ran)!r}, "w")'))
-    with pytest.raises(UserError, match=rf'wants to run code when it is read \(its pickle calls {name}\).*; \w+'):
+    write(tmp_path, Calls(f'touch {ran}'))
+    with pytest.raises(UserError, match=r'wants to run code when it is read \(its pickle calls posix\.system\).*; \w+'):
         read(tmp_path)
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(
-    'content', [b'', *(pytest.param(each, marks=pytest.mark.slow) for each in (b'\x80\x02}q\x00', b'<html>'))]
-)
-def test_damaged_file_is_not_called_code(tmp_path, content):
-    (tmp_path / 'weights.pth').write_bytes(content)
+def test_damaged_file_is_not_called_code(tmp_path):
+    (tmp_path / 'weights.pth').write_bytes(b'<html>')
     with pytest.raises(UserError, match='cannot be read as weights'):
         read_lpips(tmp_path)
 

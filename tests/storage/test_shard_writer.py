@@ -17,7 +17,6 @@ Open = Callable[[str], Place]
 
 @pytest.fixture(params=['local', 'store'])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Return a function that opens a folder by name."""
     if request.param == 'local':
         return lambda name: LocalPlace(tmp_path / 'data' / name)
     url = request.getfixturevalue('store').bucket('data')
@@ -41,13 +40,6 @@ def test_index_does_not_depend_on_the_order_of_writing(folder: Open) -> None:
     assert indexes[0] == indexes[1]
     shards = json.loads(indexes[0])['shards']
     assert {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards} == folder('one').sizes()
-
-
-def test_entries_can_be_in_the_folder_of_the_shards_or_below(folder: Open) -> None:
-    for name in ('same', 'same/below'):
-        writer = ShardWriter(folder('same'), folder(name), FORMAT)
-        write(writer, 0)
-        assert writer.done() == {0}
 
 
 def test_interrupted_shard_does_not_exist(folder: Open, tmp_path: Path) -> None:
@@ -92,13 +84,10 @@ def test_work_resumes_with_the_same_plan_only(folder: Open) -> None:
     assert 'the order of the input' in str(other_plan(folder('work'), plan, plan, where='out'))
 
 
-def test_at_most_five_differences_are_listed(tmp_path: Path) -> None:
+def test_at_most_five_differences_are_listed_and_damage_is_named(tmp_path: Path) -> None:
     pin_plan(LocalPlace(tmp_path), {}, where='out')
     with pytest.raises(ValueError, match=r'(a\d: missing at the start, \d now\n  ){5}and 3 more\nrestore'):
         pin_plan(LocalPlace(tmp_path), {f'a{number}': number for number in range(8)}, where='out')
-
-
-def test_damaged_plan_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / 'plan.json').write_text('{')
     with pytest.raises(ValueError, match=r'^out: .*/plan.json is damaged \(.*\); remove'):
         pin_plan(LocalPlace(tmp_path), {}, where='out')

@@ -258,13 +258,10 @@ def test_recipe_check_reports_same_problems_without_data(write_recipe, pictures)
     assert 'random mixes images of 32x32, 64x64 px in a batch; use per_stream' in str(error.value)
 
 
-def two_buckets(pictures):
-    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-
-
 def test_real_loader_serves_simulated_batches(write_recipe, pictures):
     """40 and 24 images in batches of 16: 8 of each are left for another epoch."""
-    loader = build_loader(load(write_recipe(streams=two_buckets(pictures), global_batch=16)))
+    streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+    loader = build_loader(load(write_recipe(streams=streams, global_batch=16)))
     served = [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in loader]
     assert len(loader) == len(served) == 3
     for layout in (Layout(1, 1), Layout(2, 8), Layout(4, 4, workers=2)):

@@ -13,17 +13,6 @@ from diffusion.training.train import build_trainer, train
 SHORT = ['global_batch=4', 'streams.small.choose=12']
 
 
-class AtEvent(Callback):
-    """Callback that calls a function with the trainer's state after a number of batches, at an event."""
-
-    def __init__(self, event, batch, act):
-        self.event, self.batch, self.act = event, batch, act
-
-    def run_event(self, event, state, logger):
-        if event.value == self.event and state.timestamp.batch.value == self.batch:
-            self.act(state)
-
-
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory, tiny_recipe):
     """Losses of an uninterrupted run of two epochs of three batches."""
@@ -56,10 +45,12 @@ def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recip
 def test_no_checkpoint_is_written_while_data_and_run_disagree(write_recipe, tmp_path):
     trainer = build_trainer(load(write_recipe(), ['trainer.save_interval=1ba']))
 
-    def iterate(state):
-        state.train_dataloader.dataset.next_epoch += 1
+    class Iterate(Callback):
+        def batch_end(self, state, logger):
+            if state.timestamp.batch.value == 2:
+                state.train_dataloader.dataset.next_epoch += 1
 
-    trainer.state.callbacks.insert(0, AtEvent('batch_end', 2, iterate))
+    trainer.state.callbacks.insert(0, Iterate())
     with pytest.raises(DataError, match='the run is in epoch 0, but its training data is in epoch 1'):
         trainer.fit()
     trainer.close()

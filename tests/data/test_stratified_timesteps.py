@@ -16,23 +16,15 @@ def stratified(write_recipe, pictures):
     return load(write_recipe(streams=streams), ['model.objective.timesteps=stratified'])
 
 
-def global_batch(size: int, *, index: int = 3) -> dict[str, torch.Tensor]:
-    ids = torch.randperm(10 * size, generator=torch.Generator().manual_seed(index))[:size]
-    return {
-        batch_keys.SAMPLE_ID: ids,
-        batch_keys.OCCURRENCE: torch.zeros_like(ids),
-        batch_keys.EPOCH: torch.full_like(ids, 1),
-        batch_keys.BATCH_INDEX: torch.full_like(ids, index),
-    }
-
-
 def copies_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([batch[batch_keys.SAMPLE_ID], batch[batch_keys.OCCURRENCE]])
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 16])
 def test_quantiles_depend_on_samples_not_ranks(ranks):
-    batch = global_batch(48)
+    ids = torch.randperm(480, generator=torch.Generator().manual_seed(3))[:48]
+    batch = {batch_keys.SAMPLE_ID: ids, batch_keys.OCCURRENCE: torch.zeros_like(ids)}
+    batch |= {batch_keys.EPOCH: torch.ones_like(ids), batch_keys.BATCH_INDEX: torch.full_like(ids, 3)}
     on_one_rank = timestep_quantiles(17, batch, copies_of(batch), 0)
     expected = dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), on_one_rank.tolist(), strict=True))
     # Streaming assigns sample i to rank i % ranks.

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from diffusion.config.image_shapes import Shape, square
-from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of, choose_caption_index
 from diffusion.data.image_reading import MIN_OVERSAMPLING, UnreadableImage, jpeg_reduction
@@ -30,7 +29,6 @@ from diffusion.data.transforms import (
     reduce_box,
 )
 from diffusion.models import batch_keys
-from diffusion.training.components import build_loader
 
 SHAPES = [Shape(640, 384), Shape(384, 640), Shape(512, 512), Shape(1024, 256)]
 shares = st.floats(0, 1, exclude_max=True)
@@ -180,13 +178,6 @@ def test_zone_plate_does_not_alias():
         assert seen[too_fine].std() < 7, side  # 12 with OpenCV's INTER_AREA, more than 38 without antialiasing
 
 
-def test_resizing_keeps_flat_color():
-    for format in ('PNG', 'JPEG'):
-        seen = decode_for_model(encoded(Image.new('RGB', (1000, 600), (200, 200, 200)), format), Shape(32, 16))
-        assert seen.shape == (3, 16, 32)
-        assert seen.unique().tolist() == [200]
-
-
 def huge_png():
     chunk = b'IHDR' + struct.pack('>IIBBBBB', 40_000, 40_000, 8, 2, 0, 0, 0)
     header = b'\x89PNG\r\n\x1a\n' + struct.pack('>I', 13) + chunk + struct.pack('>I', zlib.crc32(chunk))
@@ -314,18 +305,3 @@ def test_partial_batch_and_new_shape_start_new_block():
     assert block.collate([filled(block, 1)])[batch_keys.IMAGE].shape == (1, *SHAPE)
     other = block.collate([filled(block, value, (3, 8, 2)) for value in range(3)])[batch_keys.IMAGE]
     assert other.shape == (3, 3, 8, 2) and other[:, 0, 0, 0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_batches_of_loader_are_never_overwritten(write_recipe, pictures):
-    """A consumer may keep batches, so later batches must not overwrite them."""
-    streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-    loader = build_loader(load(write_recipe(streams=streams, loader={'num_workers': 1})))
-    batches, copies = [], []
-    for _ in range(2):
-        for batch in loader:
-            batches.append(batch[batch_keys.IMAGE])
-            copies.append(batch[batch_keys.IMAGE].clone())
-    assert len(batches) == 16
-    assert all(torch.equal(batch, copy) for batch, copy in zip(batches, copies, strict=True))
-    assert len({copy.double().sum().item() for copy in copies}) > 8

@@ -27,7 +27,7 @@ def two_buckets(pictures):
     return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
 
 
-def test_png_has_one_row_per_bucket(write_recipe, two_buckets, tmp_path, capsys):
+def test_each_bucket_has_a_row_with_its_own_samples(write_recipe, two_buckets, tmp_path, capsys):
     out = tmp_path / 'look.png'
     assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '3']) == 0
     assert capsys.readouterr().out == f'{out}: 6 samples of 2 buckets\n'
@@ -35,6 +35,9 @@ def test_png_has_one_row_per_bucket(write_recipe, two_buckets, tmp_path, capsys)
         assert image.height > 2 * SIDE
         image.load()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith('.')] == []
+    out = tmp_path / 'look.html'
+    assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '2']) == 0
+    assert [len(image) for image in images_of(out.read_text())] == [32, 32, 64, 64]
 
 
 def test_preview_shows_what_dataset_serves(write_recipe, pictures, tmp_path):
@@ -60,12 +63,6 @@ def test_preview_shows_what_dataset_serves(write_recipe, pictures, tmp_path):
 def images_of(text):
     found = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     return [np.asarray(Image.open(io.BytesIO(base64.b64decode(each)))) for each in found]
-
-
-def test_each_bucket_shows_its_own_samples(write_recipe, two_buckets, tmp_path):
-    out = tmp_path / 'look.html'
-    assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '2']) == 0
-    assert [len(image) for image in images_of(out.read_text())] == [32, 32, 64, 64]
 
 
 def test_folder_used_in_several_sections_is_shown_in_each(write_recipe, pictures, tmp_path, capsys):

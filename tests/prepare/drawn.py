@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import re
 import signal
 import tarfile
@@ -139,6 +140,12 @@ def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
     found = {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
     assert {name: len(of) for name, of in found.items()} == {name: len(of) for name, of in keys(out).items()}
     return found
+
+
+def entries(source: Any) -> list[Entry]:
+    """Return the samples of all parts, read by a copy of the source, as another process reads them."""
+    source = pickle.loads(pickle.dumps(source))
+    return [entry for part in source.parts() for entry in source.read(part) if isinstance(entry, Entry)]
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | str]) -> Path:

@@ -60,21 +60,14 @@ def prepared(kind: str, folder: Path, **others: str) -> PrepareReport:
     return report
 
 
-def names_of(report: PrepareReport) -> dict[str, list[str]]:
-    assert all(len(each.names) == each.count for each in report.passed_over.values())
-    return {kind: each.names for kind, each in report.passed_over.items()}
-
-
 def test_folder(folder: Path) -> None:
     report = prepared('folder', folder)
     captions = sum(name.endswith('.txt') for name in FILES) - 1 + 1  # and broken.json; without that of the SVG
     assert report.inputs == len(FILES) - captions
     assert report.pictures == 4, 'three cats and the JFIF'
-    assert {reason: each.names for reason, each in report.rejected.items()} == {
-        'no_caption': ['no-caption.jpg'],
-        'unknown_format': ['broken.webp'],
-    }
-    assert names_of(report) == PASSED_OVER
+    expected = {'no_caption': ['no-caption.jpg'], 'unknown_format': ['broken.webp']}
+    assert {reason: each.names for reason, each in report.rejected.items()} == expected
+    assert {kind: each.names for kind, each in report.passed_over.items()} == PASSED_OVER
     assert 'skipped, hidden: 2 (.DS_Store, .cache/thumbnail.png)' in report.text('out')
     page = (folder.parent / 'out' / 'report.html').read_text()
     assert '<h2>Skipped</h2>' in page and 'cats/phone.HEIC' in page
@@ -94,11 +87,8 @@ def test_tars_and_files_beside_them(folder: Path) -> None:
     report = prepared('webdataset', folder)
     assert report.pictures == 8
     # In a tar the caption of a format that is not read is a sample without image, and hidden folders are read.
-    assert {reason: each.count for reason, each in report.rejected.items()} == {
-        'no_caption': 4,
-        'no_image': 2,
-        'unknown_format': 2,
-    }
+    counts = {reason: each.count for reason, each in report.rejected.items()}
+    assert counts == {'no_caption': 4, 'no_image': 2, 'unknown_format': 2}
     inside = {kind: 2 * len(names) for kind, names in PASSED_OVER.items() if kind != '.txt'} | {'hidden': 2}
     beside = [name for name in FILES if not name.startswith('.')]
     assert report.passed_over['.svg'].count == inside['.svg'] + 1

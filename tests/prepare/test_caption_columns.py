@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from prepare.drawn import encoded_image, here, samples, tar_of
+from prepare.drawn import encoded_image, entries, here, samples, tar_of, write_files
+from prepare.hub_datasets import parquet_of
 
 from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
@@ -27,7 +26,7 @@ from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.parquet import ParquetSource
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
-from diffusion.prepare.source import Entry, Source
+from diffusion.prepare.source import Source
 from diffusion.prepare.webdataset import WebDatasetSource
 from diffusion.tasks.precompute import precompute
 from diffusion.training.components import build_loader
@@ -44,57 +43,18 @@ EXPECTED = [
     {'original': ['a tree']},
 ]
 """Captions of each row by column."""
-
-
-def table() -> pa.Table:
-    columns = {name: [row[name] for row in ROWS] for name in ('original', 'recaptioned', 'score')}
-    return pa.table({'jpg': [encoded_image(number) for number in range(len(ROWS))]} | columns)
-
-
-def write_images(folder: Path) -> list[str]:
-    """Write an image per row; return their stems."""
-    folder.mkdir()
-    for number in range(len(ROWS)):
-        (folder / f'{number}.jpg').write_bytes(encoded_image(number))
-    return [str(number) for number in range(len(ROWS))]
-
-
-def parquet(folder: Path) -> Source:
-    pq.write_table(table(), folder / 'a.parquet')
-    return ParquetSource(str(folder), caption_column=COLUMNS)
-
-
-def hugging_face(folder: Path) -> Source:
-    (folder / 'data').mkdir()
-    pq.write_table(table(), folder / 'data/train-00000-of-00001.parquet')
-    return HuggingFaceSource(str(folder), caption_column=COLUMNS)
-
-
-def captions_file(folder: Path) -> Source:
-    lines = [{'file': f'{stem}.jpg'} | row for stem, row in zip(write_images(folder / 'images'), ROWS, strict=True)]
-    (folder / 'c.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return FolderSource(str(folder / 'images'), captions=str(folder / 'c.jsonl'), caption_column=COLUMNS)
-
-
-def files_beside_images(folder: Path) -> Source:
-    for stem, row in zip(write_images(folder / 'images'), ROWS, strict=True):
-        (folder / f'images/{stem}.json').write_text(json.dumps(row))
-    return FolderSource(str(folder / 'images'), caption_column=COLUMNS)
-
-
-def tars(folder: Path) -> Source:
-    members: list[tuple[str, bytes | None]] = []
-    for number, row in enumerate(ROWS):
-        members += [(f'{number}.jpg', encoded_image(number)), (f'{number}.json', json.dumps(row).encode())]
-    (folder / 'a.tar').write_bytes(tar_of(members))
-    return WebDatasetSource(str(folder), caption_column=COLUMNS)
-
-
-SOURCES = (parquet, hugging_face, captions_file, files_beside_images, tars)
-
-
-def entries(source: Source) -> list[Entry]:
-    return [entry for part in source.parts() for entry in source.read(part) if isinstance(entry, Entry)]
+IMAGES = [encoded_image(number) for number in range(len(ROWS))]
+FILES = {f'{number}.jpg': image for number, image in enumerate(IMAGES)}
+SIDECARS = {f'{number}.json': json.dumps(row).encode() for number, row in enumerate(ROWS)}
+TABLE = parquet_of({'jpg': IMAGES} | {name: [row[name] for row in ROWS] for name in ROWS[0]})
+LINES = [json.dumps({'file_name': f'{number}.jpg'} | row).encode() for number, row in enumerate(ROWS)]
+SOURCES: dict[str, tuple[Any, dict[str, bytes]]] = {
+    'parquet': (ParquetSource, {'a.parquet': TABLE}),
+    'hugging_face': (HuggingFaceSource, {'data/train-00000-of-00001.parquet': TABLE}),
+    'captions_file': (FolderSource, FILES | {'metadata.jsonl': b'\n'.join(LINES)}),
+    'files_beside_images': (FolderSource, FILES | SIDECARS),
+    'tars': (WebDatasetSource, {'a.tar': tar_of(sorted((FILES | SIDECARS).items()))}),
+}
 
 
 def by_column(captions: list[Any], columns: list[str]) -> dict[str, list[str]]:
@@ -112,9 +72,10 @@ def run(source: Source, out: Path, **settings: Any) -> PrepareReport:
     return report
 
 
-@pytest.mark.parametrize('make', SOURCES, ids=lambda make: make.__name__)
-def test_each_kind_of_source_names_the_column_of_each_caption(make: Callable[[Path], Source], tmp_path: Path) -> None:
-    source = make(tmp_path)
+@pytest.mark.parametrize('kind', SOURCES)
+def test_each_kind_of_source_names_the_column_of_each_caption(kind: str, tmp_path: Path) -> None:
+    make, files = SOURCES[kind]
+    source = make(str(write_files(tmp_path / 'in', files)), caption_column=COLUMNS)
     found = entries(source)
     assert [by_column(entry.captions, entry.caption_columns) for entry in found] == EXPECTED
     assert [entry.metadata for entry in found] == [{'score': row['score']} for row in ROWS]
@@ -124,20 +85,18 @@ def test_each_kind_of_source_names_the_column_of_each_caption(make: Callable[[Pa
 
 
 def test_a_text_file_is_the_column_txt(tmp_path: Path) -> None:
-    for stem in write_images(tmp_path / 'images'):
-        (tmp_path / f'images/{stem}.txt').write_text(f'text {stem}')
-        (tmp_path / f'images/{stem}.json').write_text(json.dumps({'llm': f'llm {stem}', 'caption': 'not asked for'}))
-    source = FolderSource(str(tmp_path / 'images'), caption_column=('txt', 'llm'))
+    write_files(tmp_path, FILES | {f'{stem}.txt': f'text {stem}'.encode() for stem in '012'})
+    write_files(tmp_path, {f'{n}.json': json.dumps({'llm': f'llm {n}', 'caption': 'not asked for'}) for n in '012'})
+    source = FolderSource(str(tmp_path), caption_column=('txt', 'llm'))
     assert [by_column(entry.captions, entry.caption_columns) for entry in entries(source)] == [
         {'txt': [f'text {stem}'], 'llm': [f'llm {stem}']} for stem in '012'
     ]
-    alone = FolderSource(str(tmp_path / 'images'), caption_column='llm')
+    alone = FolderSource(str(tmp_path), caption_column='llm')
     assert [(entry.captions, entry.caption_columns) for entry in entries(alone)] == [([f'llm {s}'], []) for s in '012']
 
 
 def test_a_key_that_no_file_has_is_in_the_report(tmp_path: Path) -> None:
-    for stem in write_images(tmp_path / 'images'):
-        (tmp_path / f'images/{stem}.txt').write_text(f'text {stem}')
+    write_files(tmp_path / 'images', FILES | {f'{stem}.txt': f'text {stem}'.encode() for stem in '012'})
     where = {'kind': 'folder', 'location': str(tmp_path / 'images'), 'caption_column': ['txt', 'lmm']}
     report = prepare(settings_of({'source': where, 'out': str(tmp_path / 'out'), 'sizes': [16]}), run=here)
     assert report is not None
@@ -146,19 +105,16 @@ def test_a_key_that_no_file_has_is_in_the_report(tmp_path: Path) -> None:
 
 
 def test_one_text_in_two_columns_is_one_caption_of_the_first(tmp_path: Path) -> None:
-    columns = {'jpg': [encoded_image(0)], 'a': ['same  text'], 'b': ['same text']}
-    pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
+    write_files(tmp_path, {'a.parquet': parquet_of({'jpg': IMAGES[:1], 'a': ['same  text'], 'b': ['same text']})})
     run(ParquetSource(str(tmp_path), caption_column=('a', 'b')), tmp_path / 'out')
     (row,) = samples(tmp_path / 'out/16px')
     assert (row['captions'], row['caption_columns']) == (['same text'], ['a'])
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    parquet(tmp_path)
+    write_files(tmp_path, {'a.parquet': TABLE, 'c.csv': 'file,original\n0.jpg,a cat\n', 'images/0.jpg': IMAGES[0]})
     with pytest.raises(UserError, match=r"has no column 'recaptoned', .*: did you mean 'recaptioned'"):
         ParquetSource(str(tmp_path), caption_column=('original', 'recaptoned')).parts()
-    write_images(tmp_path / 'images')
-    (tmp_path / 'c.csv').write_text('file,original\n0.jpg,a cat\n')
     with pytest.raises(UserError, match=r"c.csv line 1: has no column 'recaptioned', only \['file', 'original'\]"):
         FolderSource(str(tmp_path / 'images'), captions=str(tmp_path / 'c.csv'), caption_column=COLUMNS).parts()
 
@@ -210,7 +166,8 @@ def test_training_chooses_by_weights_from_images_and_from_latents(
     write_recipe: Callable[..., Path], tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     columns = {'original': ['a cat'] * 8, 'recaptioned': ['a gray cat on a mat'] * 8}
-    pq.write_table(pa.table({'jpg': [encoded_image(i) for i in range(8)]} | columns), tmp_path / 'a.parquet')
+    table = parquet_of({'jpg': [encoded_image(i) for i in range(8)]} | columns)
+    write_files(tmp_path, {'a.parquet': table})
     run(ParquetSource(str(tmp_path), caption_column=COLUMNS), tmp_path / 'out', filters={'min_side': 1})
     kept = len(samples(tmp_path / 'out/16px'))
     stream = {'local': str(tmp_path / 'out/16px'), 'resolution': 16}
@@ -233,7 +190,7 @@ def test_training_chooses_by_weights_from_images_and_from_latents(
 
 
 def test_weights_that_cannot_apply_are_refused(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    parquet(tmp_path)
+    write_files(tmp_path, {'a.parquet': TABLE})
     run(ParquetSource(str(tmp_path), caption_column=COLUMNS), tmp_path / 'out')
 
     def loader(dataset: dict[str, Any], **sections: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import DrawnSource, draw, encoded_image, here, samples, settings
+from drawn import DrawnSource, draw, encoded_image, here, run, samples, settings
 from PIL import Image
 from small_networks import write_clip
 from transformers import CLIPModel, CLIPProcessor
@@ -17,7 +17,6 @@ from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare.append import append
 from diffusion.prepare.extra_columns import BATCH_IMAGES, compute_columns
-from diffusion.prepare.pipeline import prepare
 
 BRIGHTNESS = """
 import numpy as np
@@ -48,10 +47,10 @@ def brightness_of(number: int) -> float:
 def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
     source = DrawnSource(parts_count=2, each=70, broken=35)
     filters = {'columns': {'brightness': {'min': 127.5}}}
-    report = prepare(settings(tmp_path / 'out', columns_from=str(brightness), filters=filters), source=source, run=here)
+    report = run(tmp_path / 'out', source, columns_from=str(brightness), filters=filters)
     whole = [number for number in range(140) if number % 35]
     bright = [number for number in whole if brightness_of(number) >= 127.5]
-    assert report is not None and report.inputs == 140
+    assert report.inputs == 140
     assert report.rejected['brightness_below_127.5'].count == len(whole) - len(bright)
     stored = {sample['key']: sample['metadata'] for sample in samples(tmp_path / 'out' / '16px')}
     assert sorted(stored) == sorted(f'image-{number}' for number in bright)
@@ -64,7 +63,7 @@ def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
 
 def test_file_belongs_to_the_settings_of_the_dataset(tmp_path, brightness):
     source, given = DrawnSource(parts_count=1), {'columns_from': str(brightness)}
-    prepare(settings(tmp_path / 'out', **given), source=source, run=here)
+    run(tmp_path / 'out', source, **given)
     later = DrawnSource(parts_count=2, stamp='2')
     with pytest.raises(UserError, match=r'has columns that brightness.py computes; add --columns-from with its path'):
         append(settings(tmp_path / 'out'), source=later, run=here)
@@ -107,19 +106,15 @@ def test_values_become_json(tmp_path):
     assert json.loads(json.dumps(found)) == found
 
 
-def test_column_of_the_source_is_not_replaced(tmp_path):
-    path = tmp_path / 'again.py'
-    path.write_text("def columns(images, captions):\n    return {'aesthetic_score': [1.0] * len(images)}\n")
-    with pytest.raises(UserError, match="image 'image-0' has a column 'aesthetic_score' already; use another name"):
-        prepare(settings(tmp_path / 'out', columns_from=str(path)), source=DrawnSource(parts_count=1), run=here)
-
-
-def test_error_of_the_function_keeps_its_traceback_and_names_the_images(tmp_path):
+def test_error_of_the_function_names_the_images(tmp_path):
     path = tmp_path / 'buggy.py'
     path.write_text('def columns(images, captions):\n    return undefined\n')
     with pytest.raises(RuntimeError, match=r"images 'image-0' to 'image-7': .*buggy.py: NameError") as found:
-        prepare(settings(tmp_path / 'out', columns_from=str(path)), source=DrawnSource(parts_count=1), run=here)
+        run(tmp_path / 'out', DrawnSource(1), columns_from=str(path))
     assert isinstance(found.value.__cause__, NameError)
+    path.write_text("def columns(images, captions):\n    return {'aesthetic_score': [1.0] * len(images)}\n")
+    with pytest.raises(UserError, match="image 'image-0' has a column 'aesthetic_score' already; use another name"):
+        run(tmp_path / 'other', DrawnSource(1), columns_from=str(path))
 
 
 def test_file_is_checked_before_images_are_read(tmp_path):

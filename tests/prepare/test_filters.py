@@ -19,22 +19,16 @@ def problem(
     return filters.image_problem(width, height, [caption]) or filters.column_problem(columns)
 
 
-def test_limits_on_sides_and_aspect() -> None:
+def test_limits_on_sides_aspect_captions_and_columns() -> None:
     filters = Filters(min_side=64, max_aspect=2.0)
     sizes = [(64, 64), (63, 500), (500, 63), (64, 128), (128, 64), (64, 129), (129, 64)]
     expected = [None, 'too_small', 'too_small', None, None, 'too_elongated', 'too_elongated']
     assert [problem(filters, *size) for size in sizes] == expected
     assert problem(Filters(), 1, 5000, 'x', score=None) is None
-
-
-def test_limits_on_caption_length() -> None:
     filters = Filters(min_caption=3, max_caption=5)
     expected = ['caption_too_short', None, None, 'caption_too_long']
     assert [problem(filters, caption='x' * n) for n in (2, 3, 5, 6)] == expected
     assert filters.image_problem(9, 9, ['xx', 'xxxx', 'x' * 50]) is None
-
-
-def test_limits_on_numeric_columns() -> None:
     filters = Filters(columns={'aesthetic_score': ValueRange(min=4.5), 'PUNSAFE': ValueRange(max=0.5)})
     assert problem(filters, AESTHETIC_SCORE=4.5, punsafe=0.5) is None
     assert problem(filters, aesthetic_score=4.49, punsafe=0.9) == 'aesthetic_score_below_4.5'

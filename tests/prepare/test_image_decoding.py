@@ -86,20 +86,6 @@ def test_transparent_areas_show_the_background(kind: str) -> None:
         assert difference(decoded.crop((12, 12, 13, 13)), Image.new('RGB', (1, 1), tuple(v // 2 for v in rgb))) <= 1
 
 
-def test_partly_transparent_palettes_are_blended() -> None:
-    image = Image.new('P', (4, 4), 0)
-    image.putpalette([0, 0, 0])
-    decoded = decode_image(file_of(image, 'PNG', transparency=bytes([128])), background='white').image
-    assert decoded.getpixel((0, 0)) == (127, 127, 127)
-
-
-def test_icc_profile_is_converted_to_srgb() -> None:
-    image = Image.new('RGB', (16, 16), (250, 10, 10))
-    for kind in ('PNG', 'JPEG', 'WEBP'):
-        red, green, _ = decode_image(file_of(image, kind, icc_profile=swapped_profile())).image.getpixel((8, 8))  # type: ignore[misc]
-        assert green > 200 > red, kind
-
-
 def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
     at = int.from_bytes(profile[profile.index(b'rXYZ') + 4 :][:4], 'big') + 8

@@ -158,16 +158,13 @@ def test_known_images_are_found_as_by_a_comparison_of_all_pairs(monkeypatch: pyt
     check()
 
 
-@pytest.mark.parametrize('kind', ['equal', pytest.param('one band', marks=pytest.mark.slow), 'families'])
+@pytest.mark.parametrize('kind', ['equal', 'families'])
 def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: str) -> None:
     rng = np.random.default_rng(0)
     count = 100_000
-    perceptual = {
-        'equal': np.full(count, 77, np.uint64),
-        'one band': rng.integers(0, 2**50, count, dtype=np.uint64) << np.uint64(14),
-        'families': rng.integers(0, 2**64, count, dtype=np.uint64),
-    }[kind]
+    perceptual = np.full(count, 77, np.uint64)
     if kind == 'families':
+        perceptual = rng.integers(0, 2**64, count, dtype=np.uint64)
         perceptual[50_000:55_000] = perceptual[:5000] ^ np.uint64(0b1011)
     start = time.monotonic()
     tracemalloc.start()
@@ -177,7 +174,7 @@ def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: st
     assert time.monotonic() - start < 20
     assert peak_bytes < 300 * 2**20
     kept = perceptual[found < 0]
-    assert np.sum(found >= 0) >= {'equal': count - 1, 'one band': 0, 'families': 5000}[kind]
+    assert np.sum(found >= 0) >= {'equal': count - 1, 'families': 5000}[kind]
     distances = np.bitwise_xor.outer(kept[:500], kept[:500])[~np.eye(min(500, len(kept)), dtype=bool)]
     assert all(int(each).bit_count() > 4 for each in np.unique(distances))
     dropped = np.flatnonzero(found >= 0)[:2000]

@@ -1,5 +1,6 @@
 """Final shards, and the selection of the buckets of an image."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -72,24 +73,16 @@ def test_image_goes_to_one_shape_of_each_resolution_that_it_fills(
     assert Buckets([512, 256, 1024], aspects, every=False).choose(width, height) == found[-1:]
 
 
-@pytest.mark.parametrize(('every', 'of_large'), [(True, ['256px', '512px']), (False, ['512px'])])
-def test_square_buckets_of_an_image_depend_on_its_shorter_side(every: bool, of_large: list[str]) -> None:
-    squares = Buckets([256, 512], 'none', every=every)
-    sides = [(600, 512), (511, 4000), (4000, 255)]
-    names = [[squares.name(*found) for found in squares.choose(*size)] for size in sides]
-    assert names == [of_large, ['256px'], []]
-
-
-@pytest.mark.parametrize('aspects', ['sdxl', ['640x384', '712x512']])
-def test_sides_of_all_shapes_are_multiples_of_the_step(aspects: str | list[str]) -> None:
-    for step in (16, 32):
+def test_names_and_shapes_of_buckets() -> None:
+    for every, of_large in ((True, ['256px', '512px']), (False, ['512px'])):
+        squares = Buckets([256, 512], 'none', every=every)
+        names = [[squares.name(*f) for f in squares.choose(*size)] for size in ((600, 512), (511, 4000), (4000, 255))]
+        assert names == [of_large, ['256px'], []], 'they depend on the shorter side'
+    names = ['256px/256x256', '256px/320x192', '512px/512x512', '512px/640x384']
+    assert Buckets([256, 512], ['640x384', '512x512']).names == names, 'listed shapes apply to the largest size'
+    for aspects, step in itertools.product(('sdxl', ['640x384', '712x512']), (16, 32)):
         shapes = [shape for each in Buckets([256, 512, 1024], aspects, step=step).shapes.values() for shape in each]
         assert all(shape.width % step == 0 and shape.height % step == 0 for shape in shapes)
-
-
-def test_listed_shapes_apply_to_the_largest_size() -> None:
-    names = ['256px/256x256', '256px/320x192', '512px/512x512', '512px/640x384']
-    assert Buckets([256, 512], ['640x384', '512x512']).names == names
 
 
 def test_recipe_reads_the_aspect_buckets(tmp_path: Path) -> None:

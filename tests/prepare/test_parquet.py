@@ -4,7 +4,6 @@ import datetime
 import decimal
 import itertools
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from object_store import Store
+from prepare.drawn import entries
 
 from diffusion.prepare import parquet
 from diffusion.prepare.parquet import ParquetSource
@@ -38,10 +38,6 @@ def write(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> Pat
     return path
 
 
-def entries(source: ParquetSource) -> list[Entry]:
-    return [entry for part in source.parts() for entry in source.read(part)]
-
-
 def read(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> list[Entry]:
     return entries(ParquetSource(str(write(path, columns)), **options))
 
@@ -49,7 +45,7 @@ def read(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> list
 def test_img2dataset_parquet_is_read(tmp_path: Path) -> None:
     write(tmp_path / '00000.parquet', IMG2DATASET, row_group_size=2)
     write(tmp_path / '00001.parquet', IMG2DATASET)
-    source = pickle.loads(pickle.dumps(ParquetSource(str(tmp_path))))
+    source = ParquetSource(str(tmp_path))
     assert [part.name for part in source.parts()] == ['00000', '00001']
     found = entries(source)
     assert [entry.key for entry in found[:4]] == [f'00000/00000000{n}' for n in range(3)] + ['00001/000000000']

@@ -12,7 +12,6 @@ from object_store import Store
 
 from diffusion.errors import DataError
 from diffusion.prepare import part_shards
-from diffusion.prepare.append import append
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.part_shards import TABLES
@@ -81,24 +80,6 @@ def assert_prepared(store: Store, expected: dict[str, bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_converted_images_wait_in_the_store_until_they_are_packed(
-    tmp_path: Path, store: Store, expected: dict[str, bytes]
-) -> None:
-    """The work folder has no images but those of the shard that is written; the dataset is the same."""
-    store.bucket('mds')
-    seen = []
-
-    def watched(jobs: Iterable[Any]) -> Iterator[Any]:
-        for job in jobs:
-            yield run_job(job)
-            seen.append((bool(list((tmp_path / 'work').rglob('*.mds'))), 'parts/' in ' '.join(store.objects('mds'))))
-
-    run(tmp_path, 's3://mds/out', watched, parts='s3://mds/parts/')
-    assert set(seen) == {(False, True)}
-    assert_prepared(store, expected)
-
-
-@pytest.mark.slow
 def test_converted_images_are_found_and_removed_without_the_setting_too(
     tmp_path: Path, store: Store, expected: dict[str, bytes]
 ) -> None:
@@ -130,25 +111,10 @@ def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 2) is None
     assert share_of(tmp_path / 'two', 1, 2) is None
+    assert not list(tmp_path.rglob('*.mds')), 'the images wait in the store'
     assert not [name for name in store.objects('mds') if name.startswith('out/')]
     run(tmp_path / 'three', 's3://mds/out', refuse, parts='s3://mds/parts')
     assert_prepared(store, expected)
-
-
-@pytest.mark.slow
-def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    run(tmp_path, 's3://mds/out')
-    grown = DrawnSource(6, 10)
-
-    def add(name: str, share: Share | None, jobs: Callable[..., Any] = here) -> PrepareReport | None:
-        values = {'out': 's3://mds/out', 'work': str(tmp_path / name / 'work'), 'parts': 's3://mds/parts'}
-        return append(settings(**CHOICES, **values), source=grown, run=jobs, share=share)
-
-    assert add('one', Share(0, 2)) is add('two', Share(1, 2)) is None
-    report = add('three', None, refuse)
-    assert report is not None and report.inputs == 20
-    assert not any(name.startswith('parts/') for name in store.objects('mds'))
 
 
 def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path, store: Store) -> None:
@@ -185,14 +151,6 @@ def test_damaged_part_in_the_store_is_converted_again(
         store.put('s3://mds', SHARD, b'short')
     run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
     assert_prepared(store, expected)
-
-
-@pytest.mark.slow
-def test_converted_images_are_removed_if_no_image_is_left(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    with pytest.raises(ValueError, match='so 1000 cannot be held out'):
-        run(tmp_path, 's3://mds/out', parts='s3://mds/parts', hold_out=1000)
-    assert not store.objects('mds') and not (tmp_path / 'work').exists()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def test_every_yaml_lacks_only_the_values_to_fill_in(path: Path) -> None:
     assert load_settings(path, ['source.location=tars', 'out=mds']).max_distance == 4
 
 
-def test_every_setting_is_documented() -> None:
+def test_every_setting_is_documented_and_plans_have_those_of_their_source_alone() -> None:
+    assert set(settings_of(VALID).content_settings()['source']) == {'kind', *SETTINGS_OF_SOURCE['webdataset']}
     assert set(field_docs(PrepareSettings)) == set(PrepareSettings.__dataclass_fields__)
 
 
@@ -51,10 +52,6 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
-def test_plans_have_the_settings_of_their_source_alone() -> None:
-    assert set(settings_of(VALID).content_settings()['source']) == {'kind', *SETTINGS_OF_SOURCE['webdataset']}
-
-
 def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> None:
     (tmp_path / 'base.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nworkers: 2\n')
     (tmp_path / 'child.yaml').write_text('extends: base.yaml\nsizes: [512]\n')
@@ -65,15 +62,12 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ('values', 'message'),
     [
-        ({'sizes': []}, 'sizes: the list is empty'),
         ({'sizes': [100]}, r'sizes: \[100\]; sizes must be positive multiples of 8'),
         ({'sizes': [64, 64]}, 'sizes: .*contains a size twice'),
-        ({'sizes': ['big']}, r"sizes\[0\]: 'big' is not an integer"),
         ({'aspects': 'sdxxl'}, "aspects: 'sdxxl': did you mean 'sdxl'.*, or a list of shapes"),
         ({'aspects': []}, 'aspects: the list is empty'),
         ({'aspects': ['640x383']}, r"aspects\[0\]: '640x383': sides must be positive multiples of 8"),
         ({'workers': 0}, 'workers: 0 is out of range; give 1 to 4096'),
-        ({'jpeg_quality': 101}, 'jpeg_quality: 101 is out of range; give 1 to 100'),
         ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),
         ({'store': 'original', 'fast_jpeg': True}, 'fast_jpeg: has no use with store: original'),
         ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
@@ -81,7 +75,6 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
         ({'duplicates': 'nearly'}, "duplicates: 'nearly' is not one of none, exact, near; did you mean 'near'"),
         ({'quality': 3}, "quality: unknown key; did you mean 'jpeg_quality'"),
         ({'filters': {'max_aspect': 0.5}}, 'filters.max_aspect: 0.5 is below 1'),
-        ({'filters': {'columns': {'a': {'mim': 1}}}}, "filters.columns.a.mim: unknown key; did you mean 'min'"),
         ({'source': {'kind': 'tar', 'location': 'a'}}, "source.kind: 'tar' is not one of folder, webdataset, parquet"),
         ({'source': {'kind': 'webdataset'}}, 'source.location: is missing; give a folder, a file'),
         (

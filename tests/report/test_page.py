@@ -126,7 +126,7 @@ def test_curve_follows_smoothing_axes_and_legend(visit, report):
 
 
 @pytest.mark.slow
-def test_cursor_moves_by_keyboard_and_shows_the_values(visit, report):
+def test_charts_have_a_cursor_tables_and_notes_and_show_any_metric(visit, report):
     page = visit(report)
     plot = card(page, 'levels').locator('.plot')
     assert 'Chart of Validation loss per noise level: t = 62 from' in (plot.get_attribute('aria-label') or '')
@@ -139,11 +139,6 @@ def test_cursor_moves_by_keyboard_and_shows_the_values(visit, report):
     assert legend(page, 'levels') != first
     page.keyboard.press('Escape')
     assert card(page, 'levels').locator('.position').inner_text() == ''
-
-
-@pytest.mark.slow
-def test_charts_have_tables_and_notes_and_any_metric_can_be_chosen(visit, report):
-    page = visit(report)
     card(page, 'levels').get_by_text('Table').click()
     rows = card(page, 'levels').locator('tbody tr')
     expect(rows).to_have_count(7)

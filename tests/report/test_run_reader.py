@@ -97,14 +97,13 @@ def test_hours_exclude_time_between_attempts_and_count_repeated_batches_once():
     assert batch_hours(records[:1]) is None
 
 
-def test_a_run_without_evaluation_and_images(tmp_path):
+def test_a_run_without_results_or_without_a_batch(tmp_path):
     content = read(write_run(tmp_path / 'plain', evaluations=False, sheets=0))
     assert (content.evaluations, content.images.sheets, content.notes) == ([], [], [])
-
-
-def test_a_run_without_a_batch(tmp_path):
     run = tmp_path / 'new'
     run.mkdir()
+    with pytest.raises(UserError, match='none of the files of a run .* give the folder or URL of a run'):
+        read(run)
     (run / 'recipe.yaml').write_text('name: new\ntrainer: {max_duration: 100ba}\n')
     content = read(run)
     assert (content.status.state, content.status.batch, content.series) == ('starting', None, {})
@@ -180,12 +179,6 @@ def test_a_second_read_adds_what_is_new(run):
     assert reader.read().status.batch == 401
     (run / 'metrics.jsonl').write_text(json.dumps({'step': 3, 'loss/train/total': 0.25}) + '\n')
     assert [*reader.read().series['loss/train/total'].values] == [0.25], 'the file was replaced'
-
-
-def test_a_folder_that_is_no_run_is_an_error_with_a_way_out(tmp_path):
-    (tmp_path / 'photo.jpg').touch()
-    with pytest.raises(UserError, match='none of the files of a run .* give the folder or URL of a run'):
-        read(tmp_path)
 
 
 def test_a_run_in_a_bucket_reads_the_same(run, store):

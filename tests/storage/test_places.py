@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -94,11 +95,8 @@ def test_no_change_of_many_processes_is_lost(place: Place) -> None:
 
 @pytest.mark.parametrize('links', [True, False])
 def test_one_of_many_threads_creates_a_file(place: Place, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
-    def no_links(*_: object) -> None:
-        raise OSError('a file system without hard links')
-
     if not links:
-        monkeypatch.setattr(os, 'link', no_links)
+        monkeypatch.setattr(os, 'link', Mock(side_effect=OSError('a file system without hard links')))
     created: list[str] = []
     barrier = threading.Barrier(4)
 
@@ -224,12 +222,8 @@ def test_object_that_changes_while_it_is_read_is_not_replaced(store: Store, monk
 
 
 def test_place_without_conditional_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks.fcntl, 'flock', raise_no_locks)
+    monkeypatch.setattr(locks.fcntl, 'flock', Mock(side_effect=OSError('no locks')))
     place = LocalPlace(tmp_path)
     for action in (place.check_conditions, place.clean, lambda: place.replace('a', b'x', None)):
         with pytest.raises(UserError, match=r'the file system has no locks \(flock\); keep the dataset on another one'):
             action()
-
-
-def raise_no_locks(*_: object) -> None:
-    raise OSError('no locks')

@@ -3,6 +3,7 @@
 import errno
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from object_store import Store
@@ -97,15 +98,10 @@ def test_error_of_the_local_disk_is_not_retried(number: int) -> None:
 
 @pytest.mark.parametrize('error', [AttributeError('bug'), ValueError('bug')])
 def test_bug_is_raised_unchanged_and_not_retried(error: Exception) -> None:
-    tries = []
-
-    def attempt() -> None:
-        tries.append(1)
-        raise error
-
+    attempt = Mock(side_effect=error)
     with pytest.raises(type(error), match='bug'):
         RetryPolicy().run(attempt, 's3://data/a')
-    assert len(tries) == 1
+    assert attempt.call_count == 1
 
 
 def test_earlier_refusal_does_not_affect_a_later_transient_error(store: Store) -> None:
@@ -123,15 +119,11 @@ def test_pauses_grow_up_to_a_limit_and_end_at_the_deadline(monkeypatch: pytest.M
     pauses: list[float] = []
     monkeypatch.setattr(RetryPolicy, '_pause', lambda self, seconds: pauses.append(seconds))
     with pytest.raises(GaveUp, match='tried 5 times'):
-        RetryPolicy(tries=5).run(lambda: fail(DamagedDownload('cut')), 's3://data/a')
+        RetryPolicy(tries=5).run(Mock(side_effect=DamagedDownload('cut')), 's3://data/a')
     assert pauses == [2, 8, 30, 30]
     monkeypatch.setattr(retry, 'DEADLINE_SECONDS', -1.0)
     with pytest.raises(GaveUp, match=r'tried 1 time \(cut\)'):
-        RetryPolicy(tries=5).run(lambda: fail(DamagedDownload('cut')), 's3://data/a')
-
-
-def fail(error: Exception) -> None:
-    raise error
+        RetryPolicy(tries=5).run(Mock(side_effect=DamagedDownload('cut')), 's3://data/a')
 
 
 def test_error_raised_by_wait_ends_a_pause_and_a_stalled_download(store: Store) -> None:
@@ -142,7 +134,7 @@ def test_error_raised_by_wait_ends_a_pause_and_a_stalled_download(store: Store) 
             raise DataError('another rank failed')
 
     with pytest.raises(DataError, match='another rank'):
-        RetryPolicy(tries=10**6, wait=wait).run(lambda: fail(DamagedDownload('cut')), url)
+        RetryPolicy(tries=10**6, wait=wait).run(Mock(side_effect=DamagedDownload('cut')), url)
     store.fail('GET', 20.0)
     with pytest.raises(DataError, match='another rank'):
         object_store.read(url, retry=RetryPolicy(wait=wait))

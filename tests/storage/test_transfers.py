@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from object_store import Store
@@ -145,15 +146,10 @@ def test_first_error_ends_the_other_tasks() -> None:
 
 
 def test_caller_is_told_to_stop() -> None:
-    def wait() -> None:
-        raise DataError('another rank failed')
-
+    policy = RetryPolicy(tries=10**6, wait=Mock(side_effect=DataError('another rank failed')))
+    attempt = Mock(side_effect=DamagedDownload('cut'))
     with pytest.raises(DataError, match='another rank'):
-        run_all([lambda policy: policy.run(fail_forever, 's3://bucket/a')], RetryPolicy(tries=10**6, wait=wait))
-
-
-def fail_forever() -> None:
-    raise DamagedDownload('cut')
+        run_all([lambda policy: policy.run(attempt, 's3://bucket/a')], policy)
 
 
 def test_forked_process_starts_its_own_threads() -> None:

@@ -104,24 +104,17 @@ def test_caption_choice_varies_between_epochs(pictures):
     assert 5 < int(same.sum()) < 35, 'with two captions each, about half keep their caption'
 
 
-def test_missing_folder_raises_with_stream_name(tmp_path):
+def test_problems_name_the_stream_and_the_sample(tmp_path):
     with pytest.raises(ValueError, match='streams.a: .*'):
         dataset_over(tmp_path / 'nothing')
-
-
-def test_missing_caption_column_raises_at_start(tmp_path):
     with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes'}) as writer:
         writer.write({'image': b'x'})
     with pytest.raises(ValueError, match='its samples have the columns image, but captions or caption is required'):
         dataset_over(tmp_path / 'd')
-
-
-def test_undecodable_image_error_names_shard_and_row(tmp_path):
-    with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
+    with MDSWriter(out=str(tmp_path / 'e'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
         writer.write({'image': b'no picture', 'caption': 'a'})
-    dataset = dataset_over(tmp_path / 'd')
     with pytest.raises(BadSample, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the image cannot be'):
-        dataset[0]
+        dataset_over(tmp_path / 'e')[0]
 
 
 def test_default_worker_count_leaves_one_core_per_device():

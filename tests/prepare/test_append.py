@@ -102,13 +102,8 @@ def test_three_deliveries_give_the_samples_of_preparing_everything_at_once(tmp_p
     page = (tmp_path / 'out/report.html').read_text()
     assert '<h2>Deliveries</h2>' in page and '<h2>Deliveries</h2>' not in (tmp_path / 'all/report.html').read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
-
-
-def test_same_delivery_twice_is_nothing_to_do(tmp_path: Path) -> None:
-    start(tmp_path / 'out', sliced(0, 10))
-    add(tmp_path / 'out', sliced(10, 20))
     before = hashes(tmp_path / 'out', '*')
-    report = add(tmp_path / 'out', sliced(10, 20))
+    report = add(tmp_path / 'out', second)
     assert [note.partition(': ')[2] for note in report.notes] == ['has all parts of the input already; nothing to do']
     assert (report.inputs, report.passed, hashes(tmp_path / 'out', '*')) == (0, True, before)
 

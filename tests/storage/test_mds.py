@@ -103,6 +103,13 @@ def test_arrays_with_another_type_or_shape_are_refused(value: np.ndarray) -> Non
         ShardFormat({'moments': 'ndarray:float16:3'}).encode({'moments': value})
 
 
+def test_large_samples_get_a_shard_and_wrong_sizes_are_refused(tmp_path: Path) -> None:
+    shards = ShardFormat({'image': 'bytes'}, 1000)
+    assert list(shards.cut(np.array([5000, 10, 10]))) == [range(0, 1), range(1, 3)]
+    with pytest.raises(AssertionError, match='do not have the given sizes'):
+        shards.write_shard(tmp_path / 'a', [b'abc'], [4], name='a')
+
+
 @given(sizes=st.lists(st.integers(0, 2000), max_size=60), size_limit=st.integers(600, 4000))
 def test_cut_fills_shards_greedily_and_keeps_every_sample(sizes: list[int], size_limit: int) -> None:
     shards = ShardFormat({'image': 'bytes'}, size_limit)
@@ -116,12 +123,3 @@ def test_cut_fills_shards_greedily_and_keeps_every_sample(sizes: list[int], size
         assert len(span) == 1 or shard_bytes(span) <= size_limit
         if span.stop < len(sizes):
             assert shard_bytes(range(span.start, span.stop + 1)) > size_limit
-
-
-def test_sample_larger_than_a_shard_gets_its_own_shard() -> None:
-    assert list(ShardFormat({'image': 'bytes'}, 1000).cut(np.array([5000, 10, 10]))) == [range(0, 1), range(1, 3)]
-
-
-def test_samples_that_do_not_have_the_given_sizes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match='do not have the given sizes'):
-        ShardFormat({'image': 'bytes'}).write_shard(tmp_path / 'a', [b'abc'], [4], name='a')

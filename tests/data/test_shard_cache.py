@@ -99,26 +99,6 @@ def test_download_starts_again_if_its_temporary_folder_is_removed(bucket, tmp_pa
 
 
 @pytest.mark.slow
-def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
-    """The lock ends with its process, and the incomplete files of that process are removed."""
-    cache = tmp_path / 'cache'
-    store.fail('GET shard.00000', 30.0, times=1)
-    victim = Forked(lambda: served(cached_loader(bucket, cache, shuffle=False)))
-    while not any('shard.00000' in key for key in store.shard_reads()):
-        assert victim.running()
-        time.sleep(0.02)
-    other = Forked(lambda: assert_correct(cached_loader(bucket, cache, shuffle=False)))
-    time.sleep(3)
-    assert other.running(), 'it waits for the job that is downloading'
-    victim.kill()
-    begin = time.monotonic()
-    assert other.wait() == 0
-    assert time.monotonic() - begin < 15
-    assert_correct(cached_loader(bucket, cache))
-    assert not list(cache.rglob('.*'))
-
-
-@pytest.mark.slow
 def test_concurrent_jobs_stay_below_limit_and_serve_correct_samples(store, bucket, tmp_path):
     """Space for three of six shards; two jobs, one with workers, shuffle all six."""
     cache, limit = tmp_path / 'cache', 3 * SHARD

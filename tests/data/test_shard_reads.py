@@ -13,6 +13,8 @@ from numbered import cached_loader, expected, served, shards_of, write_samples
 from object_store import Store
 from processes import Forked
 
+isolated = pytest.mark.skipif(not can_isolate(), reason='only root can give a process its mounts')
+pytestmark = [pytest.mark.slow, isolated, pytest.mark.usefixtures('many_datasets')]
 COUNT, SHARD = 1320, 2048
 
 
@@ -25,9 +27,6 @@ def train(url: str, folder: Path, **settings: Any) -> list[dict[int, int]]:
     return [{key: value for part in parts for key, value in part[epoch].items()} for epoch in range(EPOCHS)]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
-@pytest.mark.usefixtures('many_datasets')
 def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Store, tmp_path: Path) -> None:
     """Each node reads the same shards in every epoch, so that caches of a part of the dataset keep all of it.
 
@@ -47,9 +46,6 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Stor
     assert sum(reads.values()) <= 1.05 * len(shards), f'{sum(reads.values())} reads of {len(shards)} shards'
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
-@pytest.mark.usefixtures('many_datasets')
 def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_path: Path) -> None:
     """In an order in which every node reads every shard, a shard leaves the store once."""
     count = 7 * 6 * NODES
@@ -63,9 +59,6 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
     assert sorted(shards_of(store.shard_reads()).items()) == [(path.name, 1) for path in shards]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
-@pytest.mark.usefixtures('many_datasets')
 def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_path: Path) -> None:
     """Without cache_limit, on a disk that holds less than half of the dataset and is filled by others meanwhile."""
     count = COUNT // 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 CHILDREN = '''
 """Change datasets in forked children of one process, which imports the modules once."""
 import hashlib, json, os, random, shutil, signal, sys, traceback
@@ -188,14 +189,12 @@ def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_preparation_killed_at_random_points_resumes(tmp_path: Path) -> None:
     found = run(tmp_path, 'at_random_points', workers=2, kills=6)
     assert len(found) == 6
     assert len(set(found)) > 2, f'all kills happened at the same few points: {found}'
 
 
-@pytest.mark.slow
 def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_new_held_out_images(
     tmp_path: Path,
 ) -> None:
@@ -205,7 +204,6 @@ def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_
     assert steps > 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('change', ['append', 'remove'])
 def test_killed_change_leaves_the_old_or_the_new_dataset_and_is_finished_by_the_next_start(
     tmp_path: Path, change: str

@@ -92,12 +92,6 @@ def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: s
         settings_of(VALID | values)
 
 
-def test_all_mistakes_are_reported_together() -> None:
-    with pytest.raises(RecipeError) as caught:
-        settings_of(VALID | {'sizes': [3], 'workers': 0, 'background': 'xx'})
-    assert [problem.where for problem in caught.value.problems] == ['sizes', 'workers', 'background']
-
-
 def test_command_accepts_a_yaml_instead_of_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: nowhere}\nout: o\nsizes: [256]\n')
     assert command.main(['prepare', str(tmp_path / 'a.yaml'), '--engine', 'processes', 'sizes=[7]', 'workers=0']) == 2

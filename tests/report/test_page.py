@@ -151,7 +151,7 @@ def test_charts_have_a_cursor_tables_and_notes_and_show_any_metric(visit, report
 
 
 @pytest.mark.slow
-def test_slider_shows_the_images_of_a_batch(visit, report):
+def test_slider_shows_the_images_of_a_batch_and_evaluations_are_sorted(visit, report):
     page = visit(report)
     images = page.locator('#samples img')
     assert page.locator('#samples-batch').inner_text() == 'batch 400 (4 of 4)'
@@ -165,11 +165,6 @@ def test_slider_shows_the_images_of_a_batch(visit, report):
     page.get_by_role('button', name='Previous').click()
     assert images.first.get_attribute('alt') == 'a frog, batch 100'
     assert images.evaluate_all('images => images.every(image => image.complete && image.naturalWidth === 96)')
-
-
-@pytest.mark.slow
-def test_evaluations_are_sorted_and_the_best_is_marked(visit, report):
-    page = visit(report)
     table = page.locator('#evaluations table').first
     best = table.locator('td.best').filter(has_text='★')
     assert best.count() == 2, 'of FID and of the loss; the CLIP scores are equal'

@@ -201,9 +201,7 @@ class WithoutSizes(ImageTextDataset):
         super().__init__(buckets, batch_size=batch_size, tokenizers=tokenizers, seed=seed, elastic=elastic)
 
 
-def test_dataset_that_takes_no_sizes_is_refused_for_a_model_that_needs_them(
-    write_recipe, tiny_recipe, tmp_path, monkeypatch
-):
+def test_dataset_without_sizes_is_refused_for_a_model_with_them(write_recipe, tiny_recipe, tmp_path, monkeypatch):
     content = tiny_recipe(tmp_path)
     model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}
     recipe = load(write_recipe(model=model))

@@ -49,9 +49,7 @@ def recipe(tmp_path, tiny_recipe):
 
 
 @pytest.mark.slow
-def test_missing_shard_stops_all_ranks_and_run_resumes_when_restored(
-    store, intact_and_broken_images, recipe, ranks, tmp_path
-):
+def test_missing_shard_stops_all_ranks_until_it_is_restored(store, intact_and_broken_images, recipe, ranks, tmp_path):
     source = intact_and_broken_images['intact']
     last = sorted(path.name for path in source.glob('*.mds'))[-1]
     url = store.upload(source)
@@ -80,9 +78,7 @@ def test_missing_shard_stops_all_ranks_and_run_resumes_when_restored(
 
 
 @pytest.mark.slow
-def test_replacements_are_equal_on_one_and_two_ranks_and_after_resume(
-    intact_and_broken_images, recipe, ranks, tmp_path
-):
+def test_replacements_are_equal_on_two_ranks_and_after_resume(intact_and_broken_images, recipe, ranks, tmp_path):
     stream, runs = {'local': str(intact_and_broken_images['broken'])}, tmp_path / 'runs'
     allowed = {'max_bad_samples': 0.5}
     ranks.run(1, recipe('one', stream, **allowed))

@@ -229,9 +229,7 @@ def indexed(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_the_next_start(
-    tmp_path: Path, store: Store
-) -> None:
+def test_append_that_a_store_refuses_is_finished_by_the_next_start(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     work: dict[str, Any] = {'work': str(tmp_path / 'work'), 'sizes': [32]}
     start('s3://mds/out', sliced(0, 10), **work)

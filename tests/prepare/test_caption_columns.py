@@ -131,9 +131,7 @@ def test_bad_lists_of_columns_are_refused(columns: list[str], tmp_path: Path) ->
     weights=st.dictionaries(st.sampled_from('abc'), st.floats(0.01, 10), min_size=1),
 )
 @hypothesis_settings(deadline=None)
-def test_columns_get_their_weights_and_captions_of_one_column_share_them(
-    columns: list[str], weights: dict[str, float]
-) -> None:
+def test_columns_get_weights_that_their_captions_share(columns: list[str], weights: dict[str, float]) -> None:
     sample = {'caption_columns': columns}
     present = {name: weights[name] for name in set(columns) & set(weights)}
     if not present:

@@ -40,9 +40,7 @@ def photographs(tmp_path: Path) -> Path:
     return tmp_path / 'in'
 
 
-def test_samples_are_nearly_those_of_whole_images_also_when_the_dataset_grows_or_shrinks(
-    photographs: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: Path, capsys: Any) -> None:
     options, out = ('--sizes', '32', '64', '--duplicates', 'exact', '--max-rejected', '1'), tmp_path / 'fast'
     prepared(capsys, photographs, tmp_path / 'whole', *options)
     prepared(capsys, photographs, out, *options, '--fast-jpeg')

@@ -63,9 +63,7 @@ def test_stamp_changes_with_the_content(tmp_path: Path) -> None:
     assert list_files(str(tmp_path), ['.tar'])[0].stamp != before[0].stamp
 
 
-def test_single_file_any_folder_name_and_braces_in_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_single_file_odd_folder_name_and_relative_braces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ('a.zip', 'set{1}/a.tar', '0.tar'):
         touch(tmp_path / name)
     assert [file.name for file in list_files(str(tmp_path / 'a.zip'), ['.tar'])] == ['a.zip']
@@ -102,9 +100,7 @@ def test_several_braces_expand_as_in_a_shell() -> None:
         ('s3://', 'the bucket is missing'),
     ],
 )
-def test_invalid_location_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, message: str
-) -> None:
+def test_bad_location_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, message: str) -> None:
     (tmp_path / 'empty').mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message) as raised:

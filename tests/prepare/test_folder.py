@@ -3,7 +3,6 @@
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,26 +16,20 @@ from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 
 
-def draw(
-    path: Path, width: int = 40, height: int = 32, *, caption: str | None = 'a gradient', mode: str = 'RGB'
-) -> Path:
+def draw(path: Path, width: int = 40, height: int = 32, caption: str = 'a gradient') -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     row = np.linspace(0, 255, width, dtype=np.uint8)
-    Image.fromarray(np.stack([np.tile(row, (height, 1))] * 3, axis=2)).convert(mode).save(path)
-    if caption is not None:
-        path.with_suffix('.txt').write_text(caption)
-    return path
+    Image.fromarray(np.stack([np.tile(row, (height, 1))] * 3, axis=2)).save(path)
+    path.with_suffix('.txt').write_text(caption)
 
 
 def stored_image(sample: dict) -> Image.Image:
     return Image.open(io.BytesIO(sample['image']))
 
 
-def prepare_folder(
-    source: Path, out: Path, sizes: list[int], *, captions: Path | None = None, **values: Any
-) -> PrepareReport:
-    where = {'kind': 'folder', 'location': str(source), 'captions': None if captions is None else str(captions)}
-    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes} | values), run=here)
+def prepare_folder(source: Path, out: Path, sizes: list[int], captions: Path | None = None) -> PrepareReport:
+    where = {'kind': 'folder', 'location': str(source), 'captions': captions and str(captions)}
+    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes}), run=here)
     assert report is not None
     return report
 
@@ -114,9 +107,7 @@ def run(*arguments: object) -> int:
     return cli.run_prepare(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_exit_code_is_3_when_too_many_images_are_rejected(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_code_3_for_too_many_rejected(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw(source / 'a.jpg')
     draw(source / 'b.jpg', 8, 8)
     assert run('folder', source, '--out', tmp_path / 'strict', '--sizes', 16) == 3
@@ -126,9 +117,7 @@ def test_exit_code_is_3_when_too_many_images_are_rejected(
     assert 'rejected, too_small: 1 (b.jpg)' in capsys.readouterr().out
 
 
-def test_hostile_names_and_captions_are_escaped(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_texts_are_escaped(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Control sequences would change the title or the keys of a terminal, and markup would run in the report."""
     draw(source / 'a.jpg')
     captions = ['\x1b]0;t\x07\x1b[2J<script>alert(1)</script>', 'half of a pair \ud800', 'line\rone\x00two\u202ethree']

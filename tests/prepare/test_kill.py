@@ -195,9 +195,7 @@ def test_preparation_killed_at_random_points_resumes(tmp_path: Path) -> None:
     assert len(set(found)) > 2, f'all kills happened at the same few points: {found}'
 
 
-def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_new_held_out_images(
-    tmp_path: Path,
-) -> None:
+def test_kill_while_replacing_leaves_no_old_training_set_beside_new_held_out_images(tmp_path: Path) -> None:
     seen, steps = run(tmp_path, 'while_replacing')
     # (training set, held-out images) at the kills; each of them complete or absent.
     assert seen == [['new', 'new'], ['none', 'new'], ['none', 'none'], ['none', 'old'], ['old', 'old']]
@@ -205,9 +203,7 @@ def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_
 
 
 @pytest.mark.parametrize('change', ['append', 'remove'])
-def test_killed_change_leaves_the_old_or_the_new_dataset_and_is_finished_by_the_next_start(
-    tmp_path: Path, change: str
-) -> None:
+def test_killed_change_leaves_the_old_or_new_dataset_and_is_finished_later(tmp_path: Path, change: str) -> None:
     seen = run(tmp_path, 'while_changing', change=change, stride=37)
     assert len(seen) >= 5
     assert {'old', 'new'} <= set(seen), 'kills before and after the change took place'

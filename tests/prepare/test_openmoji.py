@@ -60,9 +60,7 @@ def test_quickstart_draws_captions_of_its_images(tmp_path: Path) -> None:
     assert len(set(prompts)) == 8
 
 
-def test_images_are_stored_as_rendered_and_in_selection_order(
-    tmp_path: Path, emojis: list[Emoji], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_stored_as_rendered(tmp_path: Path, emojis: list[Emoji], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmoji, 'PART_EMOJI', 8)
     chosen = choose_emoji(emojis, select='all', split='all', limit=openmoji.PART_EMOJI + 5)
     prepare_openmoji(tmp_path / 'out', [16], select='all', limit=len(chosen))

@@ -55,9 +55,7 @@ sides = st.integers(8, 3000)
 
 @given(width=sides, height=sides, aspects=st.sampled_from(['none', 'sdxl', ['640x384', '384x640'], ['512x512']]))
 @hypothesis_settings(max_examples=300, deadline=None)
-def test_image_goes_to_one_shape_of_each_resolution_that_it_fills(
-    width: int, height: int, aspects: str | list[str]
-) -> None:
+def test_image_goes_to_one_shape_of_each_size_it_fills(width: int, height: int, aspects: str | list[str]) -> None:
     buckets = Buckets([512, 256, 1024], aspects)
     found = buckets.choose(width, height)
     fitting = {

@@ -45,9 +45,7 @@ def run(images: Path, out: Path, jobs: list[str], **values: Any) -> PrepareRepor
     return report
 
 
-def test_small_folder_is_divided_and_its_dataset_is_the_same(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_divided_folder_gives_the_same_dataset(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     divided: list[str] = []
     report = run(images, tmp_path / 'divided', divided, duplicates='near', hold_out=5)
     assert divided == [f'pictures-000000.{number}' for number in range(4)], '32 images each, and the rest'

@@ -128,9 +128,7 @@ class Backwards(DrawnSource):
         ({}, Backwards(3, 4), 'the order of the input'),
     ],
 )
-def test_resume_with_other_settings_or_input_is_rejected(
-    tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str
-) -> None:
+def test_changed_plan_is_rejected(tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str) -> None:
     def interrupted(jobs: Any) -> Iterator[Any]:
         raise KeyboardInterrupt
         yield

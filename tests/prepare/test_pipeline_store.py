@@ -54,9 +54,7 @@ def puts(store: Store) -> list[str]:
     return [request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')]
 
 
-def test_object_store_gets_the_same_dataset_as_a_folder(
-    tmp_path: Path, store: Store, expected: dict[str, bytes]
-) -> None:
+def test_store_gets_the_same_dataset_as_a_folder(tmp_path: Path, store: Store, expected: dict[str, bytes]) -> None:
     store.bucket('mds')
     store.requests.clear()
     run(tmp_path, 's3://mds/out')
@@ -80,9 +78,7 @@ def assert_prepared(store: Store, expected: dict[str, bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_converted_images_are_found_and_removed_without_the_setting_too(
-    tmp_path: Path, store: Store, expected: dict[str, bytes]
-) -> None:
+def test_parts_are_found_without_the_setting(tmp_path: Path, store: Store, expected: dict[str, bytes]) -> None:
     other = {'parts/other/000000/shard.00000.mds': b'of another preparation'}
     store.bucket('mds', **other)
     with pytest.raises(KeyboardInterrupt):
@@ -105,9 +101,7 @@ def refuse(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
         yield run_job(job)
 
 
-def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(
-    tmp_path: Path, store: Store, expected: dict[str, bytes]
-) -> None:
+def test_machines_share_work_through_the_store(tmp_path: Path, store: Store, expected: dict[str, bytes]) -> None:
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 2) is None
     assert share_of(tmp_path / 'two', 1, 2) is None
@@ -135,9 +129,7 @@ def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize('damage', ['short shard', 'no tables'])
-def test_damaged_part_in_the_store_is_converted_again(
-    tmp_path: Path, store: Store, expected: dict[str, bytes], damage: str
-) -> None:
+def test_damaged_part_is_made_again(tmp_path: Path, store: Store, expected: dict[str, bytes], damage: str) -> None:
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 1) is None
     shard, tables = (
@@ -193,9 +185,7 @@ def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store
         read([7])
 
 
-def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(
-    tmp_path: Path, store: Store, expected: dict[str, bytes]
-) -> None:
+def test_next_start_uploads_the_rest_after_a_failure(tmp_path: Path, store: Store, expected: dict[str, bytes]) -> None:
     store.bucket('mds')
     store.fail('PUT /mds/out/32px/32x24/shard.00000', 500)
     failed = r's3://mds/out/32px/32x24/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*work is kept'

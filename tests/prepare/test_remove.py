@@ -289,9 +289,7 @@ def test_removal_in_a_store_gives_the_same_dataset(tmp_path: Path, store: Store,
         assert 'report' in name or found[name] == body, name
 
 
-def test_removal_and_append_at_the_same_time_do_not_lose_one_another(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_and_append_at_the_same_time_lose_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = RecordedDataset.commit
     others = [sliced(40, 50)]
 

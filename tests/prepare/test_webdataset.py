@@ -266,9 +266,7 @@ def test_members_equal_those_of_tarfile(
 
 @settings(max_examples=25, deadline=2000)
 @given(data=st.data())
-def test_damaged_tar_raises_only_damaged_tar_and_in_time(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_tar_raises_only_damaged_tar(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     form = data.draw(st.sampled_from([0, 1, 2]))
     content = bytearray(tar_of([*sample('1'), ('y' * 60 + '/' + 'y' * 80 + '.jpg', b'x'), *sample('2')], form=form))
     for _ in range(data.draw(st.integers(1, 3))):

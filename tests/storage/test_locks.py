@@ -43,9 +43,7 @@ def try_in_another_process(path: Path, *, shared: bool) -> bool:
 @pytest.mark.parametrize(
     ('first', 'second', 'expected'), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_lock_is_shared_only_between_processes_that_request_a_shared_lock(
-    tmp_path: Path, first: bool, second: bool, expected: bool
-) -> None:
+def test_lock_is_shared_only_by_shared_requests(tmp_path: Path, first: bool, second: bool, expected: bool) -> None:
     path = tmp_path / 'new' / 'lock'
     with locks.hold_lock(path, raise_taken, shared=first) as is_held:
         assert is_held and try_in_another_process(path, shared=second) == expected

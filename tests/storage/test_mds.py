@@ -80,9 +80,7 @@ def test_shards_equal_those_of_streaming_byte_for_byte(
 
 @given(found=samples_of(LATENTS))
 @hypothesis_settings(max_examples=12, deadline=None)
-def test_arrays_equal_those_of_streaming_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]]
-) -> None:
+def test_array_bytes_equal_streamings(tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]]) -> None:
     columns = {name: encoding for name, (encoding, _) in LATENTS.items()}
     ours, theirs = (tmp_path_factory.mktemp(name) for name in ('ours', 'theirs'))
     mds.write_dataset(ours, found, columns)

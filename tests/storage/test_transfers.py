@@ -53,9 +53,7 @@ def test_small_object_with_a_known_size_costs_one_request(store: Store, tmp_path
 
 
 @pytest.mark.parametrize('fault', [500, 'cut', 'whole'])
-def test_range_that_failed_is_retried_by_itself(
-    store: Store, large: tuple[str, bytes], tmp_path: Path, fault: int | str
-) -> None:
+def test_failed_range_is_retried(store: Store, large: tuple[str, bytes], tmp_path: Path, fault: int | str) -> None:
     url, content = large
     object_store.download(url, tmp_path / 'warm')  # creates the clients, so that two ranges fail and not one twice
     store.requests.clear()

@@ -77,14 +77,7 @@ class HubServer(LocalServer):
             return self._api(request, name, dataset, pieces[4:], parse_qs(address.query))
         self._file(request, dataset, pieces[4], '/'.join(pieces[5:]), token)
 
-    def _api(
-        self,
-        request: BaseHTTPRequestHandler,
-        name: str,
-        dataset: HubDataset,
-        pieces: list[str],
-        query: dict[str, list[str]],
-    ) -> None:
+    def _api(self, request: Any, name: str, dataset: HubDataset, pieces: list[str], query: dict[str, Any]) -> None:
         commit = dataset.commit(pieces[1] if pieces else 'main')
         if commit is None:
             return self.send(request, 404, b'', {'X-Error-Code': 'RevisionNotFound'})
@@ -102,9 +95,7 @@ class HubServer(LocalServer):
             headers['Link'] = f'<{following}>; rel="next"'
         self.send(request, 200, json.dumps(listed[start : start + PAGE_FILES]).encode(), headers)
 
-    def _file(
-        self, request: BaseHTTPRequestHandler, dataset: HubDataset, revision: str, path: str, token: str | None
-    ) -> None:
+    def _file(self, request: Any, dataset: HubDataset, revision: str, path: str, token: str | None) -> None:
         fault = self.faults.pop(0) if self.faults and request.command == 'GET' else None
         if isinstance(fault, int):
             return self.send(request, fault, b'')

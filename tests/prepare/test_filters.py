@@ -13,9 +13,7 @@ from diffusion.prepare.filters import Filters, ValueRange, clean_captions, clean
 from diffusion.prepare.image_decoding import Unfit
 
 
-def problem(
-    filters: Filters, width: int = 100, height: int = 100, caption: str = 'a cat', **columns: Any
-) -> str | None:
+def problem(filters: Filters, width: int = 99, height: int = 99, caption: str = 'a cat', **columns: Any) -> Any:
     return filters.image_problem(width, height, [caption]) or filters.column_problem(columns)
 
 

@@ -240,11 +240,6 @@ def test_pillow_pixel_limit_is_ignored_and_restored(monkeypatch: pytest.MonkeyPa
     assert Image.MAX_IMAGE_PIXELS == 300
 
 
-def test_invalid_background_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match='unknown color'):
-        decode_image(file_of(smooth()), background='no color')
-
-
 def test_only_images_without_correction_are_unmodified() -> None:
     exif = Image.Exif()
     exif[0x0112] = 3
@@ -372,11 +367,6 @@ def test_large_jpeg_is_reduced(width: int, height: int, side: int, factor: int, 
     small, expected = (np.asarray(shrink(each.image, size).convert('RGB'), np.float32) for each in (fast, whole))
     assert small.shape == expected.shape
     assert np.sqrt(np.square(small - expected).mean()) < 2.5
-
-
-def test_image_without_a_bucket_is_decoded_whole() -> None:
-    encoded = file_of(photograph(300, 200))
-    assert decode_image(encoded, resized_to=lambda width, height: (width, height)).image.size == (300, 200)
 
 
 @pytest.mark.parametrize('progressive', [False, True])

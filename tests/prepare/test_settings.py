@@ -52,13 +52,6 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
-def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> None:
-    (tmp_path / 'base.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nworkers: 2\n')
-    (tmp_path / 'child.yaml').write_text('extends: base.yaml\nsizes: [512]\n')
-    settings = load_settings(tmp_path / 'child.yaml', ['workers=5'])
-    assert (settings.sizes, settings.workers, settings.source.location) == ([512], 5, 'a')
-
-
 @pytest.mark.parametrize(
     ('values', 'message'),
     [

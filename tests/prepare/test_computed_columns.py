@@ -112,6 +112,7 @@ def test_error_of_the_function_names_the_images(tmp_path):
     with pytest.raises(RuntimeError, match=r"images 'image-0' to 'image-7': .*buggy.py: NameError") as found:
         run(tmp_path / 'out', DrawnSource(1), columns_from=str(path))
     assert isinstance(found.value.__cause__, NameError)
+    path = tmp_path / 'again.py'
     path.write_text("def columns(images, captions):\n    return {'aesthetic_score': [1.0] * len(images)}\n")
     with pytest.raises(UserError, match="image 'image-0' has a column 'aesthetic_score' already; use another name"):
         run(tmp_path / 'other', DrawnSource(1), columns_from=str(path))

@@ -196,7 +196,8 @@ def unmapped_files(folder: Path) -> list[Path]:
     """Return this user's Streaming files in shared memory that no visible process has mapped, left by killed runs."""
     # Streaming names its files by a six-digit number per dataset, such as 000003_locals.
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_owned(path)]
-    maps = ''.join(_read_or_empty(path) for path in Path('/proc').glob('[0-9]*/maps')) if ours else ''
+    # A pattern with two levels would list the folders of processes, and fail for one that ends meanwhile.
+    maps = ''.join(_read_or_empty(path / 'maps') for path in Path('/proc').glob('[0-9]*')) if ours else ''
     return [path for path in ours if str(path) not in maps]
 
 

@@ -370,7 +370,7 @@ def test_captions_that_fill_the_text_encoder_are_counted_once(builder, sizes, sm
     model = builder(vae=str(small_vae), **sizes)
     length = model.text.token_length
     texts = ['a', 'a cat ' * 3 * length, 'on ' * (length // 6), 'b ' * 2 * length]
-    batch = batch_of(model) | {batch_keys.INPUT_IDS: tokenize(model.text.tokenizers, texts)}
+    batch = batch_of(model, ['a'] * 4) | {batch_keys.INPUT_IDS: tokenize(model.text.tokenizers, texts)}
     batch[batch_keys.IMAGE_SIZES] = torch.tensor([[64, 64, 0, 0, 64, 64]] * 4)
     for _ in range(2):
         model(batch)

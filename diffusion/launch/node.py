@@ -118,9 +118,8 @@ class Node:
         self._in_place: InPlaceRestarts | None = None
         self._restart_agreed = False
         """True if all nodes have agreed to repeat the last attempt in place with standby processes."""
-        timeout = recipe.trainer.get('dist_timeout')
-        checks = self.trains and isinstance(timeout, int | float)
-        self._timeout_warning = early_timeout_warning(timeout, settings.hang_seconds) if checks else None
+        timeout, hang = recipe.trainer.get('dist_timeout') if self.trains else None, settings.hang_seconds
+        self._timeout_warning = early_timeout_warning(timeout, hang) if isinstance(timeout, int | float) else None
         self._records = NodeRecords(self.home, self.environ, owns_run=False, say=self._print)
 
     def run(self) -> int:

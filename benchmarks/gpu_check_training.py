@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def fitting_microbatch(memory_gib: float) -> int:
     """Return the largest microbatch, of four, with which Stable Diffusion 2 fits under ddp, by the planner."""
-    # On two GPUs, where ddp has buckets of gradients beside the gradients.
+    # Use two GPUs, where ddp has buckets of gradients beside the gradients.
     overrides = [f'global_batch={2 * FULL["per_device"]}']
     phase = phase_of(load(ROOT / 'yamls' / 'phase1.yaml', overrides, allow_missing=True))
     for microbatch in MICROBATCHES:

@@ -68,7 +68,7 @@ def load_split() -> dict[str, list[Emoji]]:
 
 def _is_chosen(emoji: Emoji, name: Name) -> bool:
     """Return True for 1 of 8 pairs of family and attribute."""
-    # By family, which has all genders of a drawing: they differ by little more than the hair.
+    # Split by family, which has all genders of a drawing: they differ by little more than the hair.
     family = divide(emoji.names[0]).subject if name.attribute in COLORS else emoji.family
     return bool(name.attribute) and _digest(f'{family} {name.attribute}') % 8 == 0
 

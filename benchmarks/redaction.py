@@ -42,7 +42,7 @@ class Redaction:
         user = _user() if user is None else user
         names = {environ.get('HOME', str(Path.home())): '~', host: 'HOST', host.partition('.')[0]: 'HOST', user: 'USER'}
         values = {value: f'${name}' for name, value in environ.items() if _is_replaced(name, value)}
-        # In this order: of two names of one text, a traceback is clearer with the later one.
+        # Keep this order: of two names of one text, a traceback is clearer with the later one.
         replaced = values | names | {sys.prefix: 'PYTHON', str(ROOT): '.'} | dict(folders or {})
         kept = {old: new for old, new in replaced.items() if len(old) >= MIN_CHARACTERS and old != '/root'}
         self._replaced = sorted(kept.items(), key=lambda item: -len(item[0]))

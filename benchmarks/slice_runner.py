@@ -138,7 +138,7 @@ def run_slice(each: Slice, folder: Path, conditions: Mapping[str, Any], redactio
         except subprocess.TimeoutExpired:
             status, reason = TIMED_OUT, f'it took more than {each.limit_seconds:g} s'
         finally:
-            # Also at Ctrl-C, and for processes that the command left behind: they would disturb the next measurement.
+            # End processes at Ctrl-C too, and those that it left behind: they would disturb the next measurement.
             end_group(process)
     seconds = time.monotonic() - started
     found, problem = read_data(data, each.kind)

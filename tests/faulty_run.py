@@ -46,7 +46,7 @@ if __name__ == '__main__':
         os.environ.setdefault('NODE_PID', str(os.getppid()))
         from diffusion.launch.workers import end_process
 
-        # As run.py does: with sys.exit, a thread of PyTorch could abort the process, whose status would be lost.
+        # End as run.py does: with sys.exit, a thread of PyTorch could abort the process, whose status would be lost.
         end_process(run_with_faults())
     os.environ['NODE_PID'] = str(os.getppid())
     sys.path.insert(0, str(here.parent))

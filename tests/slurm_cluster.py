@@ -43,7 +43,7 @@ SelectType=select/linear
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=1
-# As on clusters that divide the memory of a node among jobs.
+# Divide the memory of a node among jobs, as clusters do.
 DefMemPerNode=1
 KillWait=30
 PreemptType=preempt/partition_prio
@@ -125,7 +125,7 @@ class Cluster:
             time.sleep(0.1)
             command = ['sinfo', '--Node', '--partition=main', '--noheader', '--format=%T']
             environ = os.environ | self.environ
-            # Not call(), which asserts success: at first slurmctld does not answer.
+            # Do not use call(), which asserts success: at first slurmctld does not answer.
             states = subprocess.run(command, capture_output=True, text=True, env=environ, check=False).stdout.split()
 
     def log(self) -> str:

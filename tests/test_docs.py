@@ -217,7 +217,7 @@ def test_docker_page(checkout):
 
 @pytest.mark.slow
 def test_readme(checkout, tmp_path, forkserver):
-    """With a small model in place of Stable Diffusion 2, whose keys and data are those of the page."""
+    """Use a small model in place of Stable Diffusion 2, whose keys and data are those of the page."""
     reader = Reader(tmp_path / 'reader', forkserver.path)
     for path in checkout.folder.iterdir():
         if path.name not in ('photos', 'yamls', '.programs', '.overlay', 'data', 'runs'):

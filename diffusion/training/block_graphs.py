@@ -422,7 +422,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]
 
 
 def signature(leaves: Sequence[Any]) -> Signature:
-    """Return a key, equal for arguments that can share a graph: all values, and the shapes, strides and dtypes of tensors."""
+    """Return a key of arguments that can share a graph: their values, or shapes, strides and dtypes of tensors."""
     return tuple(
         (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, Tensor) else repr(each)
         for each in leaves

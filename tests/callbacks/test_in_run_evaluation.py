@@ -123,7 +123,7 @@ def test_failed_evaluation_does_not_end_the_training(site, ranks, caplog, what, 
 
 @pytest.mark.slow
 def test_stop_signal_to_one_rank_ends_an_evaluation_and_saves(site, ranks):
-    """With 400 images, which would take minutes."""
+    """Evaluate 400 images, which would take minutes."""
     path, run = site('stopped', evaluators_interval='2ba', parallelism={'strategy': 'fsdp2'})
     content = yaml.safe_load(path.read_text())
     content['evaluators']['image_metrics'] |= {'num_images': 400, 'images_per_prompt': 10, 'num_inference_steps': 100}

@@ -152,7 +152,7 @@ def test_stop_during_a_save_saves_what_the_notice_allows(write, blocking, tmp_pa
 
 @pytest.mark.cpu_seconds(20)
 def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path):
-    """In the thread of rank 1, and at the publication by rank 0; the saves after them succeed."""
+    """Saves fail in the thread of rank 1, and at the publication by rank 0; the saves after them succeed."""
     path = write('fault', {'save_interval': '1ba', 'max_duration': '3ba'}, parallelism=SHARDED)
     faults = [
         Fault('write', r'\.ba1\.unfinished/__1_', 'ENOSPC', rank=1),

@@ -130,7 +130,7 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
 
 @pytest.mark.slow
 def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbed, bucket, store, ranks, tmp_path):
-    """In the phases of a save (upload, publish, prune) and of a resume (find, verify, read), each with a new node."""
+    """Kill in phases of a save (upload, publish, prune) and of a resume (find, verify, read), each with a new node."""
     path = write('killed', runs_dir=bucket)
     environment = store.environment | {WORKING_FOLDER_VARIABLE: str(tmp_path / 'node')}
     saving = ('PUT state.pt', 'PUT receipt.json', 'PUT latest')

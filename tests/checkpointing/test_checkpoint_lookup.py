@@ -101,7 +101,7 @@ def test_claim_of_another_machine_expires_by_the_clock_of_the_file_system(run):
 
 
 def test_links_pipes_and_folders_are_not_claims(run):
-    """In a folder that other users may write to."""
+    """Other users may write to the folder."""
     (run / '.claim-ba10-0.json').symlink_to('/etc/passwd')
     (run / '.claim-ba10-1.json').mkdir()
     os.mkfifo(run / '.claim-ba10-2.json')

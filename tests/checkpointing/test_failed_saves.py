@@ -106,7 +106,7 @@ def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
 
 
 def test_failed_save_that_ends_after_the_last_batch_is_tried_again(tmp_path):
-    """With a save interval of one's own, which does not ask for a save at the end of training."""
+    """Use a save interval of one's own, which does not ask for a save at the end of training."""
     model = ComposerClassifier(torch.nn.Linear(8, 2), num_classes=2)
     interval = lambda state, event: event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 3  # noqa: E731
     trainer = Trainer(

@@ -9,7 +9,7 @@ from diffusion.config.yaml_files import UnreadableYAML, dump, dump_inline, merge
 
 AMBIGUOUS = r'1e-4 1e4 .5 08 yes null 2024-01-01 ${a} \${a} \\${ 12:30 ._ ~'
 TEXT_OF_YAML_1_2 = '550000ba 2024-01-01 08 010 -007 00.5 0012e4 1:30 1:30.5 yes No ON off y ._'
-# Without control characters and Unicode line breaks such as U+0085, which PyYAML folds.
+# Exclude control characters and Unicode line breaks such as U+0085, which PyYAML folds.
 text = st.text(st.characters(blacklist_categories=['Cs', 'Cc', 'Zl', 'Zp']), max_size=12) | st.sampled_from(
     [*AMBIGUOUS.split(), '', 'two\nlines', '- a', 'a: b']
 )

@@ -64,7 +64,7 @@ def test_loader_serves_the_rest_of_each_stream_in_a_short_batch(write_recipe, pi
 
 @pytest.mark.slow
 def test_losses_of_several_streams_are_those_of_one_rank_on_more_ranks(tmp_path, write_recipe, pictures, ranks):
-    """With 40, 24 and 1 images, in batches of 3 or 4 per rank: some ranks have nothing of the last."""
+    """Read 40, 24 and 1 images, in batches of 3 or 4 per rank: some ranks have nothing of the last."""
     folders = {**pictures, 'single': write_image_shards(tmp_path / 'single', count=1, side=32)}
     streams = {str(name): {'local': str(folder), 'resolution': 32} for name, folder in folders.items()}
     streams['64']['resolution'] = 64

@@ -1,4 +1,4 @@
-"""How often a shard leaves the object store when several nodes train on it for several epochs."""
+"""Number of times that a shard leaves the object store when several nodes train on it for several epochs."""
 
 import itertools
 import logging
@@ -47,7 +47,7 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Stor
 
 
 def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_path: Path) -> None:
-    """In an order in which every node reads every shard, a shard leaves the store once."""
+    """Every node reads every shard, and a shard leaves the store once."""
     count = 7 * 6 * NODES
     source = write_samples(tmp_path / 'source', count=count, size_limit=4 * SHARD)
     url, shards = store.upload(source), sorted(source.glob('*.mds'))
@@ -60,7 +60,7 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
 
 
 def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_path: Path) -> None:
-    """Without cache_limit, on a disk that holds less than half of the dataset and is filled by others meanwhile."""
+    """Set no cache_limit on a disk that holds less than half of the dataset and is filled by others meanwhile."""
     count = COUNT // 4
     url = store.upload(write_samples(tmp_path / 'source', count=count, size_limit=4 * SHARD))
     cache, log = tmp_path / 'cache', tmp_path / 'log'

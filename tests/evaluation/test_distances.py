@@ -27,7 +27,7 @@ def features(count: int, width: int = 16, *, seed: int = 0, shift: float = 0.0, 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 40), st.integers(2, 40), st.integers(2, 12), st.floats(0, 3))
 def test_frechet_distance_equals_torchmetrics(count, others, width, shift):
-    """With fewer images than features too, where the covariances are singular."""
+    """Use fewer images than features too, where the covariances are singular."""
     one, two = features(count, width), features(others, width, seed=1, shift=shift, scale=1.5)
     expected = _compute_fid(one.double().mean(0), one.double().T.cov(), two.double().mean(0), two.double().T.cov())
     # The root of an eigenvalue of 1e-16 is 1e-8.

@@ -53,7 +53,7 @@ def test_resize_equals_clean_fid_bit_for_bit(height, width, side, seed):
 
 
 def test_inception_equals_torch_fidelity(inception_file):
-    """At 299 pixels neither of the two resizes, so that only the network is compared."""
+    """Neither of the two resizes images of 299 pixels, so that only the network is compared."""
     network = Inception(str(inception_file))
     images = [noise(299, 299)]
     original = FeatureExtractorInceptionV3('inception', ['2048'], str(inception_file))

@@ -23,7 +23,7 @@ def files_of(backend):
 
 @pytest.mark.parametrize('path', EXAMPLES, ids=lambda path: path.stem)
 def test_example_renders_as_reviewed(path):
-    """After an intended change, run UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py and review the diff."""
+    """To accept a change, run UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py and review the diff."""
     checked = check_jobs(load_job_spec(path), path, environ={'WANDB_API_KEY': 'x'})
     rendered = checked.backend.render(checked.jobs)
     assert not checked.backend.validate(rendered)

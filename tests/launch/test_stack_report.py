@@ -1,4 +1,4 @@
-"""Which rank hangs, from the stacks and heartbeats of all ranks."""
+"""Name the rank that hangs, from the stacks and heartbeats of all ranks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: messages and the status line never share a row, and no row is wrapped."""
+"""Screens of a terminal: messages and the status line never share a row, and no row is wrapped."""
 
 import os
 import re

@@ -60,7 +60,7 @@ def test_trained_autoencoder_is_exported_with_its_statistics(write_recipe, tmp_p
 
 @pytest.mark.slow
 def test_packaged_autoencoder_reconstructs_held_out_images(tmp_path):
-    """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and standard deviation 1."""
+    """Expect at least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and standard deviation 1."""
     source = {'kind': 'openmoji', 'select': 'all', 'split': 'heldout'}
     prepare(settings_of({'source': source, 'out': str(tmp_path / 'heldout'), 'sizes': [64]}))
     data = open_shards(tmp_path / 'heldout/64px')

@@ -121,7 +121,7 @@ def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
     ],
 )
 def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch, name, prediction_type):
-    """For data that are a single point, every solver must arrive there: the flow is a straight line."""
+    """Every solver arrives at the point if the data are a single point: the flow is a straight line."""
     model = make_model(objective=Objective(path='flow', prediction_type=prediction_type))
     point, noise = torch.randn(2, 1, 4, 8, 8)
     exact = {'velocity': noise - point, 'sample': point}[prediction_type]

@@ -202,7 +202,7 @@ def test_check_without_torch_names_the_same_mistakes(write_recipe, small_vae):
 
 
 def test_given_encoder_replaces_the_named_one(make, weights):
-    """In a model built in Python, for both perceptual losses and alignment."""
+    """Build the model in Python, for both perceptual losses and alignment."""
     named = make(lpips_weight=0.0, features_weight=0.2)
     batch = batch_of(named, CAPTIONS[:3])
     model = LatentDiffusion(

@@ -67,7 +67,7 @@ def qwen_folder(tmp_path_factory):
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=['<|endoftext|>']))
-    # As published: the padding token differs from the end token, which captions do not have.
+    # The published setting: the padding token differs from the end token, which captions do not have.
     tokenizer = fast_tokenizer('Qwen2')(tokenizer_object=words, pad_token='<|endoftext|>', eos_token='<|im_end|>')
     tokenizer.save_pretrained(folder / 'tokenizer')
     part: dict[str, Any] = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'vocab_size': 128}

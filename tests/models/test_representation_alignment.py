@@ -139,7 +139,7 @@ def test_denoiser_starts_and_is_evaluated_as_without_alignment_and_frozen_encode
     assert not any(each.requires_grad for each in model._frozen['image_encoder'].parameters())
     assert {'feature_projector.0.weight'} <= {name for name, _ in model.named_parameters()}
     batch = batch_of(model, THREE, height=64, width=48)
-    # Not bit for bit: MKL chooses kernels by the alignment of memory.
+    # Do not compare bit for bit: MKL chooses kernels by the alignment of memory.
     torch.testing.assert_close(model.eval_forward(batch), plain.eval_forward(batch), rtol=1e-6, atol=1e-6)
     moments = {**batch, batch_keys.LATENT_MOMENTS: model.encode(batch.pop(batch_keys.IMAGE))}
     moments.pop(batch_keys.IMAGE)

@@ -47,7 +47,7 @@ def test_shipped_counts_match_the_models(path):
     """Check one shape per file; if it fails, run benchmarks/model_counts.py."""
     content = json.loads(path.read_text())
     shape, precision = next(iter(content['flops'])), precisions_of(content)[-1]
-    # In this process: another one would import torch for each file.
+    # Count in this process: another one would import torch for each file.
     request = {key: content[key] for key in ('name', 'kwargs', 'lora') if key in content}
     again = answer(request | {'imports': [], 'flops': [shape], 'activations': [(shape, precision)]})
     assert again['facts'] == content['facts']

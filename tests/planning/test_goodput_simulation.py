@@ -54,7 +54,7 @@ def test_tiers_gain_only_by_frequent_failures_that_spare_memory(monkeypatch):
 
 
 def test_a_save_begins_after_the_one_before_is_complete():
-    """Of a checkpoint that takes 20 min to write, in a cluster that fails every half hour."""
+    """Save a checkpoint that takes 20 min to write, in a cluster that fails every half hour."""
     strategies = {each.name: each for each in save_strategies(stall=1200, restart=300, mtbf=HOUR / 2)}
     assert strategies['asynchronous'].interval == 1200
     tiers = strategies['tiers']

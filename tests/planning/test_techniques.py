@@ -71,7 +71,7 @@ def pixel_recipe(networks, tmp_path_factory):
 
 @pytest.mark.cpu_seconds(10)
 def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
-    """With one technique after another, down to plain training; the model is the recipe's own."""
+    """Remove one technique after another, down to plain training; the model is the recipe's own."""
     work: Any = phase(pixel_recipe)
     model: Any = components.build_model(load(pixel_recipe))
     batch = {
@@ -157,7 +157,7 @@ def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_p
 
 
 def test_lora_of_sd2_is_planned_from_the_published_throughput():
-    """Of the seconds per image, the denoiser's fall to two thirds, and those of the encoders stay."""
+    """The denoiser's seconds per image fall to two thirds, and those of the encoders stay."""
     options = ['device_train_microbatch_size=8', 'global_batch=64']
     work, full = phase(YAMLS / 'lora.yaml', options), phase(YAMLS / 'finetune.yaml', options)
     assert work.trained_parameters == 3_319_808

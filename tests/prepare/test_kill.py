@@ -119,7 +119,7 @@ def version_of(path, at, known):
     """Return 'old', 'new' or 'none'; fail if the dataset at a path is neither complete nor absent."""
     if not path.exists():
         return 'none'
-    # Not the content of the reports, since the old dataset is a copy whose reports have the path of the original.
+    # Leave out the content of the reports, since the old dataset is a copy whose reports have the path of the original.
     files = {name: content for name, content in snapshot(path).items() if 'report' not in name}
     assert (path / 'report.json').exists()
     return next(version for version, pair in known.items() if files.items() <= pair[at].items())

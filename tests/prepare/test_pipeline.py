@@ -268,7 +268,7 @@ if __name__ == '__main__':
 def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     (tmp_path / 'script.py').write_text(INTERRUPTED)
     command = [sys.executable, str(tmp_path / 'script.py'), str(Path(__file__).parent), str(tmp_path / 'out')]
-    # In a new process group, so that the signal reaches all its processes, as Ctrl-C in a terminal does.
+    # Start it in a new process group, so that the signal reaches all its processes, as Ctrl-C in a terminal does.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob('out.work/parts/00000*')) and time.monotonic() < deadline:

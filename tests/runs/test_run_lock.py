@@ -47,7 +47,7 @@ def run(request, tmp_path) -> Run:
 FOLDER_BY_DEFAULT = pytest.mark.parametrize(
     'run', ['folder', pytest.param('bucket', marks=pytest.mark.slow)], indirect=True
 )
-"""For what does not depend on where the lock is: a lock object takes several times longer."""
+"""Mark for tests that do not depend on the place of the lock: a lock object takes several times as long as a file."""
 
 
 def wait_for(condition, seconds=20.0):

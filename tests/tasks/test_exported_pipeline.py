@@ -1,4 +1,4 @@
-"""How exported pipelines are called, and their noise schedulers replaced."""
+"""Calls of exported pipelines, and replacements of their noise schedulers."""
 
 from typing import Any
 

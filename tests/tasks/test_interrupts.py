@@ -50,7 +50,7 @@ class Session:
         self._reader.start()
 
     def _read(self) -> None:
-        # Not blocked in read(), which would keep the terminal open while it is being closed.
+        # Do not block in read(), which would keep the terminal open while it is being closed.
         with contextlib.suppress(OSError):  # no process has the device open any longer
             while not self._closing:
                 if select.select([self.master], [], [], 0.02)[0]:

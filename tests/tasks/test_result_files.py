@@ -1,4 +1,4 @@
-"""Where a run's files are, as printed at its end."""
+"""The paths of a run's files that are printed at its end."""
 
 from diffusion.config.load import load
 from diffusion.tasks.run_recipe import describe_results

@@ -93,7 +93,7 @@ def test_sharded_runs_on_two_ranks_have_the_curve_of_one_rank(runs):
 
 @pytest.mark.slow
 def test_in_float64_the_difference_shrinks_with_the_precision(runs):
-    """Without clipping: with it FSDP2 differs by 5e-10, since torch 2.7 computes the norm of shards less precisely."""
+    """Train without clipping: with it FSDP2 differs by 5e-10, since torch 2.7 computes norms of shards less exactly."""
     algorithms = {'ema': runs.content['algorithms']['ema']}
     for count, parallelism in ((1, {}), (2, SHARDED | {'mixed_precision': 'full'})):
         path = runs.recipe(f'double-{count}', parallelism=parallelism, algorithms=algorithms)

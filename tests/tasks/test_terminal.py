@@ -1,4 +1,4 @@
-"""What a person sees of training and evaluation in terminals of several widths, and what a log file gets."""
+"""Screens of training and evaluation in terminals of several widths, and the lines of log files."""
 
 import re
 

@@ -77,7 +77,7 @@ def test_fused_projections_are_updated_like_separate_matrices(small_vae):
     model = tiny_prx(vae=str(small_vae), hidden_size=32, num_heads=2, depth=2, text_layers=0)
     fused: dict[str, int] = {'attention.img_qkv_proj.weight': 3, 'attention.txt_kv_proj.weight': 2}
     optimizer = Muon(muon_groups(model), lr=0.1, weight_decay=0.3)
-    # As Composer does for FSDP2. The groups have no `parts`, which a checkpoint would restore.
+    # Composer does this for FSDP2. The groups have no `parts`, which a checkpoint would restore.
     groups = [dict(group) for group in optimizer.param_groups]
     assert 'parts' not in groups[0]
     optimizer.param_groups.clear()

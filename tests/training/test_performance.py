@@ -111,8 +111,8 @@ def float64():
     ],
 )
 def test_single_part_changes_neither_loss_nor_gradients(make_model, part):
-    # In float64: the gradients of biases before a GroupNorm are zero but for rounding, which in float32 depends on the
-    # processor and on torch's version.
+    # Compute in float64: the gradients of biases before a GroupNorm are zero but for rounding, which in float32 depends
+    # on the processor and on torch's version.
     # Only a frozen text encoder runs in inference mode.
     model, plain = (make_model(train_text_encoder=part != 'inference_mode').double() for _ in range(2))
     plain.denoiser.set_attn_processor(AttnProcessor())

@@ -111,7 +111,7 @@ BUILT = ('model.objective.prediction_type=epsilon', 'trainer.save_folder=elsewhe
 
 
 def test_changes_of_fixed_settings_are_refused_with_both_values(run):
-    """On resume with an average, before the model is built; `recipe.yaml` and export keep saying what was trained."""
+    """Resume with an average, before the model is built; `recipe.yaml` and export keep saying what was trained."""
     path, folder = run
     before = (folder / 'recipe.yaml').read_text()
     for override, message in REFUSED.items():

@@ -45,7 +45,7 @@ def sections(device: str) -> dict[str, Any]:
 
 def launch(recipe: Path, devices: int) -> None:
     """Run a recipe with Composer's launcher, one process per device."""
-    # Not by the fork server: a fork of a process that has asked for the number of GPUs cannot use them.
+    # Do not use the fork server: a fork of a process that has asked for the number of GPUs cannot use them.
     path = f'{ROOT}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':')
     environ = os.environ | {'PYTHONPATH': path, 'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(devices), str(ROOT / 'run.py'), str(recipe)]

@@ -1,5 +1,6 @@
 """Saves whose files a thread writes while training continues."""
 
+import random
 import re
 import signal
 import time
@@ -8,15 +9,17 @@ from pathlib import Path
 
 import pytest
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer, the_checkpointer
+from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer, the_checkpointer
 from composer.core import Event
 from faults import Fault, active, environment
+from ranks import read_losses
 
 from diffusion.checkpointing import background_save, checkpointer, snapshot
 from diffusion.checkpointing.background_save import choose_when_stopping
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.config.load import load
-from diffusion.exit_codes import Preempted
+from diffusion.exit_codes import PREEMPTED, Preempted
+from diffusion.loggers.metrics_file import read_metrics
 from diffusion.runs.environment import NOTICE_SECONDS
 from diffusion.training.train import build_trainer, train
 
@@ -43,6 +46,29 @@ def blocking(write) -> Path:
 
 def saved(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob('ba*'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path, parallelism):
+    """The files are written half a second late, several batches after the one that they save."""
+    runs = []
+    for asynchronous in (False, True):
+        name = f'two-{len(parallelism)}-{asynchronous}'
+        sections = {'parallelism': parallelism, 'checkpointing': {'asynchronous': asynchronous}}
+        path = write(name, {'save_interval': '4ba', 'max_duration': '10ba'}, **sections)
+        late = [Fault('create', r'\.ba[48]\.unfinished/(state|__)', sleep=0.5)]
+        ranks.run(2, path, environment=environment(late, tmp_path) if asynchronous else None)
+        runs.append(load(path).run_dir)
+    one, other = runs
+    for batch in (4, 8, 10):
+        verify_checkpoint(other / f'ba{batch}')
+        assert_same_tensors(one / f'ba{batch}', other / f'ba{batch}')
+    assert read_losses(one) == read_losses(other)
+    metrics = read_metrics(other / 'metrics.jsonl')
+    stall, duration = (metrics[f'checkpoint/{name}_seconds'] for name in ('stall', 'save'))
+    first = min(stall)  # the batch at which ba4 was published
+    assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
 
 
 def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, alone):
@@ -80,6 +106,22 @@ def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, 
     train(load(path)).close()
     assert not list(run.glob('.ba*'))
     assert_same_end(run, blocking)
+
+
+@pytest.mark.slow
+def test_full_disk_found_by_the_thread_makes_room_for_a_snapshot_of_the_present_batch(write, blocking, tmp_path):
+    path = write('full', {'save_num_checkpoints_to_keep': 2})
+    trainer = build_trainer(load(path))
+    found, messages = the_checkpointer(trainer), []
+    found.failed_saves.on_failure = messages.append
+    # The disk is full for ba6, which replaces ba2; the thread has found out before the end of batch 7.
+    wait = At(Event.BATCH_START, 6, lambda: found._running._thread.join(60))  # type: ignore[union-attr]
+    trainer.state.callbacks.append(wait)
+    with active(tmp_path / 'counts', Fault('write', r'\.ba6\.unfinished/state', 'ENOSPC', times=1)):
+        trainer.fit()
+    trainer.close()
+    assert [Path(each).name for each in found.saved_checkpoints] == ['ba2', 'ba4', 'ba7', 'ba8'] and not messages
+    assert_same_end(load(path).run_dir, blocking)
 
 
 @pytest.mark.cpu_seconds(15)
@@ -150,6 +192,27 @@ def test_stop_during_a_save_saves_what_the_notice_allows(write, blocking, tmp_pa
     assert_same_end(run, blocking)
 
 
+@pytest.mark.slow
+def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path):
+    """All ranks are killed at a random time while ba2, ba4 and ba6 are written, and one rank while it is published."""
+    randomness = random.Random(16)
+    whole, path = (write(name, parallelism=SHARDED) for name in ('whole', 'killed'))
+    ranks.run(2, whole)
+    run = load(path).run_dir
+    late = environment([Fault('create', r'unfinished/(state|__)', sleep=0.2)], tmp_path)
+    for batch in (2, 4, 6):
+        job = ranks.start(2, path, environment=late)
+        job.wait_for(run / f'.ba{batch}.unfinished')
+        job.spend(randomness.random() * 0.4)
+        job.kill()
+    job = ranks.start(2, path, deaths={0: (4, run / '.ba6.unfinished')}, environment=late)
+    job.wait_for_death(0)
+    job.kill()
+    ranks.run(2, path)
+    assert not list(run.glob('.ba*'))
+    assert_same_end(run, load(whole).run_dir)
+
+
 @pytest.mark.cpu_seconds(20)
 def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path):
     """Saves fail in the thread of rank 1, and at the publication by rank 0; the saves after them succeed."""
@@ -166,3 +229,18 @@ def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path
     assert re.search(r'ba1: not saved, no space left on .* \(failed save 1 of 3\)', first)
     assert re.search(r'ba2: not saved, Stale file handle.* \(failed save 2 of 3\)', first)
     assert 'Traceback' not in first + second
+
+
+@pytest.mark.slow
+@pytest.mark.cpu_seconds(20)
+def test_two_ranks_stop_within_the_notice_during_a_save(write, ranks, tmp_path):
+    """Rank 1 is signaled while the first save is written, which it does not know how long takes: only that is saved."""
+    path = write('notice', parallelism=SHARDED)
+    late = environment([Fault('create', r'\.ba2\.unfinished/__1', sleep=2)], tmp_path) | {NOTICE_SECONDS: '6'}
+    job = ranks.start(2, path, environment=late)
+    run = load(path).run_dir
+    job.wait_for(run / '.ba2.unfinished')
+    job.send(signal.SIGTERM, 1)
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output()
+    assert saved(run) == ['ba2'] and not list(run.glob('.ba*')), job.output()
+    assert 'ba2 is saved, the same command resumes from it' in job.output()

@@ -1,5 +1,6 @@
 """Runs whose home is an object store: they save, resume, fall back and end as runs in a folder do."""
 
+import json
 import re
 import shutil
 import signal
@@ -9,18 +10,21 @@ from pathlib import Path
 
 import pytest
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import assert_same_end, assert_same_tensors, recipe_writer
+from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer
 from composer.core import Event
 from object_store import Store
+from ranks import Job, Ranks, free_port
 
 from diffusion.checkpointing import checkpointer
 from diffusion.checkpointing.bucket_checkpoints import published_batches
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
-from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint, weights_of
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.evaluation_claims import EvaluationClaims
+from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
+from diffusion.storage.retry import RetryPolicy
 from diffusion.training.train import build_trainer, train
 
 
@@ -49,6 +53,26 @@ def use_node(number: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / f'node{number}'))
 
 
+def run_nodes(ranks: Ranks, recipe: Path, tmp_path: Path, store: Store, *overrides: str) -> list[Job]:
+    """Start a run on two nodes of one process each, which share no folder."""
+    common = store.environment | {'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
+    jobs = []
+    for node in range(2):
+        # As the nodes of a local job, which share a machine.
+        place = {'RANK': str(node), 'LOCAL_RANK': str(node), 'LOCAL_WORLD_SIZE': '2'}
+        own = place | {WORKING_FOLDER_VARIABLE: str(tmp_path / f'node{node}')}
+        jobs.append(ranks.start(1, recipe, *overrides, environment=common | own))
+    return jobs
+
+
+def wait_for_all(jobs: list[Job]) -> str:
+    """Wait for the end of all nodes, and return their output; fail if one has failed."""
+    statuses = [job.wait() for job in jobs]
+    output = '\n'.join(job.output() for job in jobs)
+    assert statuses == [[0], [0]], output
+    return output
+
+
 @pytest.mark.cpu_seconds(15)
 def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
     path = write('moved', runs_dir=bucket)
@@ -67,6 +91,23 @@ def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path
     assert store.objects('bucket')['runs/moved/latest'] == b'ba8'
     verify_checkpoint(find_checkpoint(recipe.run_place))
     assert [path.name for path in recipe.run_dir.glob('*ba*')] == ['ba8'], 'one local copy, for a quick restart'
+
+
+@pytest.mark.slow
+def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
+    path = write('local', runs_dir=bucket)
+    train(load(path, ['trainer.max_duration=4ba'])).close()
+    copy = load(path).run_dir / 'ba4' / 'state.pt'
+    content = bytearray(copy.read_bytes())
+    content[len(content) // 2] ^= 1
+    for expected in ('2 files from the local disk, 0', '1 files from the local disk, 1'):
+        caplog.clear()
+        with caplog.at_level('INFO'):
+            trainer = build_trainer(load(path))
+        trainer.close()
+        assert trainer.state.timestamp.batch.value == 4
+        assert expected in caplog.text
+        copy.write_bytes(content)
 
 
 @pytest.mark.slow
@@ -103,6 +144,44 @@ def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, st
     assert published_batches(f'{bucket}/lost') == [2]
 
 
+@pytest.mark.slow
+def test_two_nodes_without_a_shared_folder(write, bucket, store, ranks, tmp_path):
+    """Trained, killed in a save, resumed with the nodes exchanged: weights equal an undisturbed run's."""
+    whole = write('whole', parallelism=SHARDED)
+    ranks.run(2, whole)
+    path = write('nodes', runs_dir=bucket, parallelism=SHARDED)
+    slow = store.fail('PUT ba6/__1_0.distcp', 60.0)
+    jobs = run_nodes(ranks, path, tmp_path, store)
+    run = tmp_path / 'node0' / 'runs' / 's3' / 'bucket' / 'runs' / 'nodes'
+    jobs[0].wait_for(run / 'ba4')
+    while not any('ba6/__1_0.distcp' in request for request in store.requests):
+        assert jobs[0].running(), jobs[0].output()
+    for job in jobs:
+        job.kill()
+    store.faults.remove(slow)
+    assert published_batches(f'{bucket}/nodes') == [4, 2]
+    (tmp_path / 'node0').rename(tmp_path / 'other')
+    (tmp_path / 'node1').rename(tmp_path / 'node0')
+    (tmp_path / 'other').rename(tmp_path / 'node1')
+    wait_for_all(run_nodes(ranks, path, tmp_path, store))
+    assert_same_end(run, load(whole).run_dir, f'{bucket}/nodes')
+    own = {path.name for path in (run / 'ba8').glob('*.distcp')}
+    assert own == {'__0_0.distcp'}, 'each node has only the shards of its ranks'
+
+
+@pytest.mark.slow
+def test_sharded_run_resumes_on_fewer_ranks(write, undisturbed, bucket, store, ranks, tmp_path, monkeypatch):
+    path = write('fewer', runs_dir=bucket, parallelism=SHARDED)
+    wait_for_all(run_nodes(ranks, path, tmp_path, store, 'trainer.max_duration=4ba'))
+    use_node(3, tmp_path, monkeypatch)
+    recipe = load(path, ['parallelism={}'])
+    train(recipe).close()
+    ours, theirs = (weights_of(find_checkpoint(each), 'ema')[0] for each in (recipe.run_place, undisturbed))
+    norm = sum(float(theirs[name].square().sum()) for name in theirs) ** 0.5
+    moved = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs) ** 0.5
+    assert moved < 1e-3 * norm
+
+
 @pytest.mark.cpu_seconds(15)
 def test_save_fails_while_the_store_is_down_and_training_continues(write, undisturbed, bucket, store, caplog):
     path = write('down', runs_dir=bucket)
@@ -129,6 +208,17 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
 
 
 @pytest.mark.slow
+def test_store_that_hangs_fails_the_save_and_not_the_run(write, undisturbed, bucket, store, caplog, monkeypatch):
+    monkeypatch.setattr(object_store, 'DEFAULT', RetryPolicy(tries=2, timeout_seconds=0.5))
+    recipe = load(write('hangs', runs_dir=bucket))
+    store.fail('PUT ba2/state.pt', 'hang')
+    train(recipe).close()
+    assert 'ba2: not saved, ' in caplog.text and 'cannot be written, tried 2 times' in caplog.text
+    assert published_batches(recipe.run_place) == [8, 6, 4]
+    assert_same_end(recipe.run_dir, undisturbed, recipe.run_place)
+
+
+@pytest.mark.slow
 def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbed, bucket, store, ranks, tmp_path):
     """Kill in phases of a save (upload, publish, prune) and of a resume (find, verify, read), each with a new node."""
     path = write('killed', runs_dir=bucket)
@@ -150,6 +240,17 @@ def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbe
     assert_same_end(run, undisturbed, f'{bucket}/killed')
     assert published_batches(f'{bucket}/killed') == [8]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/ba' in key} == {'ba8'}, 'nothing is left behind'
+
+
+@pytest.mark.slow
+def test_checkpoint_of_another_run_is_refused(write, bucket, store):
+    path = write('mixed', runs_dir=bucket)
+    recipe = load(path)
+    train(load(path, ['trainer.max_duration=2ba'])).close()
+    receipt = json.loads(store.objects('bucket')['runs/mixed/ba2/receipt.json'])
+    store.put(f'{recipe.run_place}/ba2', 'receipt.json', json.dumps(receipt | {'run': 'f' * 32}).encode())
+    with pytest.raises(UserError, match='ba2: it belongs to another run .*init_from: s3://'):
+        build_trainer(recipe)
 
 
 def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, bucket, store):

@@ -94,6 +94,16 @@ def raise_permission_error(path):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
+def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch):
+    def scandir(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(os, 'scandir', scandir)
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0,))
+    with pytest.raises(OSError, match='Stale'):
+        run_storage.newest_intact(tmp_path)
+
+
 @pytest.mark.parametrize(
     ('found', 'message'), [(None, r'has no format number'), (2, r'has format 2'), ('1', r'has format 1, but')]
 )
@@ -242,6 +252,22 @@ def test_fault_in_any_phase_of_reading_is_retried_and_nothing_is_renamed(
         run_storage.newest_intact(run)
     assert raised.value.errno == getattr(errno, error) and 'damaged' not in caplog.text
     assert {path.name for path in run.iterdir()} == {'ba5', 'ba10', 'latest'}
+
+
+def test_folder_that_vanishes_while_it_is_read_is_not_damage(tmp_path, monkeypatch):
+    run = tmp_path / 'run'
+    run.mkdir()
+    write(run, 5)
+    plain = checkpoint_store.hash_file
+
+    def vanish(path):
+        run.rename(tmp_path / 'away')
+        return plain(path)
+
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', ())
+    monkeypatch.setattr(checkpoint_store, 'hash_file', vanish)
+    with pytest.raises(FileNotFoundError):
+        run_storage.newest_intact(run)
 
 
 def test_evaluation_and_export_use_the_checkpoint_that_resuming_uses(tmp_path):

@@ -1,7 +1,9 @@
 """Saves that fail by a storage fault: training continues to the next save, and the end of the run loses nothing."""
 
+import errno
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from checkpointing.saved_runs import assert_same_end, recipe_writer, the_checkpo
 from composer import Trainer
 from composer.core import Event
 from composer.models import ComposerClassifier
-from faults import Fault, active
+from faults import Fault, active, met
 from torch.utils.data import DataLoader
 
 from diffusion.checkpointing import checkpoint_writer, checkpointer
@@ -91,6 +93,26 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
         assert re.search(pattern, message), message
     assert re.search('ba5: the link latest does not point to it .*timed out', caplog.text)
     assert 'ba8: not saved, Input/output error' in caplog.text and 'trying again' in caplog.text
+
+
+@pytest.mark.slow
+def test_three_failed_saves_in_a_row_end_the_run_which_resumes(write, undisturbed, tmp_path):
+    path = write('row', EACH_BATCH)
+    run = load(path).run_dir
+    trainer = build_trainer(load(path))
+    counts = tmp_path / 'counts'
+    with (
+        active(counts, Fault('mkdir', r'\.ba[2-9]\.unfinished', 'ESTALE', times=99)),
+        pytest.raises(SaveFailed, match=r'ba4: not saved, Stale .*\(3 saves in a row have failed\); newest') as end,
+    ):
+        trainer.fit()
+    trainer.close()
+    assert end.value.errno == errno.ESTALE
+    assert f'newest checkpoint: {run}/ba1; check the storage of the run and start' in str(end.value)
+    assert met(counts) == 2 + 3, 'the last one is tried three times'
+    assert the_checkpointer(trainer).last_checkpoint_batch == 1, 'a batch that is not saved is not called saved'
+    train(load(path)).close()
+    assert_same_end(run, undisturbed)
 
 
 def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
@@ -200,6 +222,41 @@ def mount(*arguments: str | Path) -> None:
     done = subprocess.run(['mount', *map(str, arguments)], capture_output=True, check=False, text=True)
     if done.returncode:
         pytest.skip(f'this machine does not allow mounts: {done.stderr.strip()}')
+
+
+@pytest.mark.slow
+def test_full_file_system_makes_room_and_recovers(write, undisturbed):
+    """It has room for 2.6 checkpoints, of which the run keeps two; a save needs the room of one more."""
+    path = write('full', EACH_BATCH | {'save_num_checkpoints_to_keep': 2}, checkpointing=BLOCKING)
+    run = load(path).run_dir
+    run.mkdir(parents=True)
+    size = sum(file.stat().st_size for file in (undisturbed / 'ba8').iterdir())
+    mount('-t', 'tmpfs', '-o', f'size={int(2.6 * size)}', 'tmpfs', run)
+    messages: list[str] = []
+    seen: list[set[str]] = []
+
+    def fill() -> None:
+        seen.append(checkpoints(run))
+        shutil.rmtree(run / 'ba5')
+        (run / 'filler').write_bytes(bytes(size))
+
+    def free() -> None:
+        seen.append(checkpoints(run))
+        (run / 'filler').unlink()
+
+    try:
+        trainer = build_trainer(load(path))
+        the_checkpointer(trainer).failed_saves.on_failure = messages.append
+        trainer.state.callbacks += [At(Event.BATCH_START, 6, fill), At(Event.BATCH_START, 7, free)]
+        trainer.fit()
+        trainer.close()
+        assert seen == [{'ba5', 'ba6'}, {'ba6'}], 'a full disk costs the checkpoint to be replaced, never the newest'
+        assert checkpoints(run) == {'ba6', 'ba8'}
+        assert_same_end(run, undisturbed)
+        (message,) = messages
+        assert re.search(r'ba7: not saved, no space left on \S+/full: 0\.\d\d GiB needed, 0\.\d\d GiB free', message)
+    finally:
+        subprocess.run(['umount', '-l', run], check=True)
 
 
 def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undisturbed, tmp_path):

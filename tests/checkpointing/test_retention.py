@@ -90,6 +90,13 @@ def test_claimed_checkpoints_stay_and_change_nothing_else(gaps, rules, claimed):
     assert kept(held, rules) == kept(free, rules) | {each.batch for each in held if each.claimed}
 
 
+def test_a_day_of_saves_every_ten_minutes():
+    saves = run_of([(100, 600)] * 6 * 30, start=86400 * 20_000)  # 30 hours, from midnight on
+    found = kept(saves, KeepConfig(last=3, hourly=24, daily=7, every='10000ba'))
+    # At 30:00, 29:50 and 29:40; then at 28:50, 27:50, ... 07:50, with 23:50, the last one of the first day; at 16:40.
+    assert found == {18_000, 17_900, 17_800, *range(4_700, 17_400, 600), 10_000}
+
+
 def test_times_are_those_of_the_receipts(tmp_path):
     for batch, hours in ((10, 0.1), (20, 0.9), (30, 1.5), (40, 3.2), (50, 3.4)):
         write_at(tmp_path, batch, hours)

@@ -10,6 +10,7 @@ import guarded_run
 import pytest
 import torch
 from composer.algorithms import GradientClipping
+from composer.core import Precision
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 from guarded_run import Recorder, Regression, make_data, make_trainer, run_to_end, weights_of
@@ -285,6 +286,13 @@ def test_hook_gets_a_description_of_a_skipped_batch_and_skips_are_logged(tmp_pat
 def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=f'callbacks.loss_guard.{message}'):
         LossGuard(**settings)
+
+
+def test_action_skip_is_refused_with_amp_fp16():
+    state: Any = SimpleNamespace(precision=Precision.AMP_FP16)
+    LossGuard().init(state, logger=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='action: skip does not support precision amp_fp16'):
+        LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize('scenario', [pytest.param('stop', marks=pytest.mark.slow), 'skip-fsdp2'])  # DDP and FSDP2

@@ -10,7 +10,9 @@ from diffusion.launch.backends.local import LocalJob, node_environment
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
+from diffusion.runs import attempts, environment
 from diffusion.runs.attempts import Attempt, append_attempt
+from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from tests.launch.specs import ABSENT
 
@@ -59,6 +61,20 @@ def bucket_recipe(store, write_recipe, tmp_path, monkeypatch):
 
 def run_node(recipe, environ, command=('-c', '')) -> int:
     return Node(POSITION, Settings.from_environ({}), list(command), recipe, environ).run()
+
+
+@pytest.mark.slow
+def test_later_attempt_with_an_empty_bucket_does_not_start_from_batch_0(bucket_recipe, store, capsys):
+    environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
+    assert run_node(bucket_recipe, environ) == CONFIG_ERROR
+    message = capsys.readouterr().err
+    assert f'{URL}/run is empty although this is attempt 3. If node7 reaches another store' in message
+    assert f'create {URL}/run/attempts.jsonl to start from batch 0' in message
+    assert not store.objects('home')
+    for name in ('attempts.jsonl', 'run.json', 'ba5/receipt.json'):
+        object_store.write(f'{URL}/run/{name}', b'')
+        assert attempts.has_begun(f'{URL}/run')
+        object_store.delete(f'{URL}/run/{name}')
 
 
 @pytest.mark.parametrize(

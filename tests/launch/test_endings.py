@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from ranks import assert_same_weights, free_port
 from test_local import Launched
 
 from diffusion.errors import UserError
+from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.runs import attempts
 
 SAVE_EVERY = 2
@@ -148,6 +150,27 @@ def check_single(job: Launched, ending: Ending) -> None:
         return
     if ending.cause:
         assert (attempt.status, attempt.cause) == (ending.status, ending.cause)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('begun', 'mounted'), [(False, 0), (True, 0), (True, 1)])
+def test_nodes_that_do_not_share_the_run_folder_are_refused(jobs, undisturbed, begun, mounted):
+    """Each node has a folder of its own under the same relative path."""
+    port, nodes = str(free_port()), []
+    for rank in range(2):
+        name = f'unshared-{begun}-{mounted}-{rank}'
+        work = jobs.prepare(name)
+        recipe = jobs.recipe(work) | {'runs_dir': 'runs'}
+        if begun and rank == mounted:
+            shutil.copytree(undisturbed.run, work / 'runs' / 'run', symlinks=True)
+            recipe['trainer']['max_duration'] = '100ba'
+        variables = {'NODES': '2', 'NODE_RANK': str(rank), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
+        nodes.append(jobs.run_node(name, recipe, **{f'DIFFUSION_{key}': value for key, value in variables.items()}))
+    expected = FAILED if begun else CONFIG_ERROR
+    statuses = [node.wait() for node in nodes]
+    assert statuses == [expected, expected], '\n'.join(node.log.read_text() for node in nodes)
+    assert 'run is not the same folder on rank 0' in nodes[1].log.read_text(), nodes[1].log.read_text()
+    assert not [*nodes[1 - mounted].run.glob('ba*')], 'no node has trained from batch 0'
 
 
 def test_page_has_the_table_of_endings():

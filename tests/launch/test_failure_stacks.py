@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.config.load import load
-from diffusion.launch import node, workers
+from diffusion.launch import exit_file, node, workers
 from diffusion.launch.failure_stacks import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
@@ -24,6 +24,7 @@ from diffusion.launch.stack_report import RankReport
 from diffusion.runs import attempts, bounded_call, environment
 from diffusion.runs.stop_signals import STOP_SIGNALS
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
+from diffusion.storage.places import LocalPlace, StorePlace
 
 PROGRAM = """
     import os, signal, sys, time
@@ -229,6 +230,42 @@ def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_co
 
 
 @pytest.mark.slow
+def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node, monkeypatch, tmp_path):
+    """The run's folder and the exit file stop responding when the ranks have started."""
+    never, pids = threading.Event(), tmp_path / 'pid-0'
+    monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.2)
+    monkeypatch.setattr(exit_file, 'STORAGE_SECONDS', 0.2)
+    monkeypatch.setattr(node, 'RECORD_EVERY_SECONDS', 0.1)
+    glob, read = Path.glob, Path.read_text
+
+    def hang(path: Path) -> None:
+        if pids.exists() and path.name in ('run', 'exits'):
+            never.wait()
+
+    monkeypatch.setattr(Path, 'glob', lambda path, pattern: (hang(path), glob(path, pattern))[1])
+    monkeypatch.setattr(Path, 'read_text', lambda path, **keywords: (hang(path), read(path, **keywords))[1])
+    monkeypatch.setattr(attempts, 'append_attempt', lambda *_: pids.exists() and never.wait())
+    monkeypatch.setattr(node.Notifier, 'check_goodput', lambda self: never.wait())
+
+    def press_twice() -> None:
+        while not pids.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_twice, daemon=True).start()
+    responds = threading.Timer(15, never.set)
+    responds.start()  # so that a node that waits for the storage fails the test, and does not hang
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nPath(f'pid-{rank}').touch()\nwait_for_news()"
+    begin = time.monotonic()
+    status, _ = run_node(body, DIFFUSION_EXIT_FILE=str(tmp_path / 'exits'))
+    assert status == 130 and time.monotonic() - begin < 15
+    responds.cancel()
+    never.set()
+
+
+@pytest.mark.slow
 def test_ranks_may_end_their_upload_after_a_hardware_fault_on_another_rank(run_node, tmp_path):
     body = "if rank == 1: sys.exit(76)\ntime.sleep(1.5)\nPath('uploaded').touch()\nsys.exit(75)"
     status, _ = run_node(body)
@@ -247,6 +284,35 @@ def test_stacks_of_the_newest_attempts_are_kept(tmp_path):
         *(f'job-{n}' for n in range(4, 8)),
         'job-last',
     ]
+
+
+def test_listing_that_fails_at_the_start_does_not_revive_an_old_report(home, monkeypatch):
+    """Otherwise the hang of an earlier attempt of the same name would end this one."""
+    StackFolder(home, 'job-0', 1, 2).write(report(1), {})
+    kind = StorePlace if isinstance(home, str) else LocalPlace
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, 'list', lambda *_: (_ for _ in ()).throw(OSError('the store is down')))
+        later = StackFolder(home, 'job-0', 0, 2)
+        assert later.read() == {}
+    assert later.read() == {}
+    StackFolder(home, 'job-0', 1, 2).write(report(1, cause='crash'), {})
+    assert later.read()[1].cause == 'crash'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('what', [403, pytest.param(9.0, marks=pytest.mark.slow)])
+def test_hang_is_ended_although_the_bucket_fails_or_hangs(run_node, store, tmp_path, monkeypatch, what):
+    monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
+    for module in ('failure_stacks.OTHERS_SECONDS', 'failure_stacks.STORAGE_SECONDS'):
+        monkeypatch.setattr(f'diffusion.launch.{module}', 0.5)
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    url = store.bucket('home') + '/runs'
+    store.fail('/stacks/', what)
+    begin = time.monotonic()
+    status, _ = run_node('wait_for_news()', hang_seconds=0.4, runs_dir=url)
+    attempt = attempts.read_attempts(f'{url}/run')[-1]
+    assert (status, attempt.cause) == (75, 'hang') and '2 ranks are in wait_for_news' in attempt.detail
+    assert time.monotonic() - begin < 25
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,13 @@ def test_workdir_with_special_characters(backend, prepare, tmp_path):
     assert call['env']['PWD'] == str(folder)
 
 
+def test_logs_folder_with_special_characters(prepare, tmp_path):
+    _, rendered = prepare('slurm', backend={'logs': 'a;>pwned'})
+    (tmp_path / 'a;>pwned').mkdir()
+    call = run_with_fakes(rendered.files['job.sbatch'], tmp_path, 'srun', 'squeue', 'scontrol')[0]
+    assert call['env']['DIFFUSION_EXIT_FILE'].startswith(str(tmp_path / 'a;>pwned'))
+
+
 def expanded(text: str, variables: dict[str, str]) -> str:
     """Return the text after the expansion of $(NAME) in args and env, following third_party/forked/golang/expansion of
     the kubelet.

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -79,6 +80,38 @@ def test_record_that_was_not_uploaded_is_uploaded_with_the_next_one(url, store):
     assert [each.last for each in read_attempts(url)] == [5]
     record_attempt(url, 1, 9, 'begin')
     assert [each.last for each in read_attempts(url)] == [6, 9]
+
+
+def test_record_is_kept_while_an_earlier_one_is_still_being_uploaded(url, store, tmp_path):
+    record_attempt(url, 0, 5, 'begin')
+    store.fail('PUT attempts.jsonl', 1.5, times=1)
+    before = len(store.requests)
+    progress = threading.Thread(target=record_attempt, args=(url, 0, 6, 'progress'))
+    progress.start()
+    while store.requests[before:] == []:  # until the slow upload has begun
+        time.sleep(0.01)
+    end = threading.Thread(target=record_attempt, args=(url, 0, 7, 'end'), daemon=True)
+    end.start()
+    (local,) = tmp_path.rglob('attempts.jsonl')
+    until = time.monotonic() + 1.0
+    while '"event": "end"' not in local.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert progress.is_alive(), 'the upload has not ended yet'
+    progress.join()
+    end.join()
+    assert [each.last for each in read_attempts(url)] == [7]
+
+
+def test_begin_that_could_not_read_the_store_does_not_replace_its_records(url, store, tmp_path, monkeypatch):
+    record_attempt(url, 0, 5, 'begin', 'end')
+    use_node(1, tmp_path, monkeypatch)
+    store.fail('GET attempts.jsonl', 500)
+    with pytest.raises(OSError):
+        record_attempt(url, 1, 6, 'begin')
+    store.faults.clear()
+    record_attempt(url, 1, 7, 'progress')
+    assert [each.last for each in read_attempts(url)] == [5, 7]
 
 
 def test_deleted_object_and_deleted_copy(url, store, tmp_path):

@@ -249,6 +249,26 @@ def test_frozen_blocks_before_the_first_trained_one_run_without_graphs(graphs, d
     torch.testing.assert_close(models[0].blocks[1].weight.grad, models[1].blocks[1].weight.grad)
 
 
+def test_output_without_gradients_is_refused(graphs, device):
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), input.new_zeros(1)
+
+    class Denoiser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Counting(4, 4)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.block(hidden)[0]
+
+    model = Denoiser().to(device)
+    BlockGraphs(model, [model.block])
+    model(torch.ones(2, 4, device=device)).sum().backward()
+    with pytest.raises(UserError, match='Counting returns a tensor without gradients'):
+        model(torch.ones(2, 4, device=device))
+
+
 @pytest.mark.slow
 def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, monkeypatch):
     """Through Composer's trainer, with averages, microbatches and a save: the same losses as without graphs."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from composer.utils.parallelism import FSDP2Config
+from ranks import largest_difference, read_losses
 from torch.distributed.fsdp import FSDPModule
 
 from diffusion.config.load import load
@@ -36,6 +37,29 @@ def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     assert len(wrapped) == len(blocks) + 2, 'the rest of the denoiser, and the trained text encoder'
     assert not any(isinstance(module, FSDPModule) for part in model._frozen.values() for module in part.modules())
     trainer.close()
+
+
+@pytest.mark.slow
+def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp_path):
+    """Use gradient clipping, which reveals gradients of another scale; Adam's updates hide them."""
+    sections = {
+        'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
+        'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},
+    }
+
+    sharded = {'strategy': 'fsdp2'}
+    losses = {}
+    for name, count, size, parallelism in (
+        ('plain', 1, 8, {}),
+        ('microbatches', 1, 2, {}),
+        ('recomputed', 2, 4, sharded | {'activation_checkpointing': True}),
+        ('sharded', 2, 2, sharded),
+    ):
+        path = write_recipe(name, **sections, parallelism=parallelism, device_train_microbatch_size=size)
+        ranks.run(count, path)
+        losses[name] = read_losses(tmp_path / 'runs' / name)
+    for name in ('microbatches', 'recomputed', 'sharded'):
+        assert largest_difference(losses['plain'], losses[name]) < 1e-5, name
 
 
 def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpointing.saved_runs import SMALL
 from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from diffusion.callbacks.loss_guard import record_microbatch
@@ -126,6 +127,32 @@ def test_single_part_changes_neither_loss_nor_gradients(make_model, part):
     assert loss.dtype == torch.float64
     assert loss == pytest.approx(float(expected_loss), rel=1e-12)
     assert largest_error(found, expected) < 1e-10
+
+
+@pytest.mark.slow
+def test_compiled_block_in_channels_last_and_bfloat16_has_correct_gradients(monkeypatch):
+    """Use 4 channels per group, where weight gradients of GroupNorm used to be wrong (pytorch#140913)."""
+    torch.manual_seed(0)
+    width = 128
+    block = ResnetBlock2D(in_channels=width, temb_channels=32)
+    embedding = torch.randn(2, 32)
+    image, weights = torch.randn(2, width, 8, 8), torch.randn(2, width, 8, 8)
+
+    def run(*, half: bool) -> dict[str, torch.Tensor]:
+        block.zero_grad()
+        inputs = image.contiguous(memory_format=torch.channels_last).requires_grad_()
+        with torch.autocast('cpu', torch.bfloat16, enabled=half):
+            result = block(inputs, embedding)
+        (result.float() * weights).sum().backward()
+        named = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
+        assert inputs.grad is not None
+        return named | {'input': inputs.grad, 'output': result.detach().float()}
+
+    exact, eager = run(half=False), run(half=True)
+    block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    monkeypatch.setattr(performance, 'BACKEND', 'inductor')
+    performance._compile_forward(block, with_gradients=True)
+    assert largest_error(run(half=True), exact) < max(1.5 * largest_error(eager, exact), 4 * HALF)
 
 
 @pytest.mark.slow

@@ -11,12 +11,14 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import read_losses
 from shards import write_image_shards
 
 from diffusion.config.load import load
 from diffusion.data.epoch_order import NO_SAMPLE, evaluation_order, numbered_ids
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader, build_model
+from diffusion.training.train import train
 
 IMAGES, BATCH = 8, 32
 CROPS = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
@@ -127,3 +129,12 @@ def test_two_copies_in_a_batch_never_share_noise_or_timestep(recipe):
         draws = model.draws_of(batch)
         words = {(int(a), int(b)) for a, b in zip(draws.sample_id, draws.epoch, strict=True)}
         assert len(words) == BATCH
+
+
+@pytest.mark.slow
+def test_run_with_copies_is_the_same_after_a_resume(recipe, tmp_path):
+    words = ['trainer.max_duration=2ep', 'trainer.save_interval=2ba', 'global_batch=12', 'streams.few.choose=24']
+    train(load(recipe, [*words, 'name=one'])).close()
+    train(load(recipe, [*words, 'name=parts', 'trainer.max_duration=1ba'])).close()
+    train(load(recipe, [*words, 'name=parts'])).close()
+    assert read_losses(tmp_path / 'runs' / 'parts') == read_losses(tmp_path / 'runs' / 'one')

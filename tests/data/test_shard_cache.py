@@ -18,6 +18,7 @@ from diffusion.data import shard_cache, verified_dataset
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import CacheBudget, DownloadTurns, home
 from diffusion.data.streams import Bucket
+from diffusion.models import batch_keys
 from diffusion.storage import locks, object_store
 from diffusion.storage.retry import RetryPolicy
 
@@ -81,6 +82,41 @@ def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket
     assert served(cached_loader(bucket, cache, cache_limit=limit)) == expected(count=90)
     assert set(shards_of(store.shard_reads())) == {f'shard.0000{n}.mds' for n in range(SHARDS - 1, SHARDS + 3)}
     assert CacheBudget({cache: None}, limit, lambda: None).used_bytes() <= limit
+
+
+@pytest.mark.slow
+def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
+    old = iter(cached_loader(bucket, tmp_path / 'cache', predownload=60))
+    found, deadline = [next(old)], time.monotonic() + 20
+    while len(shards_in(tmp_path / 'cache')) < SHARDS:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for path in write_samples(tmp_path / 'again', salt='other').iterdir():
+        store.put(bucket, path.name, path.read_bytes())
+    assert served(cached_loader(bucket, tmp_path / 'cache')) == expected('other')
+    found += list(old)
+    pairs = [pair for b in found for pair in zip(b[batch_keys.SAMPLE_ID].tolist(), b['number'].tolist(), strict=True)]
+    assert dict(pairs) == expected()
+
+
+@pytest.mark.slow
+def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
+    """The lock ends with its process, and the incomplete files of that process are removed."""
+    cache = tmp_path / 'cache'
+    store.fail('GET shard.00000', 30.0, times=1)
+    victim = Forked(lambda: served(cached_loader(bucket, cache, shuffle=False)))
+    while not any('shard.00000' in key for key in store.shard_reads()):
+        assert victim.running()
+        time.sleep(0.02)
+    other = Forked(lambda: assert_correct(cached_loader(bucket, cache, shuffle=False)))
+    time.sleep(3)
+    assert other.running(), 'it waits for the job that is downloading'
+    victim.kill()
+    begin = time.monotonic()
+    assert other.wait() == 0
+    assert time.monotonic() - begin < 15
+    assert_correct(cached_loader(bucket, cache))
+    assert not list(cache.rglob('.*'))
 
 
 def test_download_starts_again_if_its_temporary_folder_is_removed(bucket, tmp_path, monkeypatch, caplog):
@@ -164,6 +200,17 @@ def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, lim
         assert sum(sizes[use] for use in kept | {max(evicted)}) + size > (1 - shard_cache.SLACK) * limit
     assert (folder / 'd-1' / 'index.json').exists() and (folder / 'd-1' / 'shard.other.mds').exists()
     assert locks.reserved_bytes(scratch.name) == size
+
+
+def test_shards_being_downloaded_count_toward_limit(tmp_path):
+    budget = CacheBudget({tmp_path: None}, 1000, lambda: None)
+    old = tmp_path / 'd' / VERSION / 'shard.0.mds'
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b'x' * 300)
+    budget.make_scratch_folder(tmp_path / 'shard.1.mds', 600)
+    assert (budget.used_bytes(), old.exists()) == (900, True)
+    budget.make_scratch_folder(tmp_path / 'shard.2.mds', 200)
+    assert not old.exists()
 
 
 changes = st.lists(

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
+from diffusion.storage import bucket_interface, transfers
 from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -73,6 +75,15 @@ def test_stalled_download_times_out(store, bucket, tmp_path):
         served(loader)
 
 
+@pytest.mark.slow
+def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path, monkeypatch):
+    """A shard of 8 kB arrives in eight pieces."""
+    monkeypatch.setattr(transfers, 'PROGRESS_BYTES', 1000)
+    monkeypatch.setattr(bucket_interface, 'CHUNK_BYTES', 100)
+    store.fail('GET shard.00001', 2.0)
+    assert served(loader_over(bucket, tmp_path / 'local', download_timeout=0.7, download_retry=0)) == expected()
+
+
 @pytest.mark.parametrize('change', ['deleted', 'overwritten'])
 def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_path, change):
     loader = loader_over(bucket, tmp_path / 'local', predownload=6, shuffle=False)
@@ -108,6 +119,29 @@ def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_p
     with within(20), pytest.raises(DataError, match=message):
         for _ in iterator:
             pass
+
+
+@pytest.mark.slow
+def test_worker_killed_with_the_lock_of_the_others_does_not_hang_the_run(store, bucket, tmp_path, monkeypatch):
+    """Workers look at an event between samples, whose lock is never released if one is killed meanwhile."""
+    loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
+    start, iterators = loader._start_workers, []
+    monkeypatch.setattr(loader, '_start_workers', lambda: iterators.append(start()) or iterators[0])
+    store.fail(f'GET {LAST}', 30.0)
+    iterator = iter(loader)
+    next(iterator)
+    event = iterators[0]._workers_done_event._event
+
+    def die_with_lock() -> None:
+        event._cond.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert Forked(die_with_lock).wait() == -signal.SIGKILL
+    iterators[0]._workers[1].kill()
+    with within(20), pytest.raises(DataError, match='DataLoader worker 1 .* was killed by SIGKILL'):
+        for _ in iterator:
+            pass
+    assert not any(worker.is_alive() for worker in iterators[0]._workers)
 
 
 def test_worker_timeout_names_shards_in_progress(store, bucket, tmp_path):

@@ -14,6 +14,8 @@ from PIL import Image
 from shards import draw_image, write_image_shards
 
 from diffusion.cli import main
+from diffusion.models import batch_keys
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.pretrained import TINY_VAE, load_vae
 
 
@@ -55,6 +57,24 @@ def test_values_are_those_of_posterior_samples(unpublished, pictures, capsys):
     torch.testing.assert_close(torch.tensor(channels['latents_std']), std, rtol=2e-3, atol=2e-3)
     assert channels['scaling_factor'] == 1.0
     assert single['scaling_factor'] == pytest.approx(1 / samples.std().item(), rel=2e-3)
+
+
+@pytest.mark.slow
+def test_printed_values_normalize_the_latents_of_a_model(small_dc_ae, tmp_path, capsys):
+    data = write_image_shards(tmp_path / 'data', count=10, side=32, offset=7)
+    assert main(['data', 'measure-latents', str(small_dc_ae), str(data), '--resolution', '32']) == 0
+    for number, values in enumerate(printed(capsys.readouterr().out)):
+        folder = tmp_path / f'vae{number}'
+        shutil.copytree(small_dc_ae, folder)
+        config = json.loads((folder / 'config.json').read_text())
+        (folder / 'config.json').write_text(json.dumps(config | values))
+        sizes: Any = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1}
+        model = tiny_prx(32, vae=str(folder), encoder_dtype='float32', **sizes)
+        latents = model.latents_of({batch_keys.IMAGE: pixels_of(32, 10, 7)})
+        assert float(latents.std()) == pytest.approx(1, abs=0.01)
+        if number == 0:
+            torch.testing.assert_close(latents.mean(dim=(0, 2, 3)), torch.zeros(4), atol=1e-3, rtol=0)
+            torch.testing.assert_close(latents.std(dim=(0, 2, 3)), torch.ones(4), atol=0.02, rtol=0)
 
 
 def test_aspect_buckets_and_number_of_samples(unpublished, tmp_path, capsys):

@@ -68,3 +68,26 @@ def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: P
     assert stored(out).keys() - fast.keys() == {'32px/30.jpg', '64px/30.jpg'}
     assert main(['data', 'remove', str(out), '--image', str(delivery / '30.jpg')]) == 0
     assert stored(out).keys() == fast.keys()
+
+
+@pytest.mark.slow
+def test_copies_are_found_in_the_dataset_and_when_it_grows_or_shrinks(
+    photographs: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def add_copy(number: int, folder: Path, name: str) -> None:
+        for suffix in ('jpg', 'txt'):
+            shutil.copy(photographs / f'{number}.{suffix}', folder / f'{name}.{suffix}')
+
+    add_copy(3, photographs, 'copy')
+    out, delivery = tmp_path / 'out', tmp_path / 'delivery'
+    options = ('--sizes', '64', '--fast-jpeg', '--duplicates', 'exact', '--max-rejected', '1')
+    assert 'duplicate' in prepared(capsys, photographs, out, *options)
+    assert len(stored(out)) == LARGE + SMALL
+    # A delivery of one copy and one new image, with the settings of the dataset.
+    write(delivery, range(30, 31), width=640, height=520)
+    add_copy(5, delivery, 'again')
+    prepared(capsys, delivery, out, '--append', '--max-rejected', '1')
+    assert len(stored(out)) == LARGE + SMALL + 1
+    assert main(['data', 'remove', str(out), '--image', str(delivery / '30.jpg')]) == 0
+    assert len(stored(out)) == LARGE + SMALL
+    assert not any(name.endswith('/30') for name in stored(out))

@@ -138,6 +138,13 @@ def test_object_store_is_listed_and_copied(store: Store) -> None:
     assert list_files(f'{bucket}/set', ['.tar'])[0].stamp != files[0].stamp
 
 
+@pytest.mark.slow
+def test_object_store_is_listed_beyond_its_first_page(store: Store) -> None:
+    bucket = store.bucket('many', **{f'{number:05}.tar': b'' for number in range(1005)})
+    assert len(list_files(bucket, ['.tar'])) == 1005
+    assert [file.name for file in list_files(f'{bucket}/{{01003..01004}}.tar', ['.tar'])] == ['01003.tar', '01004.tar']
+
+
 def test_failed_copy_is_removed_and_reported(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     with pytest.raises(RuntimeError), local_copy(f'{bucket}/a.tar') as path:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,23 @@ def test_token_is_written_nowhere(hub: HubServer, tmp_path: Path, monkeypatch: p
     assert (tmp_path / 'out.work').exists() and holds_token(tmp_path) == []
     assert prepared(name, out, source=source) is not None
     assert hub.tokens == {TOKEN} and holds_token(tmp_path) == []
+
+
+@pytest.fixture
+def new_fork_server() -> None:
+    """Stop the fork server of earlier tests, so that workers import huggingface_hub with the test's environment."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('new_fork_server')
+def test_token_reaches_the_workers(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, out = add(hub, parquet_dataset(), private=True), tmp_path / 'out'
+    monkeypatch.setenv('READER_TOKEN', TOKEN)
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    words = ['prepare', 'huggingface', name, '--out', str(out), '--sizes', '32', '--workers', '1']
+    assert command.main([*words, '--token-variable', 'READER_TOKEN']) == 0
+    assert holds_token(out) == []
 
 
 def test_token_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

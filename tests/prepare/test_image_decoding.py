@@ -86,6 +86,24 @@ def test_transparent_areas_show_the_background(kind: str) -> None:
         assert difference(decoded.crop((12, 12, 13, 13)), Image.new('RGB', (1, 1), tuple(v // 2 for v in rgb))) <= 1
 
 
+@pytest.mark.parametrize('mode', ['LA', 'PA', 'P', 'L', 'RGB', '1'])
+def test_every_kind_of_transparency_is_detected(mode: str) -> None:
+    """Half of each image is black and half is transparent."""
+    if mode in ('LA', 'PA'):
+        image, alpha = Image.new(mode[0], (8, 8), 0), Image.new('L', (8, 8), 255)
+        alpha.paste(0, (4, 0, 8, 8))
+        image.putalpha(alpha)
+        encoded = file_of(image, 'PNG' if mode == 'LA' else 'TIFF')
+    else:
+        image = Image.new(mode, (8, 8), 0)
+        image.paste((9, 8, 7) if mode == 'RGB' else 1, (4, 0, 8, 8))
+        if mode == 'P':
+            image.putpalette([0, 0, 0, 90, 90, 90])
+        encoded = file_of(image, 'PNG', transparency=(9, 8, 7) if mode == 'RGB' else 1)
+    decoded = decode_image(encoded, background='lime').image
+    assert [decoded.getpixel((x, 4)) for x in (1, 6)] == [(0, 0, 0), (0, 255, 0)]
+
+
 def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
     at = int.from_bytes(profile[profile.index(b'rXYZ') + 4 :][:4], 'big') + 8
@@ -94,6 +112,17 @@ def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
     transform = ImageCms.buildTransform(io.BytesIO(profile), ImageCms.createProfile('sRGB'), 'RGB', 'RGB')
     assert difference(ImageCms.applyTransform(smooth(), transform), smooth()) == 1  # type: ignore[arg-type]
     assert difference(decode_image(file_of(smooth(), 'PNG', icc_profile=profile)).image, smooth()) == 0
+
+
+def test_cmyk_and_files_with_a_profile_are_converted_to_srgb() -> None:
+    def color(image: Image.Image, kind: str, **options: Any) -> Any:
+        return decode_image(file_of(image, kind, **options)).image.getpixel((8, 8))
+
+    red, green, blue = color(Image.new('CMYK', (16, 16), (0, 255, 255, 0)), 'JPEG', quality=100)
+    assert red > 230 and green < 30 and blue < 30
+    for kind in ('PNG', 'JPEG', 'WEBP'):
+        red, green, _ = color(Image.new('RGB', (16, 16), (250, 10, 10)), kind, icc_profile=swapped_profile())
+        assert green > 200 > red, kind
 
 
 def test_profiles_apply_to_palettes_and_transparent_images() -> None:

@@ -114,6 +114,25 @@ def test_interrupted_preparation_resumes_from_finished_parts(tmp_path: Path) -> 
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 
+def test_every_file_is_flushed_before_it_is_renamed_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a power failure could leave an empty file under its final name."""
+    flushed, missed = set(), set()
+
+    def find_unflushed(pattern: str) -> None:
+        files = (path for path in tmp_path.glob(pattern) if path.is_file())
+        missed.update(path.name for path in files if path.stat().st_ino not in flushed)
+
+    def checking_run(jobs: Any) -> Iterator[Any]:
+        for done in map(run_job, jobs):
+            find_unflushed('out.work/parts/*/*')
+            yield done
+
+    monkeypatch.setattr(os, 'fsync', lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
+    prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 6, broken=5), run=checking_run)
+    find_unflushed('out/**/*')
+    assert not missed and len(flushed) > 10
+
+
 class Backwards(DrawnSource):
     def parts(self) -> Sequence[Part]:
         return super().parts()[::-1]

@@ -12,6 +12,7 @@ from object_store import Store
 
 from diffusion.errors import DataError
 from diffusion.prepare import part_shards
+from diffusion.prepare.append import append
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.part_shards import TABLES
@@ -109,6 +110,21 @@ def test_machines_share_work_through_the_store(tmp_path: Path, store: Store, exp
     assert not [name for name in store.objects('mds') if name.startswith('out/')]
     run(tmp_path / 'three', 's3://mds/out', refuse, parts='s3://mds/parts')
     assert_prepared(store, expected)
+
+
+@pytest.mark.slow
+def test_machines_add_a_delivery_through_the_store(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    run(tmp_path, 's3://mds/out')
+
+    def add(name: str, share: Share | None, jobs: Callable[..., Any] = here) -> PrepareReport | None:
+        values = {'out': 's3://mds/out', 'work': str(tmp_path / name / 'work'), 'parts': 's3://mds/parts'}
+        return append(settings(**CHOICES, **values), source=DrawnSource(6, 10), run=jobs, share=share)
+
+    assert add('one', Share(0, 2)) is add('two', Share(1, 2)) is None
+    report = add('three', None, refuse)
+    assert report is not None and report.inputs == 20
+    assert not any(name.startswith('parts/') for name in store.objects('mds'))
 
 
 def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path, store: Store) -> None:

@@ -33,6 +33,13 @@ def test_read_is_retried_after_a_transient_error(store: Store, fault: int | str)
     assert object_store.read(url, retry=POLICY) == b'x' * 100
 
 
+@pytest.mark.slow
+def test_read_that_stalls_is_retried(store: Store) -> None:
+    url = store.bucket('data', a=b'x' * 100) + '/a'
+    store.fail('GET /data/a', 20.0, times=1)
+    assert object_store.read(url, retry=RetryPolicy(timeout_seconds=1.0)) == b'x' * 100
+
+
 @pytest.mark.parametrize('fault', [409, 429, 500, 'ExpiredToken', 'reset'])
 def test_write_is_retried_after_a_transient_error(store: Store, fault: int | str) -> None:
     url = store.bucket('data') + '/a'

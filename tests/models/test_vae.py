@@ -71,6 +71,11 @@ def test_latents_of_pixel_space_are_the_pixels(images):
         adapter_of(model.denoiser).pipeline(model)
 
 
+def test_pixels_are_not_rounded_to_half_precision(images):
+    model = tiny_prx(32, vae='pixels', patch_size=8, **PRX | {'encoder_dtype': 'bfloat16'})
+    assert torch.equal(model.encode(images), images.float() / 127.5 - 1)
+
+
 def test_statistics_per_channel_cannot_be_exported_with_dc_ae(small_dc_ae, tmp_path):
     shutil.copytree(small_dc_ae, tmp_path / 'vae')
     config = json.loads((tmp_path / 'vae' / 'config.json').read_text())

@@ -67,6 +67,13 @@ def test_dollars_of_requests_and_egress():
     assert reads.request_usd == pytest.approx(49e12 / 2**24 / 1000 * 0.0004)
 
 
+def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
+    work = phase(PHASES[1], MEANS, samples=790_000_000)
+    for kind, expected in (('pictures', 49e12), ('latents', 26e12)):
+        stored = storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes
+        assert stored == pytest.approx(expected, rel=0.01)
+
+
 @pytest.mark.parametrize(('path', 'latents'), [(PHASES[0], 8_192), (PHASES[1], 32_768)])
 def test_bytes_per_sample_of_latents_and_text(path, latents):
     work = phase(path, MEANS)

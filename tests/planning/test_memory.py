@@ -57,6 +57,12 @@ def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
     assert memory.encoders == 2 * sum(tensor.numel() for tensor in model.vae.parameters())
 
 
+def test_sd2_with_ema_takes_16_bytes_per_parameter():
+    memory = memory_of(PHASE2, Setup(1, 16, DDP))
+    assert memory.weights + memory.optimizer + memory.averages == 16 * SD2
+    assert memory.buckets == 0, 'nothing to reduce on one device'
+
+
 @pytest.mark.parametrize(
     ('algorithms', 'copies'),
     [

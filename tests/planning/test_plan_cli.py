@@ -91,6 +91,20 @@ def test_cost_in_recipes_and_documentation_is_that_of_the_plan(capsys, suffix):
         assert total['usd'] == pytest.approx(plan['training']['usd'] + plan['precompute']['usd'])
 
 
+@pytest.mark.parametrize('name', ['finetune.yaml', 'lora.yaml'])
+def test_cost_of_fine_tuning_is_that_of_the_plan(capsys, name):
+    path = YAMLS / name
+    plan = as_json(capsys, str(path), '--gpu', 'a100-80gb', '--gpus', '1', '--price', '2')
+    cost, memory = plan['phases'][0]['training'], plan['phases'][0]['memory'][0]
+    gib = memory['reserved_bytes'] / 2**30
+    figures = [f'{cost["hours"]:.1f} hours on one A100', f'${cost["usd"]:,.0f}', f'{gib:.0f} GiB']
+    header = path.read_text().partition('\nname:')[0]
+    assert all(figure in header for figure in figures), figures
+    lines = (YAMLS.parent / 'docs/recipes.md').read_text().splitlines()
+    row = next(line for line in lines if f'`yamls/{name}`' in line)
+    assert figures[0] in row and figures[1] in row
+
+
 def test_cost_of_transformers_in_recipes_and_documentation_is_that_of_the_plan(capsys):
     pages = [(YAMLS.parent / name).read_text() for name in ('README.md', 'docs/recipes.md', 'docs/planning.md')]
     for names, words in (

@@ -45,6 +45,14 @@ def test_total_flops_match_the_published_recipe():
     )
 
 
+def test_throughput_published_by_bria_gives_its_mfu():
+    """BRIA reported 1.8 batches of 2048 per second on 32 A100s at 256 px."""
+    speed = planned_speed(phase(encoding='latents+text'), Assumptions(A100, 32, images_per_second=1.8 * 2048))
+    assert speed.images_per_second == pytest.approx(3686.4)
+    assert speed.mfu == pytest.approx(3686.4 * 3 * 181.09e9 / (32 * 312e12), rel=1e-4)
+    assert speed.mfu == pytest.approx(0.2006, abs=0.0002)
+
+
 def test_precomputing_takes_the_published_hours():
     hours = [precompute_cost(each, 'latents+text', Assumptions(A100, 128, price=2.0)).gpu_hours for each in both()]
     assert sum(hours) == pytest.approx(published_runs.PRECOMPUTE_HOURS, rel=0.01)

@@ -1,14 +1,20 @@
 """Checkpoints of a run in an object store, named by its URL and without its working folder."""
 
+import json
+import shutil
+
 import pytest
 from checkpointing.run_folders import write
 from object_store import Store
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.cli import main
+from diffusion.config.load import load
 from diffusion.exit_codes import USAGE_ERROR
 from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_folder
+from diffusion.tasks import run_recipe
+from diffusion.training.train import train
 
 
 @pytest.fixture
@@ -21,6 +27,30 @@ def small_run(store: Store, tmp_path, monkeypatch) -> str:
         for path in write(tmp_path, batch).iterdir():
             store.put(f'{url}/ba{batch}', path.name, path.read_bytes())
     return url
+
+
+@pytest.mark.slow
+def test_tasks_take_the_url_of_a_run(store, write_recipe, pictures, tmp_path, monkeypatch):
+    """The run was trained on another machine."""
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'trained'))
+    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    path = write_recipe(algorithms={'post_hoc_ema': {'every': '2ba'}}, eval_streams=streams)
+    runs_dir = f'runs_dir={store.bucket("bucket")}/runs'
+    recipe = load(path, [runs_dir, 'trainer.max_duration=4ba', 'trainer.save_interval=2ba'])
+    train(recipe).close()
+    shutil.rmtree(tmp_path / 'trained')
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'here'))
+    monkeypatch.chdir(tmp_path)
+    run = recipe.run_place
+    assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0
+    assert [path.suffix for path in (tmp_path / 'images').iterdir()] == ['.png']
+    assert main(['export', f'{run}/ba2', '--out', 'average', '--ema-width', '0.1']) == 0
+    assert (tmp_path / 'average' / 'model_index.json').is_file()
+    assert '(batch 2)' in (tmp_path / 'average' / 'README.md').read_text()
+    assert run_recipe.main([str(path), 'task=evaluate', runs_dir]) == 0
+    metrics = json.loads(store.objects('bucket')['runs/run/evaluation.json'])
+    assert metrics['weights'] == 'training' and len(metrics) > 1
+    assert {path.name for path in working_folder(run, 'downloads').glob('ba*')} == {'ba2', 'ba4'}
 
 
 def test_wrong_url_is_a_mistake(small_run, tmp_path, capsys):

@@ -36,6 +36,30 @@ def test_other_scheduler_of_a_flow_has_the_noise_levels_of_training(first, secon
     assert replaced.config.get('prediction_type') == wanted.config.get('prediction_type')
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'prediction',
+    [
+        {'zero_terminal_snr': True, 'prediction_type': 'v_prediction'},
+        {'snr_shift': 2.0},
+        {'path': 'flow', 'prediction_type': 'velocity', 'snr_shift': 2.0},
+        {'path': 'flow', 'prediction_type': 'sample'},
+    ],
+)
+def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, prediction, tmp_path):
+    model = make_model(objective=Objective(**prediction))
+    pipeline = model.adapter.pipeline(model)
+    pipeline.save_pretrained(tmp_path / 'sd')
+    pipeline = type(pipeline).from_pretrained(tmp_path / 'sd', low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = torch.randn(1, 4, 8, 8)
+    sampling = {'num_inference_steps': 3, 'guidance_scale': 2.0}
+    theirs = pipeline('a', latents=latents, output_type='pt', return_dict=False, **sampling)[0]
+    scheduler = 'dpm++' if model.objective.is_flow else 'ddim'
+    ours = model.generate(['a'], latents=latents, noise_scheduler=scheduler, **sampling)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+
+
 def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, small_vae):
     small: dict[str, Any] = {
         'depth': 1,

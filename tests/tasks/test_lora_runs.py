@@ -10,7 +10,7 @@ import yaml
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from PIL import Image
-from ranks import read_losses
+from ranks import largest_difference, read_losses
 from safetensors.torch import load_file
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
@@ -144,3 +144,19 @@ def test_resumed_lora_equals_uninterrupted_and_its_base_does_not_change(base, wr
         build_trainer(load(write('next', init_from=str(runs / 'whole'))))
     with pytest.raises(UserError, match=r'--merge: .*/base/ba1 has no LoRA'):
         export(base[1].parent / 'runs' / 'base', tmp_path / 'out', merge=True)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights_equal_one_device(write, ranks, tmp_path):
+    """Rank 0 reads the published weights for both ranks; the checkpoint of two ranks resumes on one."""
+    runs = tmp_path / 'runs'
+    sharded = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+    sections = {'optimizer': {'name': 'adamw', 'lr': 1.0e-3}}
+    train(load(write('one', **sections))).close()
+    two = write('two', parallelism=sharded, **sections)
+    ranks.run(2, two, 'trainer.max_duration=2ba')
+    train(load(two, ['parallelism.strategy=ddp', 'parallelism.checkpoints=whole'])).close()
+    assert largest_difference(read_losses(runs / 'one'), read_losses(runs / 'two')) < 1e-4
+    one, other = weights(runs / 'one'), weights(runs / 'two')
+    assert one.keys() == other.keys()
+    assert max(float((one[each] - other[each]).abs().max()) for each in one) < 4 * 1e-3

@@ -67,6 +67,23 @@ def stored(write, content, tmp_path):
     return encode
 
 
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights_and_a_kill_give_the_curve_of_one(write, tmp_path, ranks):
+    sharded = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True}
+    ranks.run(1, write('one'))
+    path, metrics = write('two', parallelism=sharded), tmp_path / 'runs' / 'two' / 'metrics.jsonl'
+    job = ranks.start(2, path)
+    job.wait_for(metrics)
+    while '"step": 3, "loss/train/total"' not in metrics.read_text():
+        assert job.running(), job.output()
+        job.spend(0.005)
+    job.kill()
+    ranks.run(2, path)
+    losses = read_losses(tmp_path / 'runs' / 'one')
+    assert len(losses) == 6
+    assert largest_difference(losses, read_losses(metrics.parent)) < 1e-4
+
+
 @pytest.mark.cpu_seconds(20)
 @pytest.mark.parametrize('latents', ['image+text', pytest.param('image', marks=pytest.mark.slow)])
 def test_losses_on_precomputed_data_equal_losses_online(write, stored, tmp_path, latents):

@@ -68,6 +68,26 @@ def test_variable_with_the_value_that_the_recipe_had_is_no_change(write_recipe, 
         compare_with_checkpoint(load(path, [target]), saved.parent / 'ba2')
 
 
+class Failing(LoggerDestination):
+    """Logger whose client quotes the address with the password when it cannot connect."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+
+    def fit_start(self, state, logger):
+        raise ConnectionError(f'cannot connect to {self.uri}')
+
+
+def test_secret_in_an_error_is_not_recorded(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.TARGETS['logger'], 'failing', Failing)
+    monkeypatch.setenv('KEY', SECRET)
+    recipe = load(write_recipe(loggers={'failing': {'uri': 'https://user:${oc.env:KEY}@host'}}))
+    with pytest.raises(ConnectionError, match=SECRET):
+        train(recipe)
+    record = (tmp_path / 'runs' / 'run' / 'attempts.jsonl').read_text()
+    assert 'ConnectionError: cannot connect to https://user:${oc.env:KEY}@host' in record and SECRET not in record
+
+
 def test_secret_is_used_and_in_no_file(write_recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(registry.TARGETS['logger'], 'recorder', Recorder)
     monkeypatch.setenv('KEY', SECRET)

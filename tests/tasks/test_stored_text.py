@@ -132,3 +132,17 @@ def test_mask_of_stored_text_replaces_that_of_token_ids(small_vae):
     model.mask_padding = False
     with pytest.raises(UserError, match='text_embeds are stored without padding, to which this model attends'):
         model._condition_of(batch)
+
+
+@pytest.mark.slow
+def test_text_stored_without_padding_is_refused_by_a_model_that_attends_to_it(tmp_path, tiny_recipe, pictures):
+    model = tiny_recipe(tmp_path)['model'] | {'train_text_encoder': False}
+    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    job = {'streams': streams, 'out': str(tmp_path / 'latents'), 'latents': 'image+text'}
+    path = tmp_path / 'job.yaml'
+    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path, model=model | {'mask_padding': True}, precompute=job)))
+    precompute(load(path, ['task=precompute']))
+    streams = {'small': {'local': str(tmp_path / 'latents' / 'small'), 'resolution': 32}}
+    # The same text encoder: its initial weights follow from the seed.
+    with pytest.raises(UserError, match='stored without padding, to which the model attends; set model.mask_padding'):
+        losses(tmp_path, tiny_recipe, 'unmasked', model=model, dataset={'name': 'latents'}, streams=streams)

@@ -16,12 +16,15 @@ from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import Stabl
 from hub_server import logged_in
 from PIL import Image
 from recipe_comparison import all_values
+from shards import open_shards
 from stock_pipeline import draw
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
 from diffusion.cli import main
+from diffusion.config.image_shapes import square
 from diffusion.config.load import load, to_yaml
+from diffusion.data.transforms import decode_for_model
 from diffusion.loggers import metrics_file
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -109,6 +112,25 @@ def test_init_from_takes_averaged_weights(write_recipe, finished, tmp_path):
     saved = tmp_path / 'saved.yaml'
     saved.write_text(to_yaml(load(path)))
     assert all_values(load(saved)) == all_values(load(path))
+
+
+@pytest.mark.slow
+def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, not_averaged):
+    streams = {'large': {'local': str(pictures[64]), 'resolution': 64}}
+    recipe = load(write_recipe('two', streams=streams, init_from=str(not_averaged)), ['model.resolution=64'])
+    trainer = build_trainer(recipe)
+    assert trainer.state.timestamp.batch.value == 0
+    assert trainer.state.optimizers[0].state == {}
+    weights = weights_of(find_checkpoint(not_averaged), 'training')[0]
+    loaded = trainer.state.model.state_dict()
+    assert weights.keys() == loaded.keys()
+    assert all(torch.equal(weights[name], loaded[name]) for name in loaded)
+    trainer.fit(duration='1ba')
+    trainer.save_checkpoint_to_save_folder()
+    trainer.close()
+    resumed = build_trainer(recipe)
+    assert resumed.state.timestamp.batch.value == 1, "the run's own checkpoint takes precedence over init_from"
+    resumed.close()
 
 
 @pytest.mark.parametrize(
@@ -240,6 +262,20 @@ def latents(finished, pictures, tmp_path_factory):
     ]
     precompute(load(path, overrides))
     return path, out, overrides
+
+
+def test_precomputed_latents_equal_encoder_output(latents, pictures):
+    path, out, _ = latents
+    model = build_model(load(path))
+    assert isinstance(model, LatentDiffusion)
+    for side, folder in pictures.items():
+        stored, source = open_shards(out / f'px{side}'), open_shards(folder)
+        assert len(stored) == len(source)
+        for index in (0, len(source) - 1):
+            encoded = model.encode(decode_for_model(source[index]['image'], square(side))[None])[0]
+            found = torch.from_numpy(stored[index]['latent_moments'].copy())
+            torch.testing.assert_close(found, encoded, rtol=1e-4, atol=1e-5)
+            assert all(stored[index][name] == source[index][name] for name in ('captions', 'key'))
 
 
 def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, tmp_path):

@@ -58,6 +58,19 @@ def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_p
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
+def test_killed_script_resumes_from_the_memory_of_the_node(run, tmp_path):
+    (tmp_path / 'node').mkdir()
+    tiers = 'from diffusion.config.checkpointing import TierConfig, TiersConfig\n'
+    tiers += f'tiers = TiersConfig(memory=TierConfig(save_interval="1ba", folder={str(tmp_path / "node")!r}))\n'
+    text = tiers + script(str(tmp_path / 'run')).replace("resume='auto'", "resume='auto', tiers=tiers")
+    assert run('killed', KILLED + text.replace('callbacks=[', 'callbacks=[Kill(), ')) == -signal.SIGKILL
+    logs = 'import logging\nlogging.basicConfig(level=logging.INFO)\n'
+    assert run('again', logs + text) == 0, (tmp_path / 'again.log').read_text()
+    assert re.search(r'resumed from \S+/node/\S+/ba16\b', (tmp_path / 'again.log').read_text())
+    assert find_checkpoint(tmp_path / 'run').name == 'ba100'
+
+
 def test_second_job_at_the_same_place_is_refused(tmp_path):
     code = 'import sys; from pathlib import Path; from diffusion.runs.run_lock import hold_run_lock\n'
     code += 'with hold_run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()'

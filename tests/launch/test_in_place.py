@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,11 +186,16 @@ def signaled(number: int) -> Callable[[Starter], None]:
     return lambda starter: os.kill(next(iter(starter.pool.pids)), number)
 
 
+def edit_a_module(starter: Starter) -> None:
+    (starter.folder / 'changing.py').write_text('value = 2\n')
+
+
 @pytest.mark.parametrize(
     ('disturb', 'variables', 'reason'),
     [
         (signaled(signal.SIGKILL), {}, 'ended with -9'),
         pytest.param(signaled(signal.SIGSTOP), {}, 'does not respond within', marks=pytest.mark.slow),
+        pytest.param(edit_a_module, {}, 'has an earlier version of', marks=pytest.mark.slow),
         (lambda _: None, {'OMP_NUM_THREADS': '2', 'HF_HOME': '/other'}, 'was started with another value of HF_HOME'),
     ],
 )
@@ -203,6 +209,26 @@ def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb
     (line,) = starter.lines[1:]
     assert line.startswith(f'standby of local rank 0 {reason}') and line.endswith('; starting a new process')
     assert not Path(f'/proc/{pid}').exists(), 'no process is left'
+
+
+@pytest.mark.slow
+def test_standbys_end_with_the_process_that_started_them(tmp_path):
+    (tmp_path / 'run.py').write_text('')
+    code = (
+        'import os, time\nfrom diffusion.launch.standby.in_place import StandbyPool\n'
+        "pool = StandbyPool(['run.py'], ['json'], print)\npool.start([dict(os.environ)])\npool.poll()\n"
+        'print(*pool.pids, flush=True)\ntime.sleep(600)\n'
+    )
+    command = [sys.executable, '-c', code]
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    until = time.monotonic() + 10
+    while Path(f'/proc/{pid}').exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):

@@ -146,6 +146,11 @@ def slow_matmul(rank):
     collective_checks.measure_matmul = lambda *args: (measure(*args)[0] * (0.1 if rank else 1), measure(*args)[1])
 
 
+def wrong_all_reduce(rank):
+    reduce = collective_checks.dist.all_reduce
+    collective_checks.dist.all_reduce = lambda message, group: [reduce(message, group=group), message[-1].add_(rank)]
+
+
 def skewed_clock(rank):
     now = collective_checks.time.time
     collective_checks.time.time = lambda: now() + 100 * rank
@@ -184,6 +189,7 @@ NO_NODES = [FAILED, FAILED]
     ('inject', 'check', 'expected'),
     [
         (slow_matmul, 'speed', SECOND),
+        (wrong_all_reduce, 'all-reduce', SECOND),
         (little_shared_memory, 'shared memory', [PREEMPTED, CONFIG_ERROR]),
         (gpu_driver(gone=True), 'gpu count', SECOND),
         (full_disk, 'disk', NO_NODES),

@@ -1,5 +1,6 @@
 """Recorded attempts of a run, the goodput computed from them, and the watchdog."""
 
+import errno
 import itertools
 import os
 import signal
@@ -407,6 +408,21 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
     (tmp_path / 'job-7.1.exits').write_text('76 node3 hardware GPU 0\n')
     (tmp_path / 'job-7.2.exits').write_text('1 node1\n')
     assert status_and_message(recipe, environ) == (0, '')
+    composer_saves = load(write_recipe(), [f'trainer.save_folder={tmp_path}/elsewhere', 'name=other'])
+    assert status_and_message(composer_saves, environ) == (0, ''), 'the checkpoints are in another folder'
+
+
+def test_record_of_earlier_attempts_that_cannot_be_read_ends_the_attempt_with_a_message(
+    write_recipe, monkeypatch, capsys
+):
+    def stale(run):
+        raise OSError(errno.ESTALE, 'Stale file handle')
+
+    monkeypatch.setattr(attempts, 'read_attempts', stale)
+    recipe = load(write_recipe())
+    node = Node(NodePosition('local', 0, 1, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], recipe, {})
+    assert node.run() == FAILED
+    assert 'Stale file handle' in capsys.readouterr().err
 
 
 def test_local_job_with_restarts_turned_off_says_so(prepare, monkeypatch, capsys):

@@ -15,7 +15,17 @@ import pytest
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.runs import environment, run_lock
-from diffusion.runs.run_lock import LOCK, RELEASED, LockContent, Owner, RunLock, RunLocked, hold_run_lock, owner_of
+from diffusion.runs.run_lock import (
+    LOCK,
+    RELEASED,
+    UNREADABLE,
+    LockContent,
+    Owner,
+    RunLock,
+    RunLocked,
+    hold_run_lock,
+    owner_of,
+)
 from diffusion.storage import object_store
 from diffusion.storage.retry import PreconditionFailed
 from tests.data.processes import Forked
@@ -255,6 +265,17 @@ def test_owner_that_lost_lock_exits_without_writing(run):
     assert lock_owner(run) == other
 
 
+@pytest.mark.slow
+def test_owner_whose_lock_was_taken_and_released_meanwhile_exits(bucket_run):
+    first = Forked(lambda: hold_forever(bucket_run))
+    wait_until_held(bucket_run)
+    os.kill(first.pid, signal.SIGSTOP)
+    write_text(bucket_run, RELEASED)
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait() == CONFIG_ERROR
+    assert lock_owner(bucket_run) is None, 'nothing was written over it'
+
+
 def test_lock_that_is_released_while_it_is_watched_is_taken(run):
     """The release is a change of a live owner, but no reason to refuse the next job."""
     other_owner(run)
@@ -268,6 +289,36 @@ def test_lock_that_is_released_while_it_is_watched_is_taken(run):
     release.join()
 
 
+def test_content_after_a_fault_of_the_storage_is_no_evidence_of_a_live_owner(tmp_path, monkeypatch):
+    other_owner(tmp_path)
+    plain, reads = RunLock.read, []
+
+    def read(lock: RunLock, *, patient: bool = False) -> LockContent | None:
+        reads.append(1)
+        return UNREADABLE if len(reads) == 1 else plain(lock)
+
+    monkeypatch.setattr(RunLock, 'read', read)
+    with hold_run_lock(tmp_path, {}):
+        assert len(reads) > 2
+
+
+def test_bug_in_a_refresh_does_not_end_the_refreshes(bucket_run, monkeypatch, capsys):
+    plain, calls = RunLock.read, []
+
+    def read(lock: RunLock, *, patient: bool = False) -> LockContent | None:
+        calls.append(1)
+        if len(calls) in (3, 4):
+            raise RuntimeError("can't start new thread")
+        return plain(lock, patient=patient)
+
+    monkeypatch.setattr(RunLock, 'read', read)
+    with hold_run_lock(bucket_run, {}):
+        wait_for(lambda: len(calls) > 6)
+        first = lock_text(bucket_run)
+        wait_for(lambda: lock_text(bucket_run) != first)
+    assert "can't start new thread; the lock of the run is not refreshed meanwhile" in capsys.readouterr().err
+
+
 def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeypatch):
     def write(lock: RunLock, *arguments, **keywords) -> None:
         raise PreconditionFailed('412')
@@ -277,10 +328,18 @@ def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeyp
         hold_run_lock(bucket_run, {}).__enter__()
 
 
-def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    'before', ['absent', *(pytest.param(each, marks=pytest.mark.slow) for each in ('released', 'dead'))]
+)
+def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_path, before):
     """Four processes have found the lock free at the same time, and each then writes it."""
     monkeypatch.setattr(run_lock, 'BUCKET_REFRESH_SECONDS', 1000.0)  # so that no refresh ends a second owner
     monkeypatch.setattr(run_lock, 'STALE_SECONDS', 1000.0)
+    if before == 'released':
+        write_text(bucket_run, RELEASED)
+    if before == 'dead':
+        machine = Owner.current({}).machine
+        other_owner(bucket_run, environ={}, machine=machine, pid=os.getpid(), started='1')
     write = RunLock.write
 
     def write_together(lock: RunLock, *arguments, **keywords) -> None:

@@ -1,11 +1,14 @@
 """Train in half precision on CPUs: `cpu_autocast.py RECIPE OVERRIDES...`, or `allow_half_precision` in a test.
 
+With OVERFLOW_BATCH=N in the environment, gradients of rank 1 in batch N of each epoch are infinite.
+
 Composer refuses amp on CPUs, and its precision context does nothing without CUDA, so that a Trainer whose check is
 merely removed would train in float32. This module supplies CPU autocast and a GradScaler for CPUs, and fails a
 run whose matrix products and convolutions are not in half precision, or whose losses, weights or moments are.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -119,4 +122,6 @@ if __name__ == '__main__':
     from diffusion.tasks import run_recipe
 
     allow_half_precision(pytest.MonkeyPatch())
+    if 'OVERFLOW_BATCH' in os.environ and os.environ['RANK'] == '1':
+        overflow_at(pytest.MonkeyPatch(), int(os.environ['OVERFLOW_BATCH']))
     end_process(run_recipe.main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Train a recipe, and signal the last rank at an event: `interrupted_run.py RECIPE OVERRIDES...`.
 
 The environment has the event in INTERRUPTION, as `EVENT BATCH SIGNAL` with Composer's name of the event, the number of
-batches done and the number of the signal, and in RANDOM_STATES a file to which each rank appends a digest of its random
-state at the start of every batch.
+batches done and the number of the signal; in RANDOM_STATES, a file to which each rank appends a digest of its random
+state at the start of every batch; in EVENTS, a file to which rank 0 appends each event and the number of batches done.
 """
 
 import hashlib
@@ -45,6 +45,17 @@ class RandomStates(Callback):
             file.write(f'{state.timestamp.batch.value} {digest}\n')
 
 
+class Events(Callback):
+    """Callback that appends each event with the number of batches done to a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        with open(self.path, 'a') as file:
+            file.write(f'{event.value} {state.timestamp.batch.value}\n')
+
+
 def added_callbacks() -> list[Callback]:
     """Return the callbacks that the environment asks for."""
     added: list[Callback] = []
@@ -53,6 +64,8 @@ def added_callbacks() -> list[Callback]:
         added.append(Interruption(event, int(batch), int(number)))
     if 'RANDOM_STATES' in os.environ:
         added.append(RandomStates(os.environ['RANDOM_STATES']))
+    if 'EVENTS' in os.environ and os.environ['RANK'] == '0':
+        added.append(Events(os.environ['EVENTS']))
     return added
 
 

@@ -42,11 +42,12 @@ def run(tmp_path_factory, tiny_recipe, small_vae, ranks):
     """Function that trains a recipe with CPU autocast, or resumes it, and returns the run's folder."""
     root = tmp_path_factory.mktemp('half_precision')
 
-    def train(name: str, count: int, precision: str, **sections: Any) -> Path:
+    def train(name: str, count: int, precision: str, *, trainer: Any = None, overflow: str = '', **sections) -> Path:
         content = tiny_recipe(root / 'runs', name=name, **(EVERYTHING | sections))
         content['model'] |= {'vae': str(small_vae)}
         del content['trainer']['device']
         content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba', 'precision': precision}
+        content['trainer'] |= trainer or {}
         path = root / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))
         if count == 1:
@@ -56,7 +57,9 @@ def run(tmp_path_factory, tiny_recipe, small_vae, ranks):
         else:
             content['speed'] = content['speed'] | {'reduce_once': True}
             path.write_text(yaml.safe_dump(content))
-            job = ranks.start_program(count, PROGRAM, path)
+            job = ranks.start_program(
+                count, PROGRAM, path, environment={'OVERFLOW_BATCH': overflow} if overflow else {}
+            )
             assert not any(job.wait()), job.output()
         return root / 'runs' / name
 
@@ -134,3 +137,21 @@ def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(
     averages, _ = weights_of(find_checkpoint(str(folders[0])), 'ema')
     assert all(value.isfinite().all() for value in averages.values() if value.is_floating_point())
     assert not (folders[0] / 'bad_batches.jsonl').exists(), 'loss_guard leaves overflows to the scaler'
+
+
+@pytest.mark.slow
+def test_float16_overflow_on_one_rank_skips_the_update_of_all_shards(run):
+    settings: dict[str, Any] = {'overflow': '1', 'parallelism': SHARDED}
+    settings['speed'] = EVERYTHING['speed'] | {'fused_optimizer': True}
+    each = {'save_interval': '1ba', 'save_num_checkpoints_to_keep': -1}
+    folder = run('fp16_fsdp2', 2, 'amp_fp16', trainer=each, **settings)
+    losses = read_losses(folder)
+    assert all(math.isfinite(loss) for loss in losses.values())
+    saved = [weights_of(find_checkpoint(folder / f'ba{batch}'), 'training')[0] for batch in (1, 2, 3)]
+    changed = [any(not torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved)]
+    assert changed == [False, True]
+    assert all(value.isfinite().all() for value in saved[-1].values() if value.is_floating_point())
+    run('fp16_fsdp2_resumed', 2, 'amp_fp16', trainer={'max_duration': '2ba'}, **settings)
+    resumed = run('fp16_fsdp2_resumed', 2, 'amp_fp16', **settings)
+    assert read_losses(resumed) == losses
+    assert_same_weights(resumed, folder)

@@ -219,3 +219,11 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     (folder / 'recipe.yaml').unlink()
     assert compare_with_checkpoint(recipe, folder / 'ba4').changes == ()
     assert 'no recipe.yaml next to the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
+
+
+@pytest.mark.slow
+def test_every_rank_refuses_with_the_same_message(trained, ranks):
+    job = ranks.start(2, trained / 'whole.yaml', 'model.objective.prediction_type=epsilon')
+    assert job.wait() == [78, 78], job.output()
+    for output in job.outputs():
+        assert 'model.objective.prediction_type: v_prediction in the checkpoint, epsilon now (the training' in output

@@ -6,6 +6,7 @@ weights, averages and optimizer state, and torch's random state at the start of 
 """
 
 import itertools
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from object_store import Store
 from ranks import Ranks, read_losses
 
 from diffusion.config.load import load
+from diffusion.exit_codes import PREEMPTED
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.tasks.precompute import precompute
 
@@ -243,3 +245,28 @@ def check_resumption(
     for rank in range(count):
         assert random_states(parts, rank) == random_states(whole, rank)
     assert_same_tensors(other.run_place, one.run_place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('count', [1, 2])
+def test_run_interrupted_at_any_event_of_two_epochs_resumes_exactly(runs, count):
+    """kill -9 and SIGTERM in turn, at every EVENT_STRIDE-th event, counted from the number of ranks."""
+    levels = {factor: next(iter(found)) for factor, found in FACTORS.items()}
+    levels['ranks'] = '1' if count == 1 else '2 ddp'
+    duration = ['trainer.max_duration=2ep', 'trainer.save_interval=1ep']
+    whole, recorded = runs.recipe(f'events-{count}', levels, str(runs.root / 'runs')), runs.root / f'{count}.events'
+    assert runs.start(count, whole, *duration, environment={'EVENTS': str(recorded)}).wait() == [0] * count
+    points = list(dict.fromkeys(recorded.read_text().splitlines()))
+    assert {point.split()[0] for point in points} >= {'fit_start', 'batch_checkpoint', 'epoch_checkpoint'}
+    stride = int(os.environ.get('EVENT_STRIDE', '32'))
+    for number, point in list(enumerate(points))[count::stride]:
+        kind = (signal.SIGKILL, signal.SIGTERM)[number // stride % 2]
+        path = runs.recipe(f'event-{count}-{number}', levels, str(runs.root / 'runs'))
+        job = runs.start(count, path, *duration, interruption=f'{point} {int(kind)}', environment={})
+        assert job.processes[-1].poll(60) is not None, f'{point}\n{job.output()}'
+        if kind == signal.SIGTERM and job.processes[-1].status == PREEMPTED:
+            assert job.wait(60) == [PREEMPTED] * count, f'{point}\n{job.output()}'
+        job.kill()
+        job = runs.start(count, path, *duration, environment={})
+        assert job.wait(60) == [0] * count, f'{point}\n{job.output()}'
+        assert read_losses(load(path).run_dir) == read_losses(load(whole).run_dir), f'{kind.name} at {point}'

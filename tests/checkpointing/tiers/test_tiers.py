@@ -13,7 +13,7 @@ from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer
 from faults import Fault, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Job, Ranks, free_port
+from ranks import Job, Ranks, free_port, read_losses
 
 from diffusion.checkpointing.tiers.tier_restore import plan_transfers
 from diffusion.config.load import load
@@ -159,6 +159,50 @@ def test_damaged_file_without_a_copy_falls_back_to_the_storage(cluster, undistur
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(('before', 'after'), [([0, 1], [1]), ([0], [1, 0])])
+def test_changed_number_of_ranks(cluster, before, after):
+    path = cluster.recipe(f'ranks-{len(before)}-{len(after)}', parallelism=SHARDED)
+    cluster.kill(path, before)
+    output = cluster.run(path, after)
+    assert re.search(r'resumed from \S+/ba5\b', output)
+    assert set(read_losses(cluster.run_folder(path))) == set(range(8))
+
+
+@pytest.mark.slow
+def test_two_ranks_per_node_share_its_memory(cluster, undisturbed):
+    path = cluster.recipe('shared', parallelism=SHARDED)
+    cluster.kill(path, [0, 1], per_node=2)
+    held = {each.name for each in cluster.checkpoint(path.stem, 1, 5).iterdir()}
+    assert {f'__{rank}_0.distcp' for rank in range(4)} <= held
+    shutil.rmtree(cluster.node(path.stem, 0))
+    cluster.run(path, [0, 1], per_node=2)
+    assert_same_end(cluster.run_folder(path), undisturbed(4, parallelism=SHARDED))
+
+
+@pytest.mark.slow
+def test_checkpoint_that_followed_a_removed_one_is_not_used(cluster):
+    path = cluster.recipe('back', replicate=False)
+    cluster.kill(path, [0])
+    shutil.rmtree(cluster.run_folder(path) / 'ba3')
+    output = cluster.run(path, [0], 'trainer.max_duration=2ba')
+    assert 'not used, since the checkpoint before it, ba3, no longer exists' in output
+    assert 'resumed from' not in output
+
+
+@pytest.mark.slow
+def test_saves_in_the_background(cluster, undisturbed):
+    """A slow batch gives the thread time to write, so that a save is published before the processes are killed."""
+    slow = {'slow_batch': {'batch': 3, 'file': str(cluster.folder / 'slow'), 'seconds': 3.0}}
+    path = cluster.recipe('background', asynchronous=True, callbacks=slow)
+    cluster.kill(path, [0, 1])
+    shutil.rmtree(cluster.node(path.stem, 0))
+    output = cluster.run(path, [1, 0])
+    found = re.search(r'resumed from \S+/ba(\d)\b', output)
+    assert found, output
+    assert_same_end(cluster.run_folder(path), undisturbed(2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('operation', 'path', 'error', 'times', 'expected'),
     [
@@ -177,6 +221,38 @@ def test_faults_of_a_tier_do_not_disturb_the_run(
     output = cluster.run(recipe, [0, 1], environment=environment(faults, tmp_path))
     assert expected in output
     assert_same_end(cluster.run_folder(recipe), undisturbed(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('step', [2, 20])
+def test_rank_killed_at_a_file_operation_of_a_tier(cluster, undisturbed, step):
+    """The other rank ends too, and the run resumes from what is complete."""
+    path = cluster.recipe(f'step-{step}')
+    folder = cluster.node(path.stem, 0)
+    jobs = cluster.start(path, [0, 1], environment={'SPARED': '1'}, deaths={0: (step, folder)})
+    assert jobs[0].wait() == [-9], jobs[0].output()
+    jobs[1].kill()
+    cluster.run(path, [0, 1])
+    assert_same_end(cluster.run_folder(path), undisturbed(2))
+
+
+@pytest.mark.slow
+def test_ranks_killed_while_they_resume_from_a_tier(cluster, undisturbed):
+    """The rank that receives files and the one that sends them, at file operations from the search to the end."""
+    path = cluster.recipe('resume', parallelism=SHARDED)
+    cluster.kill(path, [0, 1])
+    for dying, step in ((0, 3), (0, 5), (1, 2), (0, 7)):
+        shutil.rmtree(cluster.node(path.stem, 0))
+        jobs = cluster.start(
+            path, [0, 1], environment={'SPARED': '1'}, deaths={dying: (step, cluster.node(path.stem, dying))}
+        )
+        assert jobs[dying].wait() == [-9], jobs[dying].output()
+        jobs[1 - dying].kill()
+        batches = [each.name for each in cluster.node(path.stem, 1).glob('diffusion-*/*/ba*')]
+        assert batches and batches == ['ba5'], 'killed before the first save'
+    output = cluster.run(path, [0, 1])
+    assert 'memory tier, ba5: complete on 2 nodes and verified' in output
+    assert_same_end(cluster.run_folder(path), undisturbed(2, parallelism=SHARDED))
 
 
 @pytest.mark.slow
@@ -199,6 +275,19 @@ def test_faults_while_a_run_resumes_from_a_tier(
     output = cluster.run(recipe, [0, 1], environment=environment([Fault(operation, path, error=error)], tmp_path))
     assert expected in output
     assert re.search(rf'resumed from \S+/ba{batch}\b', output)
+    assert_same_end(cluster.run_folder(recipe), undisturbed(2))
+
+
+@pytest.mark.slow
+def test_save_into_a_tier_makes_way_for_one_into_the_storage(cluster, undisturbed, tmp_path):
+    """Training does not wait for a slow tier, and no save into the tier starts before the slow thread has ended."""
+    slow = Fault('create', r'node1/.*unfinished.*/state\.pt', sleep=2.0, times=1)
+    recipe = cluster.recipe('slow-tier', asynchronous=True)
+    output = cluster.run(
+        recipe, [0, 1], 'checkpointing.tiers.memory.save_interval=2ba', environment=environment([slow], tmp_path)
+    )
+    assert 'memory tier, ba2: given up, since a save to the storage of the run is due' in output
+    assert 'no longer used' not in output
     assert_same_end(cluster.run_folder(recipe), undisturbed(2))
 
 

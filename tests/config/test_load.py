@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recipe_comparison import all_values
 
@@ -24,7 +24,7 @@ from diffusion.config.load import (
     to_yaml,
 )
 from diffusion.config.recipe import LoraConfig
-from diffusion.config.yaml_files import parse_yaml
+from diffusion.config.yaml_files import dump, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / 'yamls').glob('*.yaml'))
@@ -62,6 +62,46 @@ def test_shipped_recipe_loads_and_reads_back_equal_after_it_was_saved(path, tmp_
     saved.write_text(to_yaml(complete))
     assert all_values(load(saved)) == all_values(complete)
     assert to_yaml(load(saved)) == saved.read_text()
+
+
+characters = st.characters(blacklist_categories=['Cs'], blacklist_characters='\0')
+names = st.text('abcdefghij_', min_size=1, max_size=8)
+
+
+@example(batch=1, lr=1.0, streams={'if': 64}, prompts=['1e100', '-', '\x85', 'a\u2028b', '1_0', 'on', '2024-01-01'])
+@given(
+    batch=st.integers(1, 10**6),
+    lr=st.floats(1e-9, 1.0),
+    streams=st.dictionaries(names, st.sampled_from([64, 256, 512]), min_size=1, max_size=4),
+    prompts=st.lists(st.text(characters, max_size=20), max_size=3),
+)
+@settings(max_examples=5, deadline=None)
+def test_random_recipe_round_trips_through_yaml(tmp_path_factory, batch, lr, streams, prompts):
+    first, second = (tmp_path_factory.mktemp('recipes') / name for name in ('a.yaml', 'b.yaml'))
+    content = VALID | {
+        'global_batch': batch,
+        'optimizer': {'name': 'adamw', 'lr': lr},
+        'streams': {name: {'remote': f's3://b/{name}', 'resolution': side} for name, side in streams.items()},
+        'generate': {'prompts': [prompt for prompt in prompts if prompt != '???' and '${' not in prompt]},
+    }
+    first.write_text(dump(content), encoding='utf-8')
+    recipe = load(first)
+    assert recipe.generate.prompts == content['generate']['prompts']
+    second.write_text(to_yaml(recipe), encoding='utf-8')
+    assert all_values(load(second)) == all_values(recipe)
+
+
+def test_phase_two_changes_only_some_settings_of_phase_one():
+    remotes = ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c']
+    one, two = (load(ROOT / f'yamls/phase{number}.yaml', remotes) for number in (1, 2))
+    assert two.init_from == 'runs/phase1'
+    assert two.algorithms['ema'] == Component('ema', {'ema_start': '800000ba', 'smoothing': 0.9999})
+    assert two.model.kwargs == one.model.kwargs | {'resolution': 512}
+    assert (one.trainer['max_duration'], two.trainer['max_duration']) == ('550000ba', '850000ba')
+    assert two.optimizer == one.optimizer == Component('adamw', {'lr': 1e-4, 'weight_decay': 0.01})
+    assert (one.global_batch, one.device_train_microbatch_size) == (2048, 16)
+    assert one.scheduler == Component('constant_with_warmup', {'t_warmup': '10000ba'})
+    assert not one.parallelism.reshard_after_forward
 
 
 REQUIRED = {

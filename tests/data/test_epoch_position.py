@@ -6,6 +6,7 @@ from ranks import read_losses
 
 from diffusion.config.load import load
 from diffusion.errors import DataError
+from diffusion.training.components import build_loader
 from diffusion.training.train import build_trainer, train
 
 SHORT = ['global_batch=4', 'streams.small.choose=12']
@@ -16,6 +17,18 @@ def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path)
     for name, duration in (('whole', '2ep'), ('run', '1ep'), ('run', '2ep')):
         words = [f'name={name}', f'trainer.max_duration={duration}', 'trainer.save_interval=1ep']
         train(load(path, [*SHORT, *words])).close()
+    assert read_losses(tmp_path / 'runs' / 'run') == read_losses(tmp_path / 'runs' / 'whole')
+
+
+@pytest.mark.slow
+def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recipe, tmp_path):
+    path, words = write_recipe(), [*SHORT, 'trainer.max_duration=2ep', 'trainer.save_interval=2ep']
+    train(load(path, [*words, 'name=whole'])).close()
+    trainer = build_trainer(load(path, words))
+    trainer.fit(duration='1ba')
+    trainer.fit(duration='1ba')
+    trainer.fit(train_dataloader=build_loader(load(path, [*SHORT, 'name=other'])), duration='4ba')
+    trainer.close()
     assert read_losses(tmp_path / 'runs' / 'run') == read_losses(tmp_path / 'runs' / 'whole')
 
 

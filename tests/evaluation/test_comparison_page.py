@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from browser import browser_context, needs_browser, serious_issues
 from evaluation.comparisons import COMPARISON, PROMPTS, draw_images, make_key, make_page
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from diffusion.errors import UserError
+from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.comparison_answers import parse_answers
-from diffusion.evaluation.comparison_page import ComparisonKey, Pair, make_pairs, pair_images, read_key
+from diffusion.evaluation.comparison_page import ComparisonKey, Pair, data_uri, make_pairs, pair_images, read_key
 from diffusion.evaluation.comparison_server import AnswerFolder, make_server
 
 KEY = make_key()
@@ -71,6 +72,18 @@ def test_page_does_not_tell_models_apart(html):
             content = base64.b64decode(stored[side].partition(',')[2])
             headers.add((stored[side].partition(',')[0], image.size, content[: content.index(b'\xff\xda')][:160]))
     assert len(headers) == 1, 'format, size and quantization are those of all images'
+
+
+def test_metadata_of_an_image_does_not_reach_the_page(tmp_path):
+    text = PngImagePlugin.PngInfo()
+    text.add_itxt('checkpoint', 'secret-run-ba100')
+    image = Image.new('RGB', (8, 8))
+    image.save(tmp_path / 'a.png', pnginfo=text)
+    image.getexif()[0x0131] = 'secret-software'
+    image.save(tmp_path / 'b.jpg', exif=image.getexif(), comment=b'secret comment')
+    for name in ('a.png', 'b.jpg'):
+        assert b'secret' in (tmp_path / name).read_bytes()
+        assert b'secret' not in base64.b64decode(data_uri(read_image(tmp_path / name)).partition(',')[2])
 
 
 def test_sides_and_positions_of_pairs_are_random():

@@ -67,6 +67,12 @@ def test_answers_of_one_person_and_one_prompt_do_not_count_as_independent():
     assert widths[1.0, 0.0] > 3 * widths[0.0, 0.0] and widths[0.0, 1.0] > 2 * widths[0.0, 0.0]
 
 
+def test_several_images_of_a_prompt_are_one_prompt():
+    key = make_key(['a', 'a', 'b', 'b'], checks=0)
+    result = analyze_answers(key, answers_of(key, 1) + answers_of(key, 2))
+    assert (result.preferences['quality'].prompts, result.preferences['quality'].answers) == (2, 8)
+
+
 def test_variance_equals_that_of_the_definition_with_dummy_matrices():
     random = np.random.default_rng(4)
     raters, prompts = cells(6, 9)

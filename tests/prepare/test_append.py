@@ -192,6 +192,25 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
     assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'
 
 
+@pytest.mark.slow
+def test_two_processes_with_the_same_delivery_add_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue may hand out a message twice; both processes write the same files for the same version."""
+    start(tmp_path / 'out', sliced(0, 10))
+    commit = append_module.RecordedDataset.commit
+    others = [sliced(10, 20)]
+
+    def interrupted(self: Any, record: Any) -> None:
+        if others:
+            add(tmp_path / 'out', others.pop(), work=str(tmp_path / 'other.work'))
+        commit(self, record)
+
+    monkeypatch.setattr(append_module.RecordedDataset, 'commit', interrupted)
+    assert add(tmp_path / 'out', sliced(10, 20)).notes[0].endswith('nothing to do')
+    start(tmp_path / 'all', sliced(0, 20))
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
+
+
 def one_part(jobs: Any) -> Iterator[Any]:
     """Run the first job, then stop as by Ctrl-C."""
     yield run_job(next(iter(jobs)))
@@ -226,6 +245,24 @@ def indexed(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for index in sorted(out.rglob('index.json')):
         for shard in json.loads(index.read_text())['shards']:
             yield index.parent.relative_to(out).as_posix(), shard
+
+
+@pytest.mark.slow
+def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    work = {'work': str(tmp_path / 'work')}
+    for out, more in (('s3://mds/out', work), (tmp_path / 'out', {})):
+        start(out, sliced(0, 10), **more)
+    before = {name: body for name, body in store.objects('mds').items() if name.endswith('.mds')}
+    store.requests.clear()
+    for out, more in (('s3://mds/out', work), (tmp_path / 'out', {})):
+        add(out, sliced(10, 20), **more)
+    found = store.objects('mds')
+    assert before.items() <= found.items()
+    written = {request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')}
+    assert written and not written & {f'/mds/{name}' for name in before}
+    for name in hashes(tmp_path / 'out', '*'):
+        assert 'report' in name or found[f'out/{name}'] == (tmp_path / 'out' / name).read_bytes(), name
 
 
 @pytest.mark.slow

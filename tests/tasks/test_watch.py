@@ -170,6 +170,23 @@ def test_evaluation_of_a_killed_watcher_is_done_again(site):
     assert site.started().count('ba10') == 2
 
 
+def test_interrupted_watcher_ends_its_evaluation_and_frees_the_checkpoint(site):
+    watcher, log = site.process(60), site.program.with_name('watcher.log')
+    site.wait_for_starts(1)
+    deadline = time.monotonic() + 30
+    while 'evaluation started' not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    status = Path('/proc', next(site.starts.iterdir()).stem.partition('-')[2], 'stat')
+    watcher.send_signal(signal.SIGINT)
+    watcher.wait(60)
+    while status.exists() and ') Z ' not in status.read_text():
+        assert time.monotonic() < deadline, 'the evaluation still runs'
+        time.sleep(0.05)
+    Watcher(site.settings(only=['ba10'])).run()
+    assert results(site) == ['ba10']
+
+
 def test_claim_of_a_machine_that_vanished_expires(site, monkeypatch):
     claims = EvaluationClaims(site.run, lease_seconds=2.0)
     monkeypatch.setattr('diffusion.runs.run_lock._machine_id', lambda: 'elsewhere')

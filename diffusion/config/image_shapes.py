@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.errors import UserError
-from diffusion.storage.atomic import write_atomically
 
 BUCKETS = 'buckets.json'
 """Name of the file that lists the shapes of a dataset that has one subfolder of shards per image shape."""
@@ -96,11 +95,6 @@ def resolution_problem(folder: Path, resolution: int) -> str | None:
         f'{resolution}, but {folder} holds aspect buckets of {prepared} px: {reason}; set resolution: {prepared}, or '
         f'use a folder that was prepared with --sizes {resolution}'
     )
-
-
-def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
-    """Write buckets.json, the list of a dataset's image shapes, into a folder. Each shape needs the key `samples`."""
-    write_atomically(folder / BUCKETS, buckets_text(resolution, buckets))
 
 
 def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> str:

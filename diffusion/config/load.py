@@ -25,20 +25,7 @@ from diffusion.config.secrets import hide_values, secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, dump, merge_and_resolve, read_chain, unset_problem
 from diffusion.errors import UserError
 
-__all__ = [
-    'Component',
-    'Problem',
-    'Recipe',
-    'RecipeError',
-    'StreamConfig',
-    'check_devices',
-    'check_output',
-    'check_paths',
-    'hide_environment',
-    'load',
-    'saved_values',
-    'to_yaml',
-]
+__all__ = ['Component', 'Recipe', 'RecipeError', 'StreamConfig', 'check_devices', 'check_output', 'check_paths', 'load']
 
 
 class RecipeError(UserError):

@@ -49,3 +49,11 @@ def open_shards(folder: Path, **settings: Any) -> 'StreamingDataset':
     # Tests run in parallel, and two processes that open datasets at the same time may choose the same name.
     with one_job_at_a_time():
         return StreamingDataset(local=str(folder), batch_size=1, **settings)
+
+
+def write_buckets(folder: Path, resolution: int, buckets: Any) -> None:
+    """Write buckets.json, the list of a dataset's image shapes; `buckets` has a mapping with `samples` per shape."""
+    from diffusion.config.image_shapes import BUCKETS, buckets_text
+
+    folder.mkdir(exist_ok=True)
+    (folder / BUCKETS).write_text(buckets_text(resolution, buckets), encoding='utf-8')

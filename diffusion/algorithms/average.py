@@ -63,8 +63,6 @@ class WeightAverage:
         self.place(model)
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
 
-    # -- checkpoints --
-
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
         """Return the full average by parameter name (a collective), or {} without `keep`, to save memory."""
         self.place(model)

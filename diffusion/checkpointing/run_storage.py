@@ -46,9 +46,11 @@ class SaveTarget(Protocol):
 
     def name_of(self, batch: int) -> str:
         """Return the path or URL of the checkpoint after this number of batches."""
+        ...
 
     def work_folder(self, batch: int) -> Path:
         """Return the path of a save's temporary folder; it is the same on all ranks that share a folder."""
+        ...
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
         """Create a save's temporary folder, into which every rank or only rank 0 writes; a collective."""
@@ -77,6 +79,7 @@ class RunStorage(SaveTarget, Protocol):
 
     def open(self) -> str:
         """Create or open the run, and return its id; a collective."""
+        ...
 
     def resume_point(self) -> Path | None:
         """Return the newest undamaged checkpoint as a local folder, or None if there is none; a collective.
@@ -87,6 +90,7 @@ class RunStorage(SaveTarget, Protocol):
             UserError: All checkpoints of the run are damaged, or the newest belongs to another run.
             OSError: A checkpoint cannot be read for several minutes. This is not damage, so nothing is set aside.
         """
+        ...
 
     def remove_unfinished(self) -> None:
         """Remove incomplete saves left behind by killed processes; a collective."""
@@ -96,12 +100,14 @@ class RunStorage(SaveTarget, Protocol):
 
     def list_batches(self) -> list[int]:
         """Return the batch numbers of the checkpoints, newest first; only call it on rank 0."""
+        ...
 
     def prune(self, rules: KeepConfig) -> None:
         """Remove the checkpoints that the rules do not keep; only call it on rank 0."""
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
         """Free space for a retried save; return True if this rank removed something. Not a collective."""
+        ...
 
 
 class FolderStorage:

@@ -133,7 +133,8 @@ def load_checkpoint(
             shapes = sharded_state.shapes(checkpoint)
     saved = content['state']
     _check_optimizer(state, content, checkpoint)
-    expected = {name: tensor.shape for name, tensor in get_model_state_dict(state.model).items()}
+    tensors: dict[str, Any] = get_model_state_dict(state.model)
+    expected = {name: tensor.shape for name, tensor in tensors.items()}
     if sharded:
         prefix = 'model.'
         stored = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
@@ -176,12 +177,12 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
     # get_optimizer_state_dict initializes the state of a new optimizer, so there are tensors to load into.
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
-    wanted = {f'model.{name}': tensor for name, tensor in model.items()}
+    wanted: dict[str, Any] = {f'model.{name}': tensor for name, tensor in model.items()}
     wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
     sharded_state.read_tensors(wanted, checkpoint, fetch)
     set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
     # A setting that the checkpoint lacks, such as initial_lr if the run had no scheduler, keeps its current value.
-    restored = optimizer | {name: wanted[f'optimizer.{name}'] for name in moments}
+    restored: Any = optimizer | {name: wanted[f'optimizer.{name}'] for name in moments}
     restored |= settings[type(state.optimizers[0]).__qualname__]
     set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
 

@@ -333,9 +333,6 @@ def _size(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-# -- command line program, run by the planner --
-
-
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameter counts, FLOPs and activation memory of a model, as listed in the planner's request.
 

@@ -286,8 +286,6 @@ class LatentDiffusion(ComposerModel):
         self._placed_on = None
         return self
 
-    # -- training --
-
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
         self.place(batch_keys.device_of(batch))
@@ -452,8 +450,6 @@ class LatentDiffusion(ComposerModel):
         shape = *self._latent_size_of(batch), token_length, *(output not in batch for output in outputs)
         return count * self._flops.of_sample(self, *shape)
 
-    # -- evaluation --
-
     @torch.no_grad()
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Return the validation losses of a batch: squared errors at 8 timesteps with fixed noise, float32 [8, B]."""
@@ -486,8 +482,6 @@ class LatentDiffusion(ComposerModel):
         assert isinstance(metric, ValidationLoss)
         errors = outputs if metric.index is None else outputs[metric.index]
         metric.update(errors, batch_keys.weights_of(batch, errors))
-
-    # -- sampling --
 
     @torch.no_grad()
     def generate(
@@ -563,8 +557,6 @@ class LatentDiffusion(ComposerModel):
             raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
             pixels = decode_latents(vae, raw).float()
         return (pixels / 2 + 0.5).clamp(0, 1)
-
-    # -- internals --
 
     def _normals_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         channels = latent_channels(self.vae)

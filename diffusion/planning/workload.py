@@ -101,8 +101,6 @@ class Phase:
     def trained_parameters(self) -> int:
         return self.model.trained_parameters + self.auxiliary_parameters
 
-    # -- FLOPs per image, averaged over shapes --
-
     @cached_property
     def forward_flops(self) -> float:
         """FLOPs per image of the forward pass of the trained modules, a LoRA's denoiser included."""

@@ -109,7 +109,7 @@ def entry_of(
     path = image.get('path') if isinstance(image, dict) else image if isinstance(image, str) else None
     encoded = image.get('bytes') if isinstance(image, dict) else image
     entry.captions, names = captions_of_columns(values, columns.captions)
-    entry.caption_columns = names if len(columns.captions) > 1 else []
+    entry.caption_columns = names if columns.captions[1:] else []
     entry.metadata = {name: json_value(values[name]) for name in columns.others}
     if entry.key in seen:
         entry.problem = 'duplicate_key'

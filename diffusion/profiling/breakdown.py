@@ -275,8 +275,6 @@ class Breakdown(Callback):
         self._flops = 0.0
         self._undo: list[Callable[[], object]] = []
 
-    # -- events --
-
     def fit_start(self, state: State, logger: Logger) -> None:
         # A second call of Trainer.fit must not wrap methods that are already wrapped.
         self._detach()
@@ -358,8 +356,6 @@ class Breakdown(Callback):
     def close(self, state: State, logger: Logger) -> None:
         # `fit_end` is not called if training ends with an exception.
         self._detach()
-
-    # -- helpers of the event methods --
 
     def _enter(self, stage: str) -> None:
         self.timeline.switch(stage)

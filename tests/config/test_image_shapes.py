@@ -6,13 +6,12 @@ import logging
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shards import write_buckets
 
 from diffusion.config.image_shapes import (
-    BUCKETS,
     SDXL_SHAPES,
     Shape,
     apportion,
-    buckets_text,
     parse_shape,
     read_buckets,
     sdxl_shapes,
@@ -21,11 +20,6 @@ from diffusion.config.image_shapes import (
 )
 from diffusion.config.recipe import StreamConfig
 from diffusion.training.expand_streams import by_shape
-
-
-def write_buckets(folder, resolution, buckets):
-    folder.mkdir(exist_ok=True)
-    (folder / BUCKETS).write_text(buckets_text(resolution, buckets), encoding='utf-8')
 
 
 def test_sdxl_has_41_shapes_of_about_1024_squared_pixels():

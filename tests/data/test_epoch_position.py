@@ -1,5 +1,7 @@
 """Position of the training data in checkpoints: always the timestamp's."""
 
+from typing import Any
+
 import pytest
 from composer.core import Callback
 from ranks import read_losses
@@ -36,7 +38,7 @@ def test_no_checkpoint_is_written_while_data_and_run_disagree(write_recipe, tmp_
     trainer = build_trainer(load(write_recipe(), ['trainer.save_interval=1ba']))
 
     class Iterate(Callback):
-        def batch_end(self, state, logger):
+        def batch_end(self, state: Any, logger):
             if state.timestamp.batch.value == 2:
                 state.train_dataloader.dataset.next_epoch += 1
 

@@ -200,13 +200,14 @@ def test_streams_are_selected_by_name_in_all_sections(verify, pictures):
 
 
 def test_aspect_buckets_are_verified_separately(verify, pictures, tmp_path):
-    from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text
+    from shards import write_buckets
+
+    from diffusion.config.image_shapes import Shape
 
     root = tmp_path / 'photos'
     for name in ('64x32', '32x64'):
         shutil.copytree(pictures[32], root / name)
-    counts = {Shape(64, 32): {'samples': 40}, Shape(32, 64): {'samples': 40}}
-    (root / BUCKETS).write_text(buckets_text(32, counts), encoding='utf-8')
+    write_buckets(root, 32, {Shape(64, 32): {'samples': 40}, Shape(32, 64): {'samples': 40}})
     status, lines = verify({'photos': {'local': str(root), 'aspects': True}})
     assert status == UNDAMAGED
     assert [line.partition(':')[0] for line in lines] == ['streams.photos/32x64', 'streams.photos/64x32']

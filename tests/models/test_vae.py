@@ -72,7 +72,8 @@ def test_latents_of_pixel_space_are_the_pixels(images):
 
 
 def test_pixels_are_not_rounded_to_half_precision(images):
-    model = tiny_prx(32, vae='pixels', patch_size=8, **PRX | {'encoder_dtype': 'bfloat16'})
+    settings: dict[str, Any] = PRX | {'encoder_dtype': 'bfloat16'}
+    model = tiny_prx(32, vae='pixels', patch_size=8, **settings)
     assert torch.equal(model.encode(images), images.float() / 127.5 - 1)
 
 

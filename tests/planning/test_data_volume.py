@@ -7,6 +7,7 @@ import pytest
 
 from diffusion.config.load import load
 from diffusion.planning.data_volume import CAPTION_BYTES, nodes_per_shard, reads_per_epoch, sample_bytes, storage_of
+from diffusion.planning.workload import Encoding
 from tests.planning.recipes import PHASES, phase, write_recipe
 
 SHARDS, PER_SHARD = 192, 512
@@ -69,7 +70,8 @@ def test_dollars_of_requests_and_egress():
 
 def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
     work = phase(PHASES[1], MEANS, samples=790_000_000)
-    for kind, expected in (('pictures', 49e12), ('latents', 26e12)):
+    wanted: dict[Encoding, float] = {'pictures': 49e12, 'latents': 26e12}
+    for kind, expected in wanted.items():
         stored = storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes
         assert stored == pytest.approx(expected, rel=0.01)
 

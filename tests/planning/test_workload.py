@@ -1,8 +1,9 @@
 """Amount of work in a recipe: batches, shapes, form of the stored samples."""
 
 import pytest
+from shards import write_buckets
 
-from diffusion.config.image_shapes import Shape, square, write_buckets
+from diffusion.config.image_shapes import Shape, square
 from tests.planning.recipes import PHASES, both, phase, write_recipe, write_sd2_recipe
 
 PHASE1 = phase()

@@ -2,9 +2,9 @@
 
 import pytest
 import yaml
-from shards import write_image_shards
+from shards import write_buckets, write_image_shards
 
-from diffusion.config.image_shapes import Shape, write_buckets
+from diffusion.config.image_shapes import Shape
 from diffusion.config.load import RecipeError, load
 from diffusion.errors import UserError
 from diffusion.tasks.run_recipe import checked

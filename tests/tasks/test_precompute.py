@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from ranks import read_losses
-from shards import write_image_shards
+from shards import write_buckets, write_image_shards
 
-from diffusion.config.image_shapes import Shape, write_buckets
+from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import LatentManifest

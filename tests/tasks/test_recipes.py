@@ -19,7 +19,7 @@ from composer.core import Event
 from composer.loggers import Logger
 from ranks import read_losses
 from recipe_comparison import all_values
-from shards import write_image_shards
+from shards import write_buckets, write_image_shards
 from torchvision.models import vgg16
 from transformers import Dinov2Config, Dinov2Model
 
@@ -28,7 +28,7 @@ from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.config import registry
 from diffusion.config.families import family_of_model
-from diffusion.config.image_shapes import Shape, write_buckets
+from diffusion.config.image_shapes import Shape
 from diffusion.config.load import Recipe, load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models import batch_keys

@@ -45,12 +45,15 @@ class Backend(Protocol):
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
         """Return the mistakes in a job spec that the scheduler would refuse, or would accept and misinterpret."""
+        ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
         """Return the files that describe the jobs to the scheduler. They depend on nothing but the jobs."""
+        ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
         """Return the mistakes in rendered job files according to the scheduler's schema, or raise NotValidated."""
+        ...
 
     def submit(self, jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
         """Submit rendered jobs, whose files have been written to `folder`; return a line about the result.
@@ -59,15 +62,19 @@ class Backend(Protocol):
             UserError: The scheduler's command-line tool is missing.
             ExternalError: The scheduler refuses the job or does not respond.
         """
+        ...
 
     def status(self, jobs: Sequence[Job]) -> str:
         """Return the status of submitted jobs as the scheduler reports it."""
+        ...
 
     def logs(self, jobs: Sequence[Job]) -> str:
         """Return the last lines of the logs of submitted jobs, or the command that prints them."""
+        ...
 
     def cancel(self, jobs: Sequence[Job]) -> str:
         """Cancel submitted jobs in the scheduler; return a line about the result."""
+        ...
 
 
 def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:

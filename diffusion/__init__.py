@@ -35,7 +35,7 @@ __all__ = [
     'tiny',
 ]
 
-# Every program of this package imports this file before torch, and its child processes inherit the variable.
+# Set the variable here: every program of this package imports this file before torch, and child processes inherit it.
 shorten_spin()
 
 # Names are imported on first use (PEP 562): importing Composer, Streaming and diffusers takes 18 to 32 s on a

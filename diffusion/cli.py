@@ -20,7 +20,7 @@ from diffusion.exit_codes import CLOSED_PIPE, CONFIG_ERROR, INTERRUPTED, USAGE_E
 
 
 class _Commands(argparse._SubParsersAction):
-    """Subcommands. The help text of each in the list of subcommands also opens its own `--help`."""
+    """Subcommands. A subcommand's text in the list of subcommands is also the first line of its own `--help`."""
 
     # typeshed declares every keyword of ArgumentParser; the override need not repeat them.
     def add_parser(self, name: str, fill: 'Fill', *, help: str, **options: Any) -> Any:  # type: ignore[override]
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
-        if not closed:  # an error: another pipe broke, such as one to a worker process
+        if not closed:  # another pipe broke, such as one to a worker process: an error
             raise
         for stream in closed:  # otherwise the flush at exit would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

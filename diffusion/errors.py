@@ -31,8 +31,8 @@ class UserError(ValueError):
 class DataError(RuntimeError):
     """Training data that cannot be read or does not match its index. It is raised on every rank at the same batch.
 
-    Programs print the message without a traceback and exit with `exit_codes.FAILED`, because a retry may find the store
-    available again.
+    Programs print the message without a traceback and exit with `exit_codes.FAILED`, so that the scheduler retries: the
+    store may be available again.
     """
 
     exit_status = FAILED
@@ -48,12 +48,12 @@ class ExternalError(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Raised on every rank if one rank had an error that was neither a user mistake nor a storage fault."""
+    """Raised on every rank if any rank had an error that is neither a user mistake nor a storage fault."""
 
 
 def printable(text: str) -> str:
     """Escape the control characters in a text, except line breaks and tabs, to make it safe for a terminal."""
-    # File names, captions and foreign files may contain sequences that change a terminal's title or key bindings.
+    # File names, captions and other foreign text may contain sequences that change a terminal's key bindings.
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]', _escape, text)
 
 

@@ -1,4 +1,4 @@
-"""Exit statuses of the programs, and the exception of a run that was asked to stop.
+"""Exit statuses of the programs, and the exceptions of runs that end after saving: stopped, or with a hardware fault.
 
 `run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, to which a scheduler can
 react, or with INTERRUPTED. The `diffusion` command, for interactive use, exits with 0; FAILED; USAGE_ERROR for every
@@ -11,7 +11,7 @@ storage, network and machine after the work has begun. DIFFUSION_TRACEBACK=1 add
 """
 
 FAILED = 1
-"""Unexpected failure, or training data that cannot be read. A retry may help."""
+"""Unexpected failure, or training data that cannot be read. A retry may succeed."""
 USAGE_ERROR = 2
 """Exit status of the `diffusion` command for an error that the user must correct."""
 PREEMPTED = 75

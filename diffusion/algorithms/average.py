@@ -44,7 +44,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
         """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
-        # FSDP2's shards are separate tensors that stay valid, so the weights need not be gathered again.
+        # Do not reshard first: FSDP2's shards stay valid, and freed weights would have to be gathered again.
         averages, weights = self.pairs(model)
         _foreach_lerp_(averages, weights, 1 - keep)
 
@@ -64,7 +64,7 @@ class WeightAverage:
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
 
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return the full average by parameter name (a collective), or {} without `keep`, to save memory."""
+        """Return the full average by parameter name, or {} if `keep` is False, which saves memory; a collective."""
         self.place(model)
         gathered = {}
         for name, shard in self.shards(model).items():
@@ -80,13 +80,13 @@ class WeightAverage:
         return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Load a saved average, as full tensors or shards; the next method that receives the model places them."""
-        # `Algorithm.load_state_dict` does not receive the model, so placement waits for a method that does.
+        """Store a saved average, given as full tensors or shards; the next method that receives the model shards it."""
+        # Do not shard the tensors yet: `Algorithm.load_state_dict` does not receive the model, which that requires.
         self._saved = saved
         self.tensors = {}
 
     def place(self, model: nn.Module) -> None:
-        """Shard restored tensors like the model's weights, if any; UserError if names or shapes differ."""
+        """Shard the tensors from `restore`, if any, like the weights; raise UserError if names or shapes differ."""
         if not self._saved:
             return
         reshard(model)
@@ -98,7 +98,7 @@ class WeightAverage:
 
 @runtime_checkable
 class Averager(Protocol):
-    """Interface of algorithms that keep weight averages in the checkpoint state, each as large as the model.
+    """Interface of algorithms that save weight averages in checkpoints; each average is as large as the model.
 
     Attributes:
         averages: Weight averages by label, such as `ema`; empty before averaging starts.
@@ -125,7 +125,7 @@ def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
 
 
 def empty_average(model: nn.Module) -> dict[str, Tensor]:
-    """Return uninitialized tensors by parameter name, sharded like the weights, as buffers for loading a checkpoint."""
+    """Return uninitialized tensors by parameter name, sharded like the weights, to load a checkpoint into."""
     return {name: torch.empty_like(weight.detach()) for name, weight in trained_parameters(model).items()}
 
 

@@ -26,8 +26,9 @@ class ContrastiveFlowMatching(Algorithm):
         loss_i = ||v - v_i||^2 - weight * ||v - v_j||^2
 
     The samples of the global batch are arranged in a random cycle, and j is the sample after i. The cycle depends on
-    the samples' ids, epoch and batch, but not on the number of devices, so a device's batch must be one microbatch. If
-    an epoch repeats samples, j is the next sample in the cycle whose id differs from that of i.
+    the samples' ids, epoch and batch, but not on the number of devices. It includes the whole global batch, so a
+    device's batch must be one microbatch. If an epoch repeats samples, j is the next sample in the cycle whose id
+    differs from that of i.
 
     The minimum of the loss is v = (E[v_i | x_t] - weight * E[v_j]) / (1 - weight). Where the mean velocity E[v_j] is
     near 0, predictions are scaled up by 1 / (1 - weight). The authors undo this when they sample with guidance (their
@@ -64,7 +65,7 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the weighted mean squared error between predictions and targets of other samples, where one `exists`."""
+    """Return the weighted mean squared error between predictions and other samples' targets, 0 where none `exists`."""
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 
@@ -85,15 +86,15 @@ def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def successors(sample_id: Tensor, words: Tensor) -> Tensor:
-    """Return, for each sample, the index of the next sample with another id in a random cycle, int64 [G].
+    """Arrange samples in a random cycle and return for each the index of the next one with another id, int64 [G].
 
     The cycle depends on the samples' ids and random numbers `words`, int64 [G] each, but not on their order.
     """
     # Sort samples by random words. Equal words are rare and are sorted by sample id.
     by_id = sample_id.argsort(stable=True)
     cycle = by_id[words[by_id].argsort(stable=True)]
-    # The negative of a sample follows the last copy of the sample in a row: the first position p, starting at the
-    # sample, with ids[p] != ids[p + 1]. The cycle is laid out twice because that position may be past its end.
+    # The negative of a sample is at position p + 1, for the first p from the sample on with ids[p] != ids[p + 1]. The
+    # cycle is laid out twice because that position may be past its end.
     ids, size = sample_id[cycle], len(cycle)
     position = torch.arange(2 * size, device=ids.device)
     last_copy = torch.where((ids != ids.roll(-1)).repeat(2), position, 2 * size - 1)

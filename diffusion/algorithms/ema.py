@@ -91,8 +91,8 @@ class EMA(Algorithm):
         return event in _EVENTS
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        # Every event updates the reference: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for DDP
-        # after it.
+        # Update the reference at every event: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for
+        # DDP after AFTER_LOAD.
         self._model = state.model
         if event == Event.AFTER_LOAD:
             self._check_start(state)
@@ -151,7 +151,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if the checkpoint's averaging started at another time, or did not although it was due."""
+        """Raise UserError if averaging began at another time than `ema_start`, or is overdue in the checkpoint."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return

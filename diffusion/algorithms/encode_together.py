@@ -16,7 +16,7 @@ class EncodeTogether(Algorithm):
 
     The frozen VAE and text encoders then run a few large kernels instead of many small ones per microbatch, which
     reduces host overhead. Their activations are freed before the first microbatch is trained. Batches of a single
-    microbatch are left unchanged. Random numbers belong to samples, so results differ only by rounding in the kernels.
+    microbatch are left unchanged. Random numbers depend on samples, so results differ only by rounding in the kernels.
 
     Args:
         batch_size: Number of samples that are encoded at a time.
@@ -29,12 +29,12 @@ class EncodeTogether(Algorithm):
         self._given: dict[str, Tensor] | None = None
 
     def match(self, event: Event, state: State) -> bool:
-        # Composer splits the batch after BATCH_START, and again when it tries smaller microbatches.
+        # Encode at BATCH_START: Composer splits the batch afterwards, and again when it tries smaller microbatches.
         return event in (Event.BATCH_START, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_END:
-            # Restore the original batch: callbacks such as SpeedMonitor ask the model for its FLOPs.
+            # Restore the original batch: callbacks such as SpeedMonitor ask the model for the FLOPs of the batch.
             if self._given is not None:
                 state.batch, self._given = self._given, None
             return

@@ -45,9 +45,8 @@ class GradientClipping(ComposerGradientClipping):
 
     # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2. For the 686 tensors of Stable Diffusion 2 this
     # costs 10 ms of host overhead, half of a step on 128 GPUs; on CPUs it loops over parameters in Python. The loss
-    # guard needs the same norms, so this class computes and reduces them once for both. Composer's `adaptive` computes
-    # norms of DTensors before they are reduced over ranks and changes them in place, so that it does not clip 1-D
-    # gradients.
+    # guard needs the same norms, so this class computes and reduces them once for both. Composer's `adaptive` changes
+    # norms of DTensors in place before they are reduced over ranks, and therefore does not clip 1-D gradients.
 
     @constrained
     def __init__(
@@ -87,7 +86,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
     """Return a gradient summary that a callback has already computed, and the squared norm over all ranks."""
     if state.precision == Precision.AMP_FP16:
-        return None  # the callback computed its summary before the loss scaler unscaled the gradients
+        return None  # the callback's summary is of gradients that were still scaled
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
     return None if source is None else source.gradients_of_batch(state)
 
@@ -103,7 +102,7 @@ def _summarized(state: State) -> tuple[Gradients, Tensor]:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> None:
-    """Clip each unit's gradient in place to a multiple of its weights' norm; a collective if ranks split units."""
+    """Clip each output unit's gradient in place to a multiple of its weights' norm; a collective if ranks split it."""
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
     split = [(weight, gradient) for weight, gradient in pairs if splits_units(gradient)]
     whole = [(weight, gradient) for weight, gradient in pairs if not splits_units(gradient)]
@@ -118,7 +117,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> Non
 
 
 def splits_units(tensor: Tensor) -> bool:
-    """Return True if a tensor is a DTensor whose sharding splits units, such as a vector or a matrix row."""
+    """Return True if ranks hold only parts of the clipping units of a DTensor, such as of a vector or a matrix row."""
     if not isinstance(tensor, DTensor):
         return False
     dims = {placement.dim for placement in tensor.placements if placement.is_shard()}  # type: ignore[attr-defined]

@@ -147,7 +147,7 @@ class PostHocEMA(Algorithm):
             if average.started:
                 average.update(model, beta(step, self.gammas[label]))
             else:
-                average.start(model)  # equals an update with beta(1) = 0
+                average.start(model)  # starting equals an update with beta(1) = 0
 
     def _write(self, model: nn.Module, batch: int) -> None:
         """Write a snapshot of every average; every rank must call it."""
@@ -155,7 +155,7 @@ class PostHocEMA(Algorithm):
             return
         is_writer = dist.get_global_rank() == 0
         for label, average in self._averages.items():
-            tensors = average.whole(model, keep=is_writer)  # collective: every rank must call it
+            tensors = average.whole(model, keep=is_writer)  # a collective, so all ranks call it
             if is_writer:
                 path = write_snapshot(self.folder, tensors, batch=batch, width=self.widths[label], dtype=self.dtype)
                 log.info('Wrote %s', path)
@@ -243,9 +243,9 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
         raise UserError(
             f'{run / SNAPSHOT_FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot'
         )
-    # Ignore snapshots after the first one at or after this batch. They contain little information about it and may come
-    # from an abandoned trajectory: the run may have resumed from an earlier checkpoint with another learning rate
-    # without having overwritten them yet.
+    # Ignore snapshots after the first one at or after this batch. They contain little information about the average at
+    # this batch and may come from an abandoned trajectory: the run may have resumed from an earlier checkpoint with
+    # another learning rate without having overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
     used = [snapshot for snapshot in snapshots if snapshot.batch <= until]
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))
@@ -259,8 +259,8 @@ def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
     """Return advice after an inaccurate reconstruction: which batches or widths the snapshots can reconstruct."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
-        # A profile drops from its maximum to 0 at its own batch; a mixture of profiles of other batches has no such
-        # edge.
+        # Only a snapshot at the same batch helps: a profile drops from its maximum to 0 at its own batch, and a mixture
+        # of profiles of other batches has no such edge.
         return f'the nearest snapshots are at {" and ".join(f"batch {each}" for each in batches[-2:])}'
     profiles = [snapshot.profile for snapshot in snapshots]
     candidates = np.geomspace(0.005, WIDEST, 100)

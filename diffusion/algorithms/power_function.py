@@ -46,7 +46,7 @@ def gamma_of_width(width: float) -> float:
 
 
 def beta(step: int, gamma: float) -> float:
-    """Return the fraction of an average that a step's update keeps, 0 for the first (Karras et al. 2024, eq. 2)."""
+    """Return the fraction of an average that a step's update keeps, 0 for step 1 (Karras et al. 2024, eq. 2)."""
     return (1 - 1 / step) ** (gamma + 1)
 
 
@@ -72,16 +72,16 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     minimize |target - sum x_i kept_i|^2 (Karras et al. 2024, appendix C). The second value is the relative error
     |target - sum x_i kept_i| / |target|.
     """
-    # The paper's A x = b does not constrain the sum of x. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a
-    # width of 0.07, which rescales all parameters; only networks with the paper's weight normalization are invariant to
-    # that. The constraint costs little: the error becomes 2.12% instead of 2.11%.
+    # The paper's A x = b does not constrain the sum of x. With 6 snapshots of widths 0.05 and 0.10 the sum is 1.003 for
+    # a width of 0.07. This rescales all parameters, to which only networks with the paper's weight normalization are
+    # invariant. The constraint costs little: the error becomes 2.12% instead of 2.11%.
     norms = np.sqrt(np.diag(inner_products(kept, kept)))
     target_norm = float(np.sqrt(inner_products([target], [target]).item()))
     # Normalize the profiles so that early and late snapshots have the same scale. The condition number of 55 snapshots
     # is then 1e5.
     cosines = inner_products(kept, kept) / np.outer(norms, norms)
     towards = inner_products(kept, [target])[:, 0] / (norms * target_norm)
-    sizes = target_norm / norms  # x = sizes * y
+    sizes = target_norm / norms  # solve for y, with x = sizes * y
     # The last unknown is the Lagrange multiplier of the constraint sizes @ y = 1.
     system = np.block([[cosines, sizes[:, None]], [sizes[None, :], np.zeros((1, 1))]])
     # Two snapshots with the same profile make the system singular: solve would fail, while lstsq splits the weight

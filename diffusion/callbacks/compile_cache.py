@@ -37,7 +37,7 @@ class CompileCache(Callback):
         self._saved = self._seen = 0
 
     def init(self, state: State, logger: Logger) -> None:
-        # Load the files before the first batch, which compiles.
+        # Load the file before the first batch, in which the blocks are compiled.
         load(self.path)
         self._saved = self._seen = compiled_graphs()
 
@@ -81,7 +81,7 @@ def load(path: Path) -> None:
     except OSError as error:
         log.warning('%s: cannot be read, so the blocks are compiled again: %s', path, error)
         return
-    if torch.compiler.load_cache_artifacts(content) is None:  # torch has logged why
+    if torch.compiler.load_cache_artifacts(content) is None:  # torch has logged the reason
         log.warning('%s: is damaged, so the blocks are compiled again', path)
 
 

@@ -34,7 +34,7 @@ class EvaluationResults(Callback):
     """
 
     def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
-        # Evaluations of this job write to the folder; their results appear at the URL later.
+        # Read both places: evaluations of this job write to the folder, and their results appear at the URL only later.
         self.places = [files_of_run(run_dir), *([files_of_run(run_url)] if run_url else [])]
         self._logged: dict[str, float] | None = None
         self._found: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ class EvaluationResults(Callback):
         self.log_now(logger)
 
     def log_now(self, logger: Logger) -> None:
-        """Read the files in the calling thread and log what is new."""
+        """Read the files in the calling thread and log all new results."""
         if self._thread is not None:
             self._try_to_look()
             self._log(logger, None)
@@ -80,7 +80,7 @@ class EvaluationResults(Callback):
         try:
             with self._looking:
                 self._look_once()
-        except OSError as error:  # training continues
+        except OSError as error:  # training continues; a later try logs the results
             log.warning('%s: cannot be read (%s); the results are logged later', EVALUATIONS, error)
 
     def _look_once(self) -> None:

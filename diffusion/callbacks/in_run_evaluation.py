@@ -40,8 +40,8 @@ class InRunEvaluation(Callback):
     trains during an evaluation; the log and the metric `evaluation/seconds` report its duration. `diffusion watch`
     evaluates on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
 
-    A failed evaluation is logged as an error, and training continues. A stop signal aborts an evaluation in the same
-    way, since the notice period may be too short to complete it. Weights are also evaluated at the end of training.
+    A failed evaluation is logged as an error, and training continues. A stop signal aborts an evaluation too, since the
+    notice period may be too short to complete it. Weights are also evaluated at the end of training.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class InRunEvaluation(Callback):
             for key, evaluator in self.evaluators.items():
                 try:
                     result = evaluator(checkpoint)
-                except (UserError, ExternalError, OSError) as error:  # all ranks raise the same kind of error
+                except (UserError, ExternalError, OSError) as error:  # all ranks raise the same kind, so all continue
                     log.error('evaluators.%s: %s; training continues without its results for %s', key, error, name)
                     continue
                 metrics |= result.metrics
@@ -123,7 +123,7 @@ def _is_signaled(state: State) -> bool:
 
 
 def _beat(state: State) -> None:
-    """Show the node entry point that this rank makes progress."""
+    """Update this rank's heartbeat, which shows the node entry point that it makes progress."""
     for callback in state.callbacks:
         if isinstance(callback, Heartbeat):
             callback.beat(state)

@@ -1,4 +1,4 @@
-"""Stop or skip optimizer updates whose loss or gradients are NaN, infinite or exploding, and report the sample IDs.
+"""Stop the run or skip the update if loss or gradients are NaN, infinite or exploding, and report the sample IDs.
 
 Also logs the norm of the gradients, which the check computes anyway.
 """
@@ -30,7 +30,7 @@ from diffusion.storage.local_files import append_text
 log = logging.getLogger(__name__)
 
 MAX_IDS_SHOWN = 16
-"""Maximum number of sample IDs in an error message; the file lists all of them."""
+"""Maximum number of sample IDs in an error message; bad_batches.jsonl lists all of them."""
 
 GRADIENT_NORM = 'grad_norm/total'
 """Metric: L2 norm of all gradients over all trained parameters and ranks, before clipping."""
@@ -68,7 +68,7 @@ class Samples(NamedTuple):
 
 
 class LossGuard(Callback):
-    """Callback that stops or skips an update whose loss or gradients are not finite, or whose loss explodes.
+    """Callback that stops the run or skips the update if loss or gradients are not finite, or if the loss explodes.
 
     All ranks decide together, before the optimizer's step. `stop` saves a checkpoint of the state before the batch, so
     that a restart repeats the batch, and raises `BadLoss` with the sample IDs. `skip` drops the gradients, so that
@@ -156,14 +156,14 @@ class LossGuard(Callback):
         self._microbatches.append(record_microbatch(state.loss, state.batch, sample_losses))
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        # Gradients are complete at AFTER_BACKWARD of the last microbatch: averaged over ranks but not yet clipped,
-        # because Composer runs algorithms at AFTER_TRAIN_BATCH before callbacks. Here state.batch is the microbatch.
+        # Read the gradients at AFTER_BACKWARD of the last microbatch: averaged over ranks but not yet clipped. At
+        # AFTER_TRAIN_BATCH, algorithms such as clipping run first. Here state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
             self._gradients = summarize_gradients(gradients_of(state))
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the batch's summary of gradients and squared norm over all ranks; a collective, once per batch."""
+        """Return the summary of the batch's gradients and the squared norm over ranks; a collective, once per batch."""
         if self._gradients is None:
             return None
         return self._gradients, self._reduced_figures(state)[-1]
@@ -172,7 +172,7 @@ class LossGuard(Callback):
         # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the values here would make the host wait for
         # the GPU, just before Composer waits for the loss at the end of its closure. Instead, start the copy now and
         # read the values after Composer has waited but before the update (`_decide_after_closure`). With fp16 there is
-        # no closure.
+        # no closure, so read them here.
         self._pending = HostCopy(self._reduced_figures(state))
         if not self._has_closure:
             self._decide(state, logger)
@@ -237,7 +237,7 @@ class LossGuard(Callback):
         self.skipped = list(state['skipped'])
 
     def _act(self, state: State, logger: Logger, loss: float, reason: str, ids: list[int]) -> None:
-        """Stop or skip the update of a bad batch: drop its gradients, record the batch, and warn or raise BadLoss."""
+        """Skip the update of a bad batch or stop the run: drop its gradients, record it, and warn or raise BadLoss."""
         batch = state.timestamp.batch.value
         recent = sum(skipped > batch - self.window for skipped in self.skipped)
         skip = self.action == 'skip' and recent < self.max_skips
@@ -245,7 +245,7 @@ class LossGuard(Callback):
             reason += f', after {recent} skipped updates in the last {self.window} batches'
         # An optimizer step without gradients changes neither weights nor moments. Gradients must also be gone before a
         # save: if an optimizer has no state yet, torch's get_optimizer_state_dict initializes it only if no parameter
-        # has a gradient; otherwise the checkpoint would lack it.
+        # has a gradient; otherwise the checkpoint would lack that state.
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if dist.get_global_rank() == 0:
@@ -275,7 +275,7 @@ class LossGuard(Callback):
 
 
 def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
-    """Return a microbatch's losses (the mean for each sample if None are given) and IDs, without synchronization."""
+    """Return a microbatch's sample IDs and losses, the mean for all if `sample_losses` is None, without waiting."""
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
     # Create new tensors, since Composer scales the loss in place before the backward pass.
@@ -362,8 +362,8 @@ def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
     """Return the IDs of suspicious samples in a bad batch, largest loss first; empty if samples have no IDs.
 
     Suspicious samples are those whose own loss is not finite or above the limit; if there are none, all samples of the
-    ranks whose loss or gradients are not finite are suspicious. (Under DDP gradients are averaged, so these are all
-    ranks.)
+    ranks whose loss or gradients are not finite are suspicious. (Under DDP gradients are averaged over ranks, so this
+    means all samples of all ranks.)
     """
     pairs = [pair for rank in ranks if rank.ids for pair in zip(rank.losses, rank.ids, strict=True)]
     found = [(loss, i) for loss, i in pairs if not math.isfinite(loss)]

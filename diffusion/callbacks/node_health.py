@@ -56,7 +56,7 @@ HARDWARE_XIDS = {
     120: 'error of the GPU system processor',
     140: 'unrecovered memory error',
 }
-"""Xids that NVIDIA's catalog attributes to hardware; others, such as 13 and 31, may be caused by a program."""
+"""Xids (driver errors) that NVIDIA's catalog attributes to hardware; a program may cause others, such as 13 and 31."""
 SLOW_SHARE = 0.7
 """A GPU counts as slow if its clock is below this fraction of the median clock of all GPUs."""
 SLOW_SECONDS = 300.0
@@ -116,8 +116,8 @@ class NodeHealth(Callback):
         self._leaving = self.action == 'leave' and any(row[_FAULT] > 0 for row in rows)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # This event comes after the batch's evaluation, if any, and before Composer's CheckpointSaver runs, as in
-        # Preemption.
+        # Leave at this event, as Preemption does: it comes after the batch's evaluation, if any, and before Composer's
+        # CheckpointSaver runs.
         if self._leaving and not is_last_batch(state):
             self._leave(state, logger)
 
@@ -178,7 +178,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Only log these: remapped rows are repaired memory, and an Xid may be a program's fault.
+                # Only log the others: remapped rows are repaired memory, and an Xid may be a program's fault.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -215,7 +215,7 @@ class Xids:
         try:
             self._events = nvml.nvmlEventSetCreate()
             nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, self._events)
-        except nvml.NVMLError:  # not supported, or not allowed in this container
+        except nvml.NVMLError:  # Xids are not supported, or not allowed in this container
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:

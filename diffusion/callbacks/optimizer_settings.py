@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_dtype')
 SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
-"""Names of all optimizers' parameter group settings, except the learning rate."""
+"""Names of the parameter group settings of all supported optimizers, except the learning rate."""
 MAX_CALM_FACTOR = 2.0
 """The log warns if the learning rate changes by more than this factor between two consecutive batches."""
 
@@ -28,7 +28,7 @@ class OptimizerSettings(Callback):
     """Callback that records the settings an optimizer was built with, and applies changed settings on resume.
 
     If the schedule or the length of the run changes, the log reports the learning rates of the last batch before the
-    resume and the first batch after it. Create it before the Trainer adds a scheduler to the optimizer.
+    resume and the first batch after it. Create this callback before the Trainer adds a scheduler to the optimizer.
 
     Settings that training itself changes, such as the learning rate under a schedule, are replaced only if the recipe
     has changed; otherwise a resumed run equals an uninterrupted one bit for bit.
@@ -42,7 +42,7 @@ class OptimizerSettings(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         rate = state.optimizers[0].param_groups[0]['lr']
-        # Reading a rate from the GPU would make the host wait.
+        # Skip a rate on the GPU: reading it would make the host wait.
         known = not (isinstance(rate, Tensor) and rate.is_cuda)
         length = state.dataloader_len
         self._last = {

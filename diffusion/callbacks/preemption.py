@@ -35,8 +35,8 @@ class Preemption(Callback):
 
     The signals are SIGTERM, SIGUSR1, SIGHUP (the terminal was closed) and SIGINT (Ctrl-C). SIGHUP and SIGINT stay
     ignored if the process was started with them ignored, for example by nohup. All ranks raise together. The signal may
-    arrive during a batch, an evaluation or a save. If this is the last batch, training ends normally. A second Ctrl-C
-    ends the process immediately with status 130 and a message that says which batches are lost.
+    arrive during a batch, an evaluation or a save. After the last batch, training ends normally. A second Ctrl-C ends
+    the process immediately with status 130 and a message that says which batches are lost.
     """
 
     # During training, signals only set a flag, and a process that has received one ignores all further ones. Otherwise
@@ -67,7 +67,7 @@ class Preemption(Callback):
             self._thread.start()
         for number in handled_signals():
             previous = signal.signal(number, self._handle_signal)
-            # If fit() is called a second time, the previous handler is this one.
+            # If fit() is called a second time, the handler is already this one; keep the one before it.
             if previous != self._handle_signal:
                 self._previous_handlers[number] = previous
 
@@ -87,8 +87,8 @@ class Preemption(Callback):
         self._answer = None  # the evaluation may have taken long, so ask again
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # This event comes after the batch's evaluation, if any. This callback runs before Composer's CheckpointSaver,
-        # which is the last callback.
+        # Stop at this event: it comes after the batch's evaluation, if any, and before Composer's CheckpointSaver,
+        # which is always the last callback.
         self._stop_if_signaled(state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -144,8 +144,8 @@ class Preemption(Callback):
             self.signal = number
             return
         # A child process forked during training, such as a loader worker, inherits this handler but has no batch to
-        # finish, so it does what it would have done without the handler. Ctrl-C and closing the terminal signal all
-        # processes of the terminal, but this process still needs its children then.
+        # finish, so it does what it would have done without the handler. It ignores Ctrl-C and closing the terminal,
+        # which signal all processes of the terminal: the parent still needs it to finish the batch.
         if number in (signal.SIGINT, signal.SIGHUP):
             return
         previous = self._previous_handlers[number]
@@ -198,7 +198,7 @@ def highest_signal(number: int, device: Device) -> HostCopy:
 
 @runtime_checkable
 class SavesInTime(Protocol):
-    """A saver that may have a save in the background, and decides what to complete in the remaining time."""
+    """Interface of a saver with background saves, which decides what to complete before the process is killed."""
 
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None: ...
 
@@ -208,16 +208,16 @@ class SavesInTime(Protocol):
 def save_now(state: State, logger: Logger, *, notice_seconds: float | None = None) -> str | None:
     """Save a checkpoint immediately, unless this batch already has one; a collective.
 
-    Returns the path or remote name of the newest checkpoint: that of this batch, or an earlier one if there is only
-    time for a background save before this process is killed, in `notice_seconds` if known on this rank. None if the run
-    saves no resumable checkpoints.
+    Returns the path or remote name of the newest checkpoint, or None if the run saves no resumable checkpoints. It is
+    the checkpoint of an earlier batch if there is only time to complete a background save before this process is
+    killed. `notice_seconds` is the time until then, if known on this rank.
     """
     # A saver that only saves weights does not count: a run cannot resume from its files.
     savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
     saver = next((saver for saver in savers if not saver.weights_only), None)
     if saver is None:
         return None
-    # This method is private; its public caller, Trainer.save_checkpoint_to_save_folder, is not available to callbacks.
+    # Call the saver's private method: its public caller, Trainer.save_checkpoint_to_save_folder, is not available here.
     if saver.last_checkpoint_batch != state.timestamp.batch:
         if isinstance(saver, SavesInTime):
             saver.save_in_time(state, logger, notice_seconds)

@@ -25,7 +25,7 @@ class ReduceOnce(Callback):
         self._modules = list(fsdp_modules(state.model))
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Count samples here, where state.batch is still the whole batch; during forward passes it is a microbatch.
+        # Count microbatches here, where state.batch is still the whole batch; during forward passes it is a microbatch.
         self._left = number_of_microbatches(state)
 
     def before_forward(self, state: State, logger: Logger) -> None:

@@ -18,7 +18,7 @@ from diffusion.storage.shard_writer import differences
 log = logging.getLogger(__name__)
 
 DATA = 'data'
-"""Key of the part of the identity that may change if `allow_data_change` is set."""
+"""Key of the data settings in a run's identity, which may change if `allow_data_change` is set."""
 
 
 class SameRun(Callback):
@@ -77,7 +77,7 @@ def _listed(lines: list[str]) -> str:
 
 
 MAX_LOGGED_CHARACTERS = 200
-"""Maximum length of a change in the log; the history has the whole text."""
+"""Maximum number of characters of a changed setting in a log line; recipe.yaml keeps the whole text."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ResumedRecipe:
     changes: tuple[Change, ...] = ()
     """The values that have changed; all of them are applied."""
     history: tuple[str, ...] = ()
-    """Lines of the history so far."""
+    """Comment lines about earlier changes, from the end of the run's recipe file."""
 
 
 class RecipeKeeper(Callback):
@@ -111,7 +111,7 @@ class RecipeKeeper(Callback):
         if dist.get_global_rank() != 0:
             return
         resumed = self.resumed or ResumedRecipe()
-        if self._history is None:  # only once, even if `fit` is called several times
+        if self._history is None:  # add changes only once, even if `fit` is called again
             self._history = [*resumed.history, *history_lines(resumed.changes, state.timestamp.batch.value)]
             if resumed.changes:
                 applied = [f'{_shortened(str(change))} (applied)' for change in resumed.changes]

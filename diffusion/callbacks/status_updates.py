@@ -33,7 +33,7 @@ class RunStatus(Callback):
         self.attempt: Attempt | None = None
         """Record of this attempt, on rank 0 of a run without a node entry point."""
         self.on_record: Callable[[Attempt], None] = lambda attempt: None
-        """Records the progress of the attempt; called in the writer thread."""
+        """Function that records the progress of the attempt; called in the writer thread."""
         self._timer = BatchTimer()
         self._writer: node_status.StatusWriter | None = None
         self._epoch = time.time() - time.monotonic()

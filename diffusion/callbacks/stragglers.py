@@ -106,7 +106,7 @@ class Stragglers(Callback):
         loader = state.train_dataloader
         assert isinstance(loader, BucketedLoader)
         if self._first:
-            # Compilation and the start of loader workers take very different times on different ranks.
+            # Skip the first batch: compilation and the start of loader workers take different times on different ranks.
             self._first = False
             self._timer.take()
             self._waited = loader.wait_seconds

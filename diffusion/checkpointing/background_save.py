@@ -22,7 +22,7 @@ ABANDON_SECONDS = 2.0
 CORES_PER_RANK = 4
 """Saves pause between writes if a rank has fewer CPU cores than this, since they take CPU time from training."""
 PAUSE = 4.0
-"""Seconds that such a save pauses per second of its thread's CPU time."""
+"""Seconds that a save with fewer than CORES_PER_RANK cores pauses per second of its thread's CPU time."""
 
 Choice = Literal['both', 'replace', 'finish']
 
@@ -53,7 +53,7 @@ class BackgroundSave:
         self.stall_seconds += time.monotonic() - began
 
     def poll(self, state: State) -> bool:
-        """Return `is_written`, checked at most once per second, else False; a collective."""
+        """Return `is_written`, or False if it was checked less than a second ago; a collective."""
         # All ranks have the same time, since Composer's clock takes it from rank 0.
         now = state.timestamp.total_wct.total_seconds()
         if now - self._polled_at < POLL_SECONDS:
@@ -79,7 +79,7 @@ class BackgroundSave:
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
-            # Bytes underestimate the remaining time: the final flush to disk can take most of it.
+            # Do not rely on bytes alone: they ignore the final flush to disk, which can take most of the time.
             fraction = min(1.0, progress.written_bytes / max(1, progress.total_bytes))
             by_bytes = elapsed * (1 - fraction) / max(fraction, 0.01)
             own = max(by_bytes, (expected_seconds or 0.0) - elapsed, 0.1 * elapsed)
@@ -90,7 +90,7 @@ class BackgroundSave:
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
-        # Assume that a new save takes as long as the previous save, or else as long as the current one in total.
+        # Assume that a new save takes as long as the previous one or, if that is unknown, as the current one in total.
         synchronous = max(dist.all_gather_object(expected_seconds or self.elapsed_seconds() + remaining))
         choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
         if choice != 'both' and dist.get_global_rank() == 0:
@@ -106,7 +106,7 @@ class BackgroundSave:
             log.warning(
                 '%s: the thread of this save has not finished; its file system may not be responding', self.save.name
             )
-        dist.barrier()  # now no rank writes into the folder that rank 0 removes
+        dist.barrier()  # wait until no rank writes into the folder that rank 0 removes
         self.save.discard()
 
     def _hurry(self) -> None:

@@ -103,7 +103,7 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
 
 
 def _download_missing(url: str, path: Path, expected: FileRecord) -> int | None:
-    """Ensure that a local file is present and intact; return the downloaded bytes, or None if it was intact already."""
+    """Ensure that a local file is present and intact; return the number of downloaded bytes, None if it was intact."""
     # Lock the path, since several ranks of a node may want the same file.
     with hold_path_lock(path, lambda: None):
         if path.is_file() and path.stat().st_size == expected.bytes and hash_file(path) == expected:

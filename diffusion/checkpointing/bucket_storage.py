@@ -49,13 +49,13 @@ class BucketStorage:
         self._store = StorePlace(self.place)
         self.run_id = ''
         self.before_publish: Callable[[], object] = lambda: None
-        """Called on rank 0 before a checkpoint is published, to upload files that must not be older than it."""
+        """Called on rank 0 before publishing a checkpoint, to upload files that must be at least as new."""
         self._node_ranks = [dist.get_global_rank()]
         """Ranks of this node, ascending. They share the working folder; the first one creates and cleans it."""
         self._published: set[int] | None = None
         """Batches of the checkpoints in the store, on rank 0; None until they are listed."""
         self._saved: dict[int, float | None] = {}
-        """Save times of these checkpoints that have been read so far, in seconds since 1970; None if unknown."""
+        """Save times read so far of checkpoints in the store, by batch, in seconds since 1970; None if unknown."""
         self._maybe_published: set[int] = set()
         """Batches whose receipt may have been written even though the store returned an error."""
 
@@ -162,11 +162,11 @@ class BucketStorage:
         try:
             replace_folder(work, self.folder / checkpoint_name(batch), create_folder=False)
             checkpoint_store.remove_others(self.folder / checkpoint_name(batch))
-        except OSError as error:  # the checkpoint is in the store
+        except OSError as error:  # not an error, since the checkpoint is in the store
             log.warning('%s: the local copy of %s is not kept (%s)', self.folder, checkpoint_name(batch), error)
 
     def discard(self, work: Path) -> None:
-        # The uploaded objects have no receipt; the next save of this batch or the next start removes them.
+        # Leave the uploaded objects, which have no receipt: the next save of this batch or the next start removes them.
         if self._owns_folder():
             shutil.rmtree(work, ignore_errors=True)
 
@@ -180,7 +180,7 @@ class BucketStorage:
                 self._batches().discard(batch)
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
-        """Return the facts about each checkpoint in the store that the retention rules need."""
+        """Return the facts that the retention rules need about each checkpoint in the store."""
         # Keep the checkpoints that `diffusion watch` is evaluating.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
         pinned = {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}
@@ -192,7 +192,7 @@ class BucketStorage:
         return [CheckpointInfo(batch, self._saved.get(batch), batch in claimed) for batch in batches]
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # If the disk is full, it is the working folder's disk, which only has copies of checkpoints in the store.
+        # Only the working folder's disk can be full; remove its checkpoints, which are copies of those in the store.
         copies = checkpoint_store.list_checkpoints(self.folder) if self._owns_folder() else []
         for path in copies:
             remove(path)
@@ -209,7 +209,7 @@ class BucketStorage:
         return self._node_ranks[0] == dist.get_global_rank()
 
     def _batches(self) -> set[int]:
-        """Return the batches of the checkpoints in the store. Lists them only once: only rank 0 adds new ones."""
+        """Return the batches of checkpoints in the store, listed only once: later ones come only from this process."""
         if self._published is None:
             with _as_storage_fault():
                 self._published = set(bucket_checkpoints.published_batches(self.place))
@@ -253,7 +253,7 @@ class BucketStorage:
             log.warning('%s: damaged, its receipt is renamed to %s', self.name_of(batch), renamed)
 
     def _remove_orphans(self) -> None:
-        """Delete the objects of incomplete saves; no other process may be saving to this run."""
+        """Delete the objects of incomplete saves; call this only while no other process saves to this run."""
         for batch, names in bucket_checkpoints.object_names(self.place).items():
             if not names & {RECEIPT, bucket_checkpoints.DAMAGED_RECEIPT}:
                 bucket_checkpoints.delete_checkpoint(self.name_of(batch))
@@ -264,8 +264,8 @@ def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict
 
     The ranks of a node divide the downloads needed for loading among themselves, and all ranks together verify the
     whole checkpoint. A node needs the shards of its own ranks and those of rank 0, which include the unsharded tensors.
-    If the number of ranks has changed, each shard is only verified here, by one rank. Which shards a rank reads is
-    known once the model is built (`sharded_state.read_tensors`).
+    If the number of ranks has changed, this step only verifies each shard, on one rank: the shards that a rank reads
+    are known only once the model is built (`sharded_state.read_tensors`).
     """
     files: dict[str, FileRecord] = receipt['files']
     rank, world_size = dist.get_global_rank(), dist.get_world_size()
@@ -302,8 +302,8 @@ def _as_storage_fault() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        # `RetryPolicy.run` chains such an error to the client's error; a UserError without a cause is raised by this
-        # library.
+        # Only convert errors that `RetryPolicy.run` has chained to an error of the client; a UserError without a cause
+        # comes from this library.
         if isinstance(error, DamagedCheckpoint) or error.__cause__ is None:
             raise
         raise OSError(errno.EACCES, str(error)) from error

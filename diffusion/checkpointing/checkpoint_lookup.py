@@ -96,7 +96,7 @@ def local_checkpoint(path: Path) -> Path | None:
 def run_of_checkpoint(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint belongs to: its parent folder or grandparent folder.
 
-    The grandparent is for files of Composer's own saver in a separate folder.
+    The grandparent is for files that Composer's own saver wrote into a separate folder.
     """
     folder = checkpoint.resolve().parent
     return next((parent for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), folder)
@@ -205,7 +205,7 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
 def still_exists(checkpoint: Path) -> bool:
     """Return True if a checkpoint that was just claimed still exists, or False if its run has removed it."""
     if not checkpoint.exists():
-        # If a run sees the claim only after renaming the checkpoint, it renames the checkpoint back (`retention`).
+        # Wait: a run that sees the claim only after renaming the checkpoint renames it back (`retention`).
         time.sleep(PAUSE_SECONDS)
     return checkpoint.exists()
 
@@ -224,7 +224,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
     content = (json.dumps({'owner': asdict(owner), 'purpose': purpose}) + '\n').encode()
     try:
         _write(path, content, create=True)
-    except OSError as error:  # for example if the run belongs to another user
+    except OSError as error:  # for example, the run belongs to another user
         log.warning('%s: cannot be claimed (%s); its run may remove it while it is read', checkpoint, error)
         yield
         return
@@ -235,7 +235,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        with suppress(OSError):  # the claim expires anyway
+        with suppress(OSError):  # a claim that is not removed expires
             path.unlink(missing_ok=True)
 
 
@@ -274,7 +274,7 @@ def claimed_batches(folder: Path) -> set[int]:
             if _counts(folder / name):
                 found.add(int(claim[1]))
             else:
-                with suppress(OSError):  # the claim belongs to another user
+                with suppress(OSError):  # the claim may belong to another user
                     (folder / name).unlink()
     return found
 
@@ -288,8 +288,8 @@ def _counts(claim: Path) -> bool:
     is_alive = None if owner is None else owner.is_alive()
     if is_alive is not None:
         return is_alive
-    # On file servers that set times themselves, both times come from the server's clock, so the machines' clocks do not
-    # matter. The folder's time is that of the last save; an older one would only keep a claim for longer.
+    # Compare with the folder's time: on file servers that set times, both come from the server, so the machines' clocks
+    # do not matter. The last save set the folder's time; an older time only keeps a claim longer.
     with suppress(FileNotFoundError):
         return claim.parent.stat().st_mtime - claim.stat().st_mtime < LEASE_SECONDS
     return False

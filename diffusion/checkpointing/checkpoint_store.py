@@ -90,7 +90,7 @@ class WriteProgress:
         self.hurry()
 
     def _wait(self) -> None:
-        """Pause in proportion to this thread's CPU time since the last pause, unless that was too short."""
+        """Pause in proportion to this thread's CPU time since the last pause, unless that time is too short."""
         # Use CPU time instead of elapsed time: waiting for the disk, and pauses while pickling, take nothing from
         # training.
         if self._resumed_at is None:
@@ -261,7 +261,7 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
         text = path.read_bytes()
     except FileNotFoundError as error:
         if not checkpoint.is_dir():
-            raise  # if its file system is no longer mounted, that is not damage
+            raise  # not damage: its file system may no longer be mounted
         raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
     return parse_receipt(text, str(checkpoint), sharded=(checkpoint / INDEX).exists())
 

@@ -41,7 +41,7 @@ class NoAverages(UserError):
     """Error for a checkpoint without averaged weights.
 
     Attributes:
-        reason: Names the checkpoint and says why it has no averages.
+        reason: Text that names the checkpoint and says why it has no averages.
     """
 
     def __init__(self, reason: str) -> None:
@@ -90,7 +90,7 @@ def _check_file(path: Path, expected: FileRecord) -> None:
             raise DamagedCheckpoint(f'{path}: the content has changed since it was written (xxh3_128 differs)')
     except FileNotFoundError as error:
         if not path.parent.is_dir():
-            raise  # the whole folder has vanished, which is a file system fault
+            raise  # the whole folder has vanished: a file system fault, not damage
         raise DamagedCheckpoint(f'{path}: the file does not exist') from error
 
 
@@ -253,7 +253,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Adapt weights to a model: drop tensors of `TRAINING_ONLY` that it lacks; missing ones keep its own values."""
+    """Adapt weights to a model: drop tensors of `TRAINING_ONLY` that it lacks, and add its own for missing ones."""
     extra = {name for name in weights.keys() ^ own.keys() if name.startswith(TRAINING_ONLY)}
     if extra:
         log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))

@@ -36,11 +36,11 @@ PICKLING_PAUSE_SECONDS = 0.001
 class SaveFailed(OSError):
     """Error for a checkpoint that could not be written because of a storage fault; raised on every rank.
 
-    Training may continue until the next save. `errno` is the fault's.
+    Training may continue until the next save. `errno` is that of the fault.
     """
 
     def __str__(self) -> str:
-        return self.strerror or super().__str__()  # omit the errno, since the message describes it in words
+        return self.strerror or super().__str__()  # without the errno, which the message describes in words
 
 
 def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
@@ -51,7 +51,7 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
     what = 'the disk quota is used up on' if fault.errno == errno.EDQUOT else 'no space left on'
     try:
         free = f', {_gib(shutil.disk_usage(folder).free)} free'
-    except OSError:  # the file system no longer responds
+    except OSError:  # the file system does not respond
         free = ''
     return f'{what} {folder}: {_gib(needed_bytes)} needed{free}'
 
@@ -89,7 +89,7 @@ def collect(state: State, folder: Path, progress: WriteProgress | None = None, *
 
 
 class SaveInProgress:
-    """Save of a checkpoint of a trainer's state, in three steps.
+    """Saves a trainer's state as a checkpoint, in three steps.
 
     The constructor, a collective, collects the state. `write` writes this rank's files; if there is a snapshot, it can
     run in a thread while training continues. `publish`, a collective, completes the checkpoint once all ranks have
@@ -163,7 +163,7 @@ class SaveInProgress:
             self.progress.check()  # do not upload an abandoned save
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
-        # A rank that failed also calls this, without files: its peers in a tier wait for the exchange.
+        # A rank that failed also calls `upload`, without files, since its peers in a tier wait for the exchange.
         try:
             self._storage.upload(self._work, {} if self._error else self._records, self.batch, self.progress.check)
         except Exception as error:
@@ -268,7 +268,7 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a `pickle` whose pickler pauses for the training thread, and completes `SnapshotBuffers.reductions`."""
+    """Return a `pickle` whose pickler pauses for the training thread, and fills in `SnapshotBuffers.reductions`."""
 
     class Pickler(pickle.Pickler):
         # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us (half of that if
@@ -284,7 +284,7 @@ def _yielding_pickle(reductions: dict[int, Any]) -> Any:
                 reductions[key] = value.__reduce_ex__(torch.serialization.DEFAULT_PROTOCOL)
             return reductions[key]
 
-    return type('pickle', (), {'Pickler': Pickler})  # torch reads the module's name
+    return type('pickle', (), {'Pickler': Pickler})  # torch reads the name of the pickle module
 
 
 def _write_state(

@@ -147,7 +147,7 @@ class Checkpointer(CheckpointSaver):
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        # A tier has brought all files to the node. Its checkpoint is temporary, so do not list it as saved.
+        # A checkpoint from a tier has all files on the node. It is temporary, so do not list it as saved.
         from_storage = self.resume.parent == self.storage.folder
         fetch = self.storage.fetch if from_storage else present
         self._random_state = load_checkpoint(state, logger, self.resume, fetch)
@@ -157,7 +157,7 @@ class Checkpointer(CheckpointSaver):
         log.info('resumed from %s', self.resume)
 
     # Noise and timesteps come from counter-based generators keyed by sample ID; torch's generator is for layers that
-    # draw from it, such as dropout. Composer 0.32.1 restores its state only if the Trainer's own load_path is set.
+    # draw from it, such as dropout. Composer 0.32.1 restores that generator only if the Trainer's own load_path is set.
     # Loaders draw from the generator when they start. For a checkpoint within an epoch, the state is therefore restored
     # at the first batch, after the loader has started; for one from the end of an epoch, before the next epoch's loader
     # starts.
@@ -169,14 +169,14 @@ class Checkpointer(CheckpointSaver):
         self._start_copies()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        # This restores the state of a checkpoint saved after the epoch's last batch, since no batch has started since.
+        # This only restores a state that was saved after the epoch's last batch; otherwise `batch_start` has done it.
         self._restore_random_state()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        self._start_copies()  # loading the batch may take long
+        self._start_copies()  # use the time in which the batch is loaded
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # Composer runs this event after the backward pass and before the optimizer's step.
+        # End the copies here: Composer runs this event after the backward pass and before the optimizer's step.
         if self._running is not None:
             self._running.end_copy()
         self._tiers.end_copy()
@@ -207,7 +207,7 @@ class Checkpointer(CheckpointSaver):
         self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        # A custom save interval may not include the end of training.
+        # Save again if the running save fails, since a custom save interval may not include the end of training.
         if self._running is not None and self._finish_running(logger) != 'saved':
             self._save_checkpoint(state, logger)
         super().fit_end(state, logger)
@@ -251,7 +251,7 @@ class Checkpointer(CheckpointSaver):
             reproducibility.load_rng_state(states)
 
     def finish_save(self, logger: Logger) -> None:
-        """Complete and publish a background save before the run stops without another save; a collective."""
+        """Complete and publish a background save before the run stops without making another one; a collective."""
         if self._running is not None:
             self._finish_running(logger)
 
@@ -328,7 +328,7 @@ class Checkpointer(CheckpointSaver):
         )
         if not save.has_snapshot:
             if in_background:
-                self._buffers = None  # not enough memory
+                self._buffers = None  # there is not enough memory for snapshots
             run_on_each_rank(save.write, save.name)
             save.publish()
         return save
@@ -361,7 +361,7 @@ class Checkpointer(CheckpointSaver):
         return outcome
 
     def _finish_running(self, logger: Logger) -> Outcome:
-        """Complete and publish the background save; after `made room`, it can be repeated now. A collective."""
+        """Complete and publish the background save; `made room` means that it can be repeated now. A collective."""
         running, self._running = self._running, None
         assert running is not None
         began = time.monotonic()
@@ -377,7 +377,7 @@ class Checkpointer(CheckpointSaver):
         return 'saved'
 
     def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Record a published checkpoint that began at `began` plus unblocked time; remove old ones. A collective."""
+        """Record a published checkpoint and remove old ones; `began` is now minus the blocked time. A collective."""
         self._write_seconds = save.write_seconds
         # Set this only after the save: `save_now` saves a batch again unless this has its number.
         self.last_checkpoint_batch = batch

@@ -114,7 +114,7 @@ def wait_for_all_ranks(done: threading.Event) -> None:
 
 
 def run_on_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result | None:
-    """Run a function on rank 0 only, as `run_on_each_rank` does; return its result there, None on the other ranks."""
+    """Run a function on rank 0 only, else like `run_on_each_rank`; return its result there, None on other ranks."""
     return run_on_each_rank(work if dist.get_global_rank() == 0 else lambda: None, where, logs=logs)
 
 
@@ -155,7 +155,7 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
             if device is not None:
                 torch.cuda.set_device(device)
             future.set_result(work())
-        except BaseException as error:  # raised again by future.result()
+        except BaseException as error:  # future.result() raises the error again
             future.set_exception(error)
 
     # Unlike the threads of ThreadPoolExecutor, a daemon thread lets the process exit even if the file system hangs.

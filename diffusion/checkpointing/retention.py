@@ -29,9 +29,9 @@ class CheckpointInfo:
 
     batch: int
     saved: float | None = None
-    """Time of the save in seconds since 1970, or None if unknown; then the rules for hours and days skip it."""
+    """Time of the save in seconds since 1970; if unknown (None), the rules for hours and days skip the checkpoint."""
     claimed: bool = False
-    """True if another process reads it or it is pinned."""
+    """True if another process is reading the checkpoint, or if it is pinned."""
 
 
 def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:

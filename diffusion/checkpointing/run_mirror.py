@@ -85,7 +85,7 @@ class RunMirror:
                 name = path.relative_to(self.folder).as_posix()
                 before = self._copied.get(name)
                 try:
-                    # Take the stamp before the upload: if the file grows in the meantime, it is uploaded again.
+                    # Read size and time before the upload: if the file grows in the meantime, it is uploaded again.
                     stamp = self._stamp(path, '' if before is None else before.tag)
                     if stamp == before or stamp.modified_ns < since * 1e9:
                         continue
@@ -93,7 +93,7 @@ class RunMirror:
                     stored = object_store.write(f'{self.url}/{name}', path.read_bytes(), retry=retry)
                 except FileNotFoundError:
                     continue  # the file has just been removed
-                except GaveUp as error:  # the store does not respond, and would not for other files
+                except GaveUp as error:  # the store does not respond, so skip the other files
                     errors.append(error)
                     break
                 except OSError as error:

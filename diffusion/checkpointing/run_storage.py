@@ -45,7 +45,7 @@ class SaveTarget(Protocol):
     run_id: str
 
     def name_of(self, batch: int) -> str:
-        """Return the path or URL of the checkpoint after this number of batches."""
+        """Return the path or URL of the checkpoint of a batch."""
         ...
 
     def work_folder(self, batch: int) -> Path:
@@ -166,7 +166,7 @@ class FolderStorage:
         pass
 
     def discard(self, work: Path) -> None:
-        # Only one rank removes the folder: a slower rank could remove the folder of the next try.
+        # Remove the folder on one rank only: a slower rank could otherwise remove the folder of the next try.
         if dist.get_global_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -181,7 +181,7 @@ class FolderStorage:
         retention.prune(self.folder, rules)
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # The newest checkpoint always stays.
+        # Without rules all checkpoints stay, and with rules the newest always does.
         if dist.get_global_rank() != 0 or rules is None:
             return False
         return bool(retention.make_room(self.folder, rules, batch))
@@ -280,6 +280,6 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
         return checkpoint
     if damages:
         if run_id:
-            check_run_id(folder, run_id)  # raises if the file system has vanished: that is not damage
+            check_run_id(folder, run_id)  # raises an error if the file system has vanished, which is not damage
         raise checkpoint_store.all_damaged(str(folder), damages)
     return None

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FIRST_STALL_SECONDS = 30.0
 """Assumed duration of a save until the first one has been measured."""
 FAILURES = frozenset({'crash', 'killed', 'hang', 'hardware', 'lost'})
-"""Causes of an attempt's end that lose the work since the last checkpoint; a preempted attempt saves first."""
+"""Causes that end an attempt without a save, so that the work since the last checkpoint is lost."""
 SAVES_PER_INTERVAL = 2
 """Minimum ratio of the save interval to the duration of a save, including background writing."""
 LOGGED_CHANGE = 0.1
@@ -138,7 +138,7 @@ class AutoInterval(TimedInterval):
 
 
 class FailedSaves:
-    """Counts the failed saves of a process, equally on all ranks, and reports them on rank 0."""
+    """Counts a process's failed saves, which are the same on all ranks, and reports them on rank 0."""
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
         self.on_failure = on_failure

@@ -47,7 +47,7 @@ def present(folder: Path, names: Collection[str]) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = present) -> None:
-    """Load a sharded checkpoint into these tensors and DTensors; every rank must call this with the same names.
+    """Load a sharded checkpoint into the given tensors and DTensors; every rank must call this with the same names.
 
     Args:
         fetch: Called with the files that this rank will read, before any rank reads.
@@ -79,7 +79,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
 
 def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the full tensors whose names start with a prefix, on the CPU, by name without it; not a collective."""
+    """Return the full tensors whose names start with a prefix, on the CPU, by name without prefix; not a collective."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _entries(folder).items()
@@ -118,7 +118,7 @@ def data_files(folder: Path) -> set[str]:
 
 
 def _files_to_read(tensors: dict[str, Tensor], folder: Path) -> set[str]:
-    """Return the names of the files that contain the shards this rank loads into these tensors."""
+    """Return the names of the files that contain the shards this rank loads into `tensors`."""
     index = read_with_retries(_Reader(folder).read_metadata)
     planner = DefaultLoadPlanner()
     planner.set_up_planner(tensors, index, is_coordinator=False)
@@ -167,7 +167,7 @@ class _IndexUnpickler(pickle.Unpickler):
             ('collections', 'OrderedDict'): collections.OrderedDict,
             ('datetime', 'timedelta'): datetime.timedelta,
             ('pathlib', 'PosixPath'): PosixPath,
-            ('pathlib._local', 'PosixPath'): PosixPath,  # its name in Python 3.13
+            ('pathlib._local', 'PosixPath'): PosixPath,  # the name of this class in Python 3.13
         }
         if (module_name, global_name) in plain:
             return plain[module_name, global_name]
@@ -190,7 +190,7 @@ def _layout(name: str) -> torch.layout:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block, suppress torch's warnings about a single process and its own deprecated storage classes."""
+    """Inside the block, suppress torch's warnings about running in one process and about deprecated storage classes."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')
         warnings.filterwarnings('ignore', message='TypedStorage is deprecated')
@@ -307,7 +307,7 @@ class _Writer(filesystem.FileSystemWriter):
         super().__init__(folder, sync_files=False)
         self.fs = self.files = _HashingFiles(progress)
 
-    # torch.save raises a RuntimeError whose context is the OSError.
+    # If a write fails, torch.save raises a RuntimeError whose context is the OSError.
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)

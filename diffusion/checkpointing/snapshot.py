@@ -43,7 +43,7 @@ SPARE_FRACTION = 0.1
 
 
 class TensorCopies:
-    """Copies of tensors into CPU tensors of the same shapes, made between `start` and the return of `wait`.
+    """Copies tensors into CPU tensors of the same shapes, between `start` and the return of `wait`.
 
     The copies have the values at the time of `start`, provided that nothing changes the tensors before
     `wait_before_change` returns.
@@ -82,7 +82,7 @@ class TensorCopies:
         """Wait until the tensors may be changed. Return False if they were changed too early.
 
         On GPUs, the training stream waits for the copies and this thread does not. The method returns immediately if
-        the copies have not been started, and in later calls.
+        the copies have not been started, or if it was called before.
         """
         if not self._started.is_set() or not self._pairs:
             return True
@@ -122,7 +122,7 @@ class TensorCopies:
             self._error = error
 
     def _divided(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[tuple[int, int, int]]]:
-        """Return GPU pairs, pairs for torch to copy, and memory pieces: destination address, source address, size."""
+        """Return tensor pairs on GPUs, pairs that torch copies, and memory pieces (target and source address, size)."""
         on_gpu, rest, pieces = [], [], []
         for target, source in self._pairs:
             if source.is_cuda:
@@ -130,7 +130,7 @@ class TensorCopies:
             elif source.device.type != 'cpu' or source.stride() != target.stride():
                 rest.append((target, source))
             else:
-                # Both have the same dense layout, so copy their bytes, in pieces that can be divided among threads.
+                # Copy bytes, in pieces that can be divided among threads: both tensors have the same dense layout.
                 starts = range(0, source.nbytes, _PIECE_BYTES)
                 to, origin, size = target.data_ptr(), source.data_ptr(), source.nbytes
                 pieces += [(to + start, origin + start, min(_PIECE_BYTES, size - start)) for start in starts]
@@ -143,11 +143,11 @@ class TensorCopies:
                 target.copy_(source, non_blocking=True)
 
     def _sum_of_versions(self) -> int:
-        """Return a number that increases with every in-place change of a tensor."""
-        # Inference tensors do not count their changes.
+        """Return a number that increases with every in-place change of one of the source tensors."""
+        # Skip inference tensors, which do not count their changes.
         counted = [source for _, source in self._pairs if not source.is_inference()]
         if counted:
-            private_attribute(counted[0], '_version')  # raises if this PyTorch has no such counter
+            private_attribute(counted[0], '_version')  # raises UserError if this PyTorch has no such counter
         return sum(map(attrgetter('_version'), counted))
 
 
@@ -210,7 +210,7 @@ class SnapshotBuffers:
         self.release()
         try:
             memory = mmap.mmap(-1, need, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:  # although it is an OSError, it is not a storage fault
+        except (OSError, ValueError) as error:  # an OSError here is not a storage fault
             log.warning('%.2f GiB of memory for snapshots cannot be allocated (%s)', need / 2**30, error)
             return False
         if sys.platform == 'linux':
@@ -254,7 +254,7 @@ class SnapshotBuffers:
         return self.copy_but(state, StateTensors(state), ())[0]
 
     def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
-        """Return a copy like `copy`, and the pending copies of some of its tensors, which must be made later."""
+        """Return a copy like `copy`, and the pending copies of the tensors whose addresses are in `later`."""
         self._end_preparation()  # the copies touch the rest of the memory anyway
         if self._gpu is not None and not self._pinned:
             self._pin()
@@ -323,7 +323,7 @@ class SnapshotBuffers:
         """Pin the memory for copies by the GPU; without pinning, copies are slower but still correct."""
         assert self._memory is not None and self._gpu is not None
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        # A new thread uses the first GPU by default, which may belong to another rank.
+        # Select the GPU: a new thread uses the first one by default, which may belong to another rank.
         with torch.cuda.device(self._gpu):
             runtime: Any = torch.cuda.cudart()
             result = int(runtime.cudaHostRegister(address, self.nbytes, 0))

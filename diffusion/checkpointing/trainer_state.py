@@ -44,8 +44,8 @@ _TENSOR_ATTRIBUTES = ('model', 'optimizers')
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the content of state.pt, and the tensors of which each rank saves its shards, by name."""
-    # After a forward pass without a backward pass (evaluation, image sampling), FSDP2 may leave gathered weights in the
-    # model. These are not the parameters that the optimizer holds.
+    # Free gathered weights, which FSDP2 may leave in the model after a forward pass without a backward pass
+    # (evaluation, image sampling): they are not the parameters that the optimizer holds.
     reshard(state.model)
     random_state = reproducibility.get_rng_state()
     if not sharded_tensors:
@@ -59,7 +59,7 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
         for label, average in algorithm.averages.items():
             shards = average.shards(state.model)
             tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
-    # The averages are saved as shards too, but state_dict() has no argument to omit them.
+    # Turn off `gathers`, so that state_dict() omits the averages: they are among the sharded tensors.
     try:
         for algorithm in averagers.values():
             algorithm.gathers = False
@@ -76,7 +76,7 @@ def _whole_state(state: State) -> dict[str, Any]:
     if state.fsdp_enabled:
         return state.state_dict()
     # Composer asks PyTorch for the model's tensors and then for the optimizer's. Each time, PyTorch looks up the names
-    # of all parameters, which takes 30 ms for Stable Diffusion 2's U-Net. This looks them up only once.
+    # of all parameters, which takes 30 ms for Stable Diffusion 2's U-Net. This call looks them up only once.
     model, optimizer = get_state_dict(state.model, state.optimizers[0])
     rest = _rest_of_state(state)
     found = {'model': model, 'optimizers': {type(state.optimizers[0]).__qualname__: optimizer}, **rest}
@@ -173,7 +173,7 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
 
 
 def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path, fetch: Fetch) -> None:
-    model = get_model_state_dict(state.model)  # under FSDP2, DTensors with this rank's shards
+    model = get_model_state_dict(state.model)  # under FSDP2, these are DTensors with this rank's shards
     # get_optimizer_state_dict initializes the state of a new optimizer, so there are tensors to load into.
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}

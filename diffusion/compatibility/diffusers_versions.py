@@ -23,9 +23,9 @@ def without_own_deprecations() -> Iterator[None]:
 
 
 def keep_prx_masks_small() -> None:
-    """Make PRX's attention mask padding with a bool tensor [B, 1, 1, L], which attention broadcasts by itself.
+    """Make PRX's attention use a bool mask [B, 1, 1, L] for padding, which attention broadcasts by itself.
 
-    diffusers 0.39 expands it to [B, heads, image tokens, L], and backends copy that: 1.1 GiB in each block for 32
+    diffusers 0.39 expands the mask to [B, heads, image tokens, L], and backends copy that: 1.1 GiB in each block for 32
     images of 1,024 tokens. diffusers 0.42 does not. Remove this function when support for diffusers 0.39 is dropped.
     """
     module: Any = transformer_prx

@@ -35,7 +35,7 @@ def average_by_summing(module: FSDPModule, ranks: int) -> None:
 
 def _divide_sum(gradients: Tensor, ranks: int) -> None:
     """Turn a sum over ranks into an average, in place; an FSDP2 hook that runs after gradients are reduced."""
-    if gradients.dtype in (torch.float32, torch.bfloat16):  # for float16, FSDP2 itself requests a sum and divides it
+    if gradients.dtype in (torch.float32, torch.bfloat16):  # in float16, FSDP2 itself divides the sum
         gradients.div_(ranks)
 
 
@@ -56,12 +56,12 @@ def distribute_tied_weights(model: nn.Module, weights: dict[str, Tensor]) -> Non
 
 
 def ignore_views_of_fsdp2() -> None:
-    """Hide PyTorch 2.14's warning about changing PRX's output in place, while diffusers returns a view."""
+    """Hide PyTorch 2.14's warning about in-place changes of PRX's output; needed while diffusers returns a view."""
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
 
 
 REFUSED = re.compile(r'(?:unsupported global|unsupported global: global|unsupported class) ([\w.]+)', re.IGNORECASE)
-"""Messages of torch's restricted unpickler about a function or class that it refuses to call."""
+"""Pattern for the messages of torch's restricted unpickler about a function or class that it refuses to call."""
 
 
 def code_to_run(error: BaseException) -> str | None:

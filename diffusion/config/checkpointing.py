@@ -13,9 +13,9 @@ class KeepConfig:
     last: int = 1
     """The number of newest checkpoints to keep, at least 1."""
     hourly: int = 0
-    """The number of most recent hours of which the last checkpoint is kept, not counting hours without one."""
+    """The number of hours whose last checkpoint is kept: the most recent hours in which one was saved."""
     daily: int = 0
-    """The number of most recent days (UTC) of which the last checkpoint is kept, not counting days without one."""
+    """The number of days (UTC) whose last checkpoint is kept: the most recent days on which one was saved."""
     every: str | None = None
     """The interval of permanent checkpoints in batches, such as 10000ba: the first checkpoint at or after each multiple
     is never removed. Null means no permanent checkpoints."""
@@ -37,8 +37,8 @@ class TierConfig:
     diffusion-UID/RUN_ID. Null means /dev/shm for `memory`; `disk` needs a folder, such as /local/nvme."""
     replicate: bool = False
     """True keeps a copy of each file on another node, so that the run can resume from this tier when a node is lost.
-    The other node is in another rack or block if DIFFUSION_FAILURE_DOMAIN or Slurm names these. Copies double the
-    memory and add a transfer over gloo per save."""
+    The other node is in another rack or block if DIFFUSION_FAILURE_DOMAIN or Slurm names the nodes' racks or blocks.
+    Copies double the memory and add a transfer over gloo per save."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TiersConfig:
     """The `checkpointing.tiers` section: where nodes keep recent checkpoints, in addition to `runs_dir`."""
 
     memory: TierConfig | None = None
-    """A tier in the nodes' memory, which survives restarts of the run but no reboot of a node. Null means none."""
+    """A tier in the nodes' memory, which survives restarts of the run but not a reboot of a node. Null means none."""
     disk: TierConfig | None = None
     """A tier on a local disk of the nodes, which survives a reboot. Null means none."""
 

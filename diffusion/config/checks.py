@@ -48,7 +48,7 @@ SUPPLIED = {
     'dataset': ('buckets', 'batch_size', 'tokenizers', 'image_sizes', 'image_features', 'seed'),
     'optimizer': ('params',),
 }
-"""Keywords that the program sets and recipes must not, by kind of component."""
+"""Keywords that only the program may set, not recipes, by kind of component."""
 SET_IN_OTHER_SECTIONS = {
     'model': 'model',
     'train_dataloader': 'streams and dataset',
@@ -123,7 +123,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')
     if isinstance(recipe.global_batch, int) and recipe.global_batch > MAX_BATCH:
         gather.problem('global_batch', f'{recipe.global_batch} is more than {MAX_BATCH} samples; use a smaller batch')
-        return gather.problems  # other checks search for divisors of the batch size
+        return gather.problems  # the other checks would take long: they search for divisors
     if _not_positive(recipe.device_train_microbatch_size):
         gather.problem('device_train_microbatch_size', f'{recipe.device_train_microbatch_size} is not positive')
     if isinstance(recipe.seed, int) and not 0 <= recipe.seed < 2**32:
@@ -148,7 +148,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.task == 'train' and isinstance(recipe.trainer, dict) and isinstance(recipe.callbacks, dict):
         _check_loss_guard(recipe.trainer, recipe.callbacks, gather)
     _check_notify(recipe.notify, gather)
-    # A saved recipe has the defaults too, so check them before they are saved.
+    # Check the defaults of keywords too: they are saved with the recipe, and would be refused when it is loaded again.
     own = {where: registry.settings_of(kind, each) for where, kind, each in _components(recipe)}
     if recipe.task == 'train':
         gather.problems += check_initial_weights(recipe.init_from)
@@ -291,7 +291,7 @@ def _shape_text(stream: StreamConfig) -> str:
 
 
 def _check_microbatch(batch: int, microbatch: int | None, gather: Gatherer) -> None:
-    """Report a microbatch size that divides the batch per device for no number of devices."""
+    """Report a microbatch size that cannot divide the batch per device, however many devices there are."""
     # It suffices to test the global batch: it is a multiple of the batch per device, and equals it on one device.
     # `check_devices` is stricter where the number of devices is known.
     if not _positive(batch) or not _positive(microbatch) or batch % microbatch == 0:

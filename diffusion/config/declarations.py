@@ -1,8 +1,8 @@
-"""Constraints and meanings that a component declares for its keywords, in addition to their types.
+"""Constraints on the values of a component's keywords, and meanings of keywords, such as their effect on a resume.
 
-They are part of the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`. `diffusion check`
-reads them from the source file, without importing the component; the decorator `constrained` enforces constraints when
-the component is built.
+A component declares them in the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`.
+`diffusion check` reads them from the source file, without importing the component; the decorator `constrained` enforces
+constraints when the component is built.
 """
 
 import functools
@@ -29,15 +29,15 @@ class Effect(Enum):
     DATA = 'needs allow_data_change'
     """The new value takes effect if the samples and their order stay the same, or with `allow_data_change: true`."""
     BEFORE_AVERAGING = 'applied before averaging starts, then fixed'
-    """The new value takes effect, unless the checkpoint has averaged weights."""
+    """The new value takes effect if the checkpoint has no averaged weights; otherwise, the run refuses to resume."""
 
 
 @dataclass(frozen=True)
 class OnResume:
     """Effect of changing a value before a run resumes, and the reason, which messages and documentation show.
 
-    A dataclass field without an `OnResume` has that of the keyword that takes the dataclass. The class attribute
-    `on_resume` applies to the component as a whole and to its keywords that declare none.
+    A dataclass field that declares no `OnResume` has the one of the keyword whose value is the dataclass. The class
+    attribute `on_resume` applies to the whole component and to its keywords that declare no `OnResume`.
     """
 
     effect: Effect
@@ -58,7 +58,7 @@ def fixed_once_averaging(reason: str) -> OnResume:
 
 @dataclass(frozen=True)
 class NotArchitecture:
-    """Mark a model's keyword as one that affects no parameters, FLOPs or activations; all others are assumed to."""
+    """Mark a model's keyword as one that affects no parameters, FLOPs or activations; unmarked ones affect them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Default:
 Meaning = OnResume | NotArchitecture | WeightsOf | Default
 
 ARCHITECTURE = fixed_on_resume('the architecture: the names and shapes of the weights follow from it')
-"""Meaning on resume of those keywords of this package's models that declare none."""
+"""Effect on resume of the keywords of this package's models that declare no effect of their own."""
 FROZEN_PARTS = fixed_on_resume('the frozen parts: the weights were trained on their latents and embeddings')
 OBJECTIVE = fixed_on_resume('the training objective: the weights predict its target under its noise schedule')
 CONDITIONING = fixed_on_resume('the conditioning of the denoiser on captions')
@@ -93,9 +93,9 @@ MEANINGS = {
     each.__name__: each
     for each in (fixed_on_resume, applied_on_resume, fixed_once_averaging, NotArchitecture, WeightsOf, Default)
 }
-"""Functions and classes that create meanings, by their names in annotations."""
+"""Functions and classes that an annotation may call to declare a meaning, by name."""
 NAMED_MEANINGS = {name: each for name, each in globals().items() if isinstance(each, OnResume)}
-"""Meanings that several keywords share, by their names in annotations."""
+"""Constants above that several annotations use as a meaning, by name."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def constrained(function: Function) -> Function:
     """Wrap a function with a check of its arguments, which raises UserError if one violates its constraints.
 
     Text instead of a number is a violation too. If the function takes `**keywords: Unpack[...]`, it gets all keywords
-    of that TypedDict, with the defaults of those that the caller omits.
+    of that TypedDict; those that the caller omits have their defaults.
     """
     signature, hints = full_signature(function), keyword_hints(function)
     constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
@@ -205,7 +205,7 @@ def defaults(**values: Any) -> Callable[[Function], Function]:
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function or class, with the keywords of a TypedDict in place of `**keywords`.
 
-    Meanings are removed from the annotations, since `inspect.signature` and `help` would show them at length.
+    Meanings are removed from the annotations, since they would make the output of `help` hard to read.
     """
     signature = inspect.signature(function)
     init = function.__init__ if inspect.isclass(function) else function
@@ -250,7 +250,7 @@ def _without_meanings(annotation: Any) -> Any:
 
 def extras_of(annotation: Any) -> list[Any]:
     """Return the constraints and meanings that an evaluated annotation declares in addition to the type."""
-    # In Python 3.10, the annotation of an argument whose default is None is Optional[Annotated[...]].
+    # Look inside unions: Python 3.10 wraps the annotation of an argument that defaults to None in Optional[...].
     parts = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
     return [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]
 

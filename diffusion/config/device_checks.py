@@ -20,7 +20,7 @@ from diffusion.config.schema import Problem
 
 
 def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = None) -> list[Problem]:
-    """Return a problem if the global batch, its microbatches, the replicas or the sample order do not divide evenly.
+    """Return a problem if the devices cannot evenly share the batch, its microbatches, replicas and the sample order.
 
     Args:
         gpus_per_node: Number of devices per node; None skips the check of the number of nodes.
@@ -87,7 +87,7 @@ MAX_PICKS = 2**20
 
 
 def default_canonical_nodes(global_batch: int) -> int:
-    # The factors 3 and 5 allow numbers of nodes that are not powers of two, such as 12 nodes for a batch of 1536.
+    # 960 also has the factors 3 and 5, for numbers of nodes that are not powers of two, such as 12 for a batch of 1536.
     return math.gcd(64 * 3 * 5, global_batch)
 
 

@@ -22,10 +22,10 @@ class Pipeline:
     """A diffusers pipeline class to which a family's models are exported."""
 
     optional_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parts that an exported pipeline lacks if a keyword of the model is false, by this keyword. `from_pretrained`
-    requires that these parts are passed as None."""
+    """Parts of the pipeline by keyword of the model: if the keyword is false, an exported pipeline lacks these parts,
+    and `from_pretrained` requires that they are passed as None."""
     call: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda keywords: {}
-    """Returns the arguments with which the pipeline reproduces `task: generate`, given the model's keywords."""
+    """Function from the model's keywords to the arguments with which the pipeline reproduces `task: generate`."""
     loads_lora: bool = True
     """False if diffusers cannot load a LoRA into the pipeline."""
     takes_other_schedulers: bool = True
@@ -39,7 +39,7 @@ class Miniature:
     model: str
     """The miniature's `model.name` in recipes."""
     smallest: Mapping[str, Any]
-    """Keywords of the smallest miniature, with which tests run the family's recipes."""
+    """Keywords that make the miniature as small as possible; tests run the family's recipes with them."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Family:
     image_sizes: bool = False
     """True if the denoiser is conditioned on image sizes, which the dataset then returns."""
     single_file: bool = True
-    """False if no program reads the model from a single file."""
+    """False if no program can read the model from a single file, so that it is not exported to one."""
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
     """The diffusers pipelines to which the models are exported, by class name."""
     licenses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """License fields of model cards, by the Hub repository of the published weights or frozen parts."""
     miniature: Miniature | None = None
-    """The family's miniature, with which tests run its recipes."""
+    """The family's miniature; tests run the family's recipes with it."""
     parameters: Mapping[str, int] = field(default_factory=dict)
-    """Published numbers of the denoiser's parameters, with the keys `latents` and `pixels`."""
+    """Published number of parameters of the denoiser on `latents` and on `pixels`, by these keys."""
     sides: tuple[int, ...] = ()
     """Image sides in pixels for which the package includes precomputed FLOPs and memory."""
     side_step: int = 8

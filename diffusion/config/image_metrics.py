@@ -10,10 +10,10 @@ from diffusion.config.schema import MISSING, did_you_mean
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """Properties of an image metric: its network, a key of `NETWORKS`, and which values are better.
+    """Properties of an image metric: its network (a key of `NETWORKS`), and whether lower or higher values are better.
 
     Args:
-        reliable_from: Minimum number of images; with fewer, the bias exceeds the usual differences between checkpoints.
+        reliable_from: Minimum number of images; with fewer, bias exceeds the usual differences between checkpoints.
     """
 
     network: str
@@ -33,7 +33,7 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'clip_score': MetricInfo('clip_score', 'higher'),
     'pick_score': MetricInfo('pick_score', 'higher'),
 }
-"""Metrics by name. With fewer images than features, the covariance is singular and a Fréchet distance is too large."""
+"""Metrics by name. A Fréchet distance of fewer images than features is too large: the covariance is singular."""
 NETWORKS: dict[str, str | None] = {
     'inception': None,
     'clip_fid': 'openai/clip-vit-base-patch32@3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268',

@@ -10,7 +10,7 @@ from pathlib import Path
 from diffusion.errors import UserError
 
 BUCKETS = 'buckets.json'
-"""Name of the file that lists the shapes of a dataset that has one subfolder of shards per image shape."""
+"""Name of the file that lists the image shapes of a dataset with one subfolder of shards per shape."""
 STEP = 8
 """Side of a latent cell in pixels; image sides are multiples of it."""
 SDXL_SHAPES = (
@@ -131,7 +131,7 @@ def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` into integers proportional to the weights by the largest remainder; of equal ones, the first."""
+    """Divide `total` into integers proportional to the weights (largest-remainder method; the first one wins a tie)."""
     weight_sum = math.fsum(weights)
     exact = [total * weight / weight_sum for weight in weights]
     shares = [math.floor(value) for value in exact]

@@ -40,8 +40,8 @@ class Resolved:
     values: dict[str, Any]
     """The values. A value that needs an environment variable that is not set stays the text of its interpolation."""
     from_environment: dict[KeyPath, Interpolation]
-    """Text of each value that depends on an environment variable, such as `${oc.env:KEY}`. The text refers only to
-    environment variables, so it has the same meaning in another file."""
+    """Text of each value that depends on an environment variable, such as `${oc.env:KEY}`. The text refers to no other
+    key of the file, so it has the same meaning in another file."""
     unset: dict[KeyPath, tuple[str, ...]]
     """Names of the unset environment variables that each value needs."""
 
@@ -73,8 +73,8 @@ def escaped(value: Any) -> Any:
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
-    # OmegaConf halves the backslashes before `${`, and an odd number escapes it: double existing backslashes and add
-    # one.
+    # OmegaConf halves the backslashes before `${`, and an odd number of them escapes it: double those in the text and
+    # add one.
     is_literal = isinstance(value, str) and not isinstance(value, Interpolation)
     return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if is_literal else value
 
@@ -179,7 +179,7 @@ class _Pass:
 
 @contextmanager
 def _only_resolvers(resolvers: dict[str, Any]) -> Iterator[None]:
-    """Let interpolations call only these resolvers, since OmegaConf's `oc.coerce` can import any module."""
+    """Let interpolations call only the given resolvers, since OmegaConf's `oc.coerce` can import any module."""
     # Swap the private registry: OmegaConf's public functions would drop resolvers that the calling program registered.
     # Threads share the registry: without the lock, one would restore the old resolvers while another is resolving.
     with _registry_lock:

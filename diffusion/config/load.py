@@ -39,7 +39,7 @@ class RecipeError(UserError):
 
 
 SHARDING = ' (SHARD_GRAD_OP is strategy: fsdp2 with reshard_after_forward: false, and FULL_SHARD with true)'
-"""Hint added to the message about a wrong `parallelism.strategy` or an unknown `parallelism.sharding_strategy`."""
+"""Hint for messages about a wrong `parallelism.strategy` or about the unknown key `parallelism.sharding_strategy`."""
 UNUSED_SECTIONS = {
     'train': ('precompute', 'generate'),
     'precompute': ('algorithms', 'callbacks', 'loggers', 'evaluators', 'streams', 'eval_streams', 'trainer'),
@@ -64,7 +64,7 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    A value whose environment variable is not set, and need not be, stays an interpolation and is not checked.
+    A value stays an interpolation and is not checked if its environment variable is not set and is not required.
 
     Args:
         overrides: Changes as `key=value`, with dots for nested keys and YAML for values: `trainer.max_duration=20ba`.
@@ -72,7 +72,7 @@ def load(
             `recipe.missing`.
         task: Task that the recipe is loaded for (default: the recipe's). Variables in sections that the task does not
             read need not be set.
-        environ: Environment of `${oc.env:...}` (default: that of this process).
+        environ: Environment variables for `${oc.env:...}` (default: those of this process).
         set_later: Names of environment variables that need not be set yet.
 
     Raises:
@@ -103,7 +103,7 @@ def load(
         for each in gather.missing
         if not each.where.startswith(unread)
     ]
-    # A value of the wrong type was replaced by None or its default, so a later check may report the same path again.
+    # Report each path once: later checks may report the None or default that replaced a value of the wrong type.
     found = [problem.where for problem in gather.problems + gather.missing]
     gather.problems += [
         problem for problem in check_recipe(recipe) if not any(overlap(problem.where, where) for where in found)
@@ -115,7 +115,7 @@ def load(
             for each in recipe.from_environment
             if each[0] == 'trainer'
         ]
-    # A value that is still an interpolation may have another type and range than the real value: drop its problems.
+    # Drop problems of values that are still interpolations: the real value may have another type and be in range.
     gather.problems = _without(gather.problems, unset)
     gather.missing += _missing_variables(unset, task or recipe.task, set_later)
     problems = gather.problems if allow_missing else gather.problems + gather.missing
@@ -171,7 +171,7 @@ def overlap(one: str, other: str) -> bool:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML that `load` reads back: the values that it sets, then the defaults.
+    """Return the resolved recipe as YAML that `load` reads back: the values set in the recipe, then the defaults.
 
     Values that depend on environment variables may be secrets, so they are written as `${oc.env:NAME}`. The YAML omits
     null values whose default is null, component names that equal their key, and the defaults of `trainer` and of
@@ -189,7 +189,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _add_defaults(kind: str, entry: Any) -> None:
-    if isinstance(entry, dict):  # else it is null, or its value depends on the environment
+    if isinstance(entry, dict):  # if not, it is null or an interpolation
         entry |= registry.saved_defaults(kind, entry['name'], entry, supplied=SUPPLIED.get(kind, ()))
 
 
@@ -230,7 +230,7 @@ def plain_values(value: Any) -> Any:
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """Return a recipe's raw values with each component as {name, kwargs}, without components that are false.
+    """Return a recipe's YAML values with components split into {name, kwargs}, without components that are `false`.
 
     In YAML, a component's keywords are siblings of `name`; the `Component` dataclass separates them.
     """
@@ -248,13 +248,13 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
     for section in ('streams', 'eval_streams'):
         if isinstance(values.get(section), dict):
             values[section] = {key: stream for key, stream in values[section].items() if stream is not False}
-    # A key without a value, such as `callbacks:` with all its lines commented out, is null in YAML.
+    # Null is the same as empty here: YAML reads `callbacks:` as null if all lines below it are commented out.
     emptiable = (*NAMED_COMPONENT_SECTIONS, 'streams', 'eval_streams', 'trainer', 'imports')
     return {key: value for key, value in values.items() if value is not None or key not in emptiable}
 
 
 def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> Any:
-    """Return a component's raw mapping as {name, kwargs}. `name` is the default name, or None if a name is required."""
+    """Split a component of the YAML into {name, kwargs}. `name` is the default name; with None, it must have one."""
     if value == MISSING:
         return value
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Checks of a model and its training method: objective, auxiliary losses, base width, LoRA and algorithms.
 
-Checks of recipes and the constructors of models and algorithms share them. No check imports torch.
+`diffusion check` and the constructors of models and algorithms use these checks. No check imports torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -115,7 +115,7 @@ def no_features_problem(stream: str) -> str:
 
 
 def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
-    """Return error messages, by key, for the aligned block's index, the loss's weight and the MLP's width."""
+    """Return error messages, by key, for the aligned block's index, the loss's weight and the projector's width."""
     problems = {}
     if block < 0 or (depth is not None and block >= depth):
         known = '' if depth is None else f' to {depth - 1}'
@@ -129,7 +129,7 @@ def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: in
 
 PERCEPTUAL_LOSSES = 'perceptual_losses'
 LPIPS_BACKBONES = ('vgg', 'alex', 'squeeze')
-"""Networks for which the linear layers of LPIPS are published."""
+"""Backbones for which the linear layers of LPIPS have been published."""
 
 
 def _check_perceptual_losses(model: Component) -> list[Problem]:
@@ -149,7 +149,7 @@ def _check_perceptual_losses(model: Component) -> list[Problem]:
 
 
 def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return error messages, by key, for perceptual losses with numbers of the right types; '' is the section."""
+    """Return error messages, by key ('': the section), for perceptual losses whose values have the right types."""
     problems = {}
     for key in ('lpips_weight', 'features_weight'):
         if settings[key] < 0:  # type: ignore[operator]
@@ -188,7 +188,7 @@ def _check_width_transfer(recipe: Recipe) -> list[Problem]:
     values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (BASE_WIDTH, 'hidden_size', 'num_heads')]
     sizes = [each for each in numbers if isinstance(each, int) and each > 0]
-    if len(sizes) < len(numbers):  # no base width, or a wrong value, which is reported elsewhere
+    if len(sizes) < len(numbers):  # not set, or of a wrong type, which is reported elsewhere
         return []
     found = []
     if (problem := base_width_problem(*sizes)) is not None:
@@ -242,7 +242,7 @@ def _check_lora(recipe: Recipe) -> list[Problem]:
 
 
 UNROUTED_BLOCKS = 3
-"""Default number of blocks after the end of TREAD's route; these process all tokens."""
+"""Default number of blocks after TREAD's route, which process all tokens again."""
 
 
 def _check_algorithms(recipe: Recipe) -> list[Problem]:
@@ -311,7 +311,7 @@ def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, st
     if end is None and depth is not None:
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
-        return {}  # the type check reports it
+        return {}  # a wrong type, which is reported elsewhere
     return route_problems(start, end, fraction, depth=depth)
 
 

@@ -35,7 +35,7 @@ class Option:
     repeated: bool = False
     """True if a list is given by repeating the flag before each value."""
     files: bool = False
-    """True if shell completion completes file names."""
+    """True if shell completion suggests file names."""
     const: str | None = None
     """Value of the option if the flag has no value; None requires a value after the flag."""
     excludes: str | None = None
@@ -65,7 +65,7 @@ class _Field:
 
 
 def add_command(parser: argparse.ArgumentParser, function: Callable[..., int]) -> None:
-    """Make a parser run a function whose arguments are dataclasses; the fields of these become the parser's options."""
+    """Make a parser run a function whose arguments are dataclasses, and add an option for each field of these."""
     kinds = {name: kind for name, kind in get_type_hints(function).items() if name != 'return'}
     for kind in kinds.values():
         title = str(kind.__doc__).partition('\n')[0].rstrip('.')
@@ -80,7 +80,7 @@ def _call(function: Callable[..., int], kinds: Mapping[str, Any], args: argparse
 def add_options(
     target: Any, kind: type, *, only: Collection[str] | None = None, required: Mapping[str, bool] | None = None
 ) -> None:
-    """Add options for the fields of a dataclass, except those that are dataclasses, to a parser or group.
+    """Add options to a parser or group for the fields of a dataclass, except fields that are dataclasses themselves.
 
     Args:
         only: Names of the fields to add; None adds all.
@@ -141,7 +141,7 @@ def _fields(kind: Any) -> list[_Field]:
 
 
 def _keywords(each: _Field, is_required: bool) -> dict[str, Any]:
-    """Return the keywords for `add_argument` with which argparse reads a field's value."""
+    """Return the keywords of `add_argument` that make argparse read and check a field's value."""
     if each.kind is bool:
         return {'action': 'store_true'}
     option, is_list, is_dict = each.option, get_origin(each.kind) is list, get_origin(each.kind) is dict

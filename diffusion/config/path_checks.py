@@ -34,16 +34,16 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 
 
 def reads_initial_weights(recipe: Recipe) -> bool:
-    """Return True if a recipe's task would read `init_from`, were it set."""
-    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
-    # Finding out if a run in an object store is new takes a request, so training checks that.
+    """Return True if a recipe's task would read `init_from` if it were set."""
+    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since. A
+    # run in an object store is not checked here: only a request would show if it has checkpoints.
     return recipe.task == 'train' and recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
 
 
 def check_stream_folders(
     section: str, streams: Mapping[str, StreamConfig], *, for_training: bool = False
 ) -> list[Problem]:
-    """Return a problem for each unreadable or empty local folder of streams; `for_training`, also for small images."""
+    """Return a problem for each unreadable or empty local folder of streams; `for_training` checks image sizes too."""
     gather = Gatherer()
     for name, stream in streams.items():
         key, folder = ('local', stream.local) if stream.remote is None else ('remote', stream.remote)

@@ -96,7 +96,7 @@ class LoaderConfig:
     shuffle_seed: int | None = None
     """The seed of the sample order, at least 0. Null means the run's `seed`."""
     shuffle_block_size: int | None = None
-    """The number of samples that are shuffled together. Null means that Streaming chooses."""
+    """The number of samples in each block, within which samples are shuffled. Null means that Streaming chooses."""
     epoch_size: int | None = None
     """The number of samples per epoch over all streams, a multiple of `global_batch`. Null means the sum over the
     streams, computed from their sizes, `repeat` and `choose`."""
@@ -186,7 +186,7 @@ SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name no
 
 
 def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[str]:
-    """Return the settings that a recipe turns on but that have no effect, because they need a GPU."""
+    """Return the settings that a recipe turns on without effect, because they need a GPU."""
     return [part for part in SPEED_PARTS if getattr(settings, part) is True and not getattr(effective, part)]
 
 
@@ -217,9 +217,8 @@ class PrecomputeConfig:
     """The output folder for the latents, local or in an object store; it gets one subfolder per stream."""
     latents: Literal['image', 'image+text'] = 'image'
     """The encoders whose output is stored: image stores only the VAE's, so that the text encoder runs during training;
-    image+text stores the text encoder's too. Text embeddings include those of padding unless the model masks it, which
-    makes 158 kB per caption for SD2. If the model has representation_alignment, the features of its image encoder are
-    stored too."""
+    image+text stores the text encoder's too. Text embeddings include those of padding unless the model masks it: 158 kB
+    per caption for SD2. If the model has representation_alignment, the features of its image encoder are stored too."""
     captions: Literal['all', 'first', 'longest'] = 'all'
     """Captions of an image that `latents: image+text` encodes: all, first or longest. `latents: image` stores all
     captions as text."""
@@ -253,7 +252,7 @@ class GenerateConfig:
     """The scale of classifier-free guidance; 1 turns guidance off."""
     guidance_rescale: float = 0.0
     """The strength, from 0 to 1, with which the guided prediction is rescaled to the standard deviation of the
-    conditional one; 0 turns rescaling off."""
+    conditional prediction; 0 turns rescaling off."""
     num_inference_steps: int = 50
     """The number of sampling steps of the noise scheduler."""
     num_images_per_prompt: int = 1
@@ -352,7 +351,7 @@ class Recipe:
     `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights or
     a repository on the Hub. Null means the model's initial weights."""
     lora: LoraConfig | None = None
-    """The LoRA to train instead of the denoiser's weights, which stay those of `init_from`; `{}` means the defaults.
+    """The LoRA to train instead of the denoiser's weights, which stay as in `init_from`; `{}` means the defaults.
     Null means that all weights are trained."""
     checkpoint: str | None = None
     """The checkpoint or run (a folder or a URL) that `task: evaluate` and `task: generate` use. Null means this run's
@@ -404,8 +403,8 @@ class Recipe:
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
     """The values that are still ???, if `load` accepted them; not a key of a recipe."""
     from_environment: dict[KeyPath, Interpolation] = field(default_factory=dict, repr=False, compare=False)
-    """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Files must
-    contain this text instead of the value, which may be a secret (`load.to_yaml`); not a key of a recipe."""
+    """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Write this
+    text to files instead of the value, which may be a secret (`load.to_yaml`); not a key of a recipe."""
 
     @property
     def initial_weights(self) -> InitFrom | None:

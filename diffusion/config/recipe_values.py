@@ -1,4 +1,4 @@
-"""All values of a recipe as plain nested mappings with defaults filled in, for the comparison of two recipes.
+"""All values of a recipe as plain nested mappings with the defaults filled in, to compare two recipes.
 
 This module reads a recipe's YAML instead of a `Recipe`, so that it can also read recipes saved by other versions of
 this package. It imports no component.
@@ -47,7 +47,7 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
     if name == 'init_from' and isinstance(given, str):
         given = {'from': given}
     if name in OPTIONAL_SECTIONS and isinstance(given, Mapping):
-        # Fill in the defaults, so that leaving out a key is not a difference.
+        # Fill in the defaults, so that a recipe that leaves out a key equals one that sets its default.
         fields = {each.metadata.get('key', each.name): each for each in dataclasses.fields(OPTIONAL_SECTIONS[name])}
         return {key: _default(each) for key, each in fields.items()} | _plain(given)
     if name in SINGLE_COMPONENT_SECTIONS:

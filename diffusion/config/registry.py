@@ -81,7 +81,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
 PROGRAM_DEFAULTS = {'model': ('seed',), **dict.fromkeys(('algorithm', 'callback', 'logger'), ('folder',))}
-"""Keywords by kind of component whose default the program replaces: by the run's seed, and by the run's folder."""
+"""Keywords, by kind of component, for which the program uses the run's seed or folder instead of the default."""
 
 
 def register(kind: str, name: str, target: Any) -> None:
@@ -119,7 +119,7 @@ def names(kind: str) -> list[str]:
 
 
 def unknown(kind: str, name: str) -> str | None:
-    """Return an error message if no component of this kind is registered under the name, else None."""
+    """Return an error message if no component of this kind has this name, else None."""
     table = _table(kind)
     if name in table:
         return None
@@ -133,10 +133,10 @@ def is_own(kind: str, name: str) -> bool:
 
 
 def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: Collection[str] = ()) -> dict[str, Any]:
-    """Return the keywords that a saved recipe adds to those given for a component: its other keywords' defaults.
+    """Return the defaults of the keywords that a recipe does not give for a component, to save them with the recipe.
 
-    A component that users register has none, so that they can remove a keyword and still load their saved recipes. A
-    keyword is left out if its default is null or not a plain value, or if the program chooses its value.
+    The result is empty for a component that users register, so that they can remove a keyword and still load their
+    saved recipes. A keyword is left out if its default is null or not a plain value, or if the program chooses it.
     """
     target = _table(kind).get(name)
     if not isinstance(target, str) or not target.startswith(('diffusion.', 'composer.')):
@@ -145,7 +145,7 @@ def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: 
 
 
 def _added_defaults(found: Signature, given: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the plain defaults of the keywords that are not given, and given mappings with their fields' defaults."""
+    """Return the plain defaults of keywords that are not given, and fill in the defaults in given mappings."""
     added = {}
     for parameter in found.parameters:
         value, nested = given.get(parameter.name), found.nested_signature(parameter)
@@ -173,7 +173,7 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
     If the type of a keyword is a dataclass, a mapping given for it is converted to that dataclass.
 
     Args:
-        offered: Default values of keywords. Keywords that the recipe sets or the component does not accept are ignored.
+        offered: Default values by keyword. Those that the recipe sets or the component does not accept are ignored.
         supplied: Keywords that only the program may set; the component gets all of them.
 
     Raises:
@@ -263,7 +263,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: Co
                 problems.append(Problem(path, f'is missing and has no default; set it{meaning}'))
             continue
         value = kwargs[parameter.name]
-        # A keyword whose annotation names a dataclass of this package is checked against the fields of that dataclass.
+        # If a keyword's annotation names a dataclass of this package, check the mapping against the dataclass's fields.
         nested = found.nested_signature(parameter)
         if isinstance(value, Mapping) and nested is not None:
             problems += _check(path, nested, value)

@@ -22,11 +22,11 @@ from diffusion.config.signatures import Signature
 
 @dataclass(frozen=True)
 class Rule:
-    """Effect of changing any of some keys."""
+    """Effect on a resume of changing any of `keys`, and the reason."""
 
     keys: tuple[str, ...]
-    """Keys as dotted paths. `*` stands for any stream name; algorithms, callbacks, loggers and evaluators go by their
-    registered names. A final `*` stands for every key that no other rule names."""
+    """Keys as dotted paths. `*` stands for any stream name; algorithms, callbacks, loggers and evaluators are named by
+    their registered names. A final `*` stands for all keys that no other rule names."""
     effect: Effect
     reason: str
 
@@ -43,7 +43,7 @@ SECTION_RULES = (
     _rule(Effect.FIXED, 'the trained parameters: their shapes and their scale follow from it', 'lora'),
     # -- optimizer and schedule --
     _rule(Effect.FIXED, 'the state of an optimizer fits only its own class', 'optimizer.name'),
-    # These keywords belong to Composer's optimizers and to this package's optimizers of the same names.
+    # Composer's optimizers, and this package's optimizers of the same names, have these keywords.
     _rule(UPDATE.effect, UPDATE.reason, 'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas'),
     _rule(OPTIMIZER_STATE.effect, OPTIMIZER_STATE.reason, 'optimizer.amsgrad'),
     _rule(Effect.FIXED, 'a keyword of your own optimizer, whose effect on its state is not known', 'optimizer.*'),
@@ -126,12 +126,12 @@ SECTION_RULES = (
 UNKNOWN_KEY = Rule(('*',), Effect.FIXED, 'a key that no rule of this version names')
 """Rule for a key that matches no other rule; a test asserts that there is no such key."""
 DECLARED_BY = {'model': 'model', 'optimizer': 'optimizer', 'algorithms': 'algorithm'}
-"""Sections whose components declare the meaning of their keywords on resume, with the kinds of these components."""
+"""Sections whose components declare the effects of keyword changes on a resume, with the kinds of these components."""
 
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
-    """Return the rules of all keys of a recipe, declared by components or for sections."""
+    """Return the rules of all keys of a recipe: those that components declare, and those of `SECTION_RULES`."""
     keys: dict[OnResume, dict[str, None]] = {}
     for section, kind in DECLARED_BY.items():
         for name in registry.names(kind):
@@ -148,7 +148,7 @@ def rule_of_key() -> dict[str, Rule]:
 
 
 def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str, OnResume]]:
-    """Yield each keyword of a component, as in `Rule.keys`, and the meaning that it or its component declares."""
+    """Yield a component's keywords, written as in `Rule.keys`, with the effect that each or the component declares."""
     of_component = ARCHITECTURE if kind == 'model' else signature.on_resume
     if signature.on_resume is not None:
         yield where, signature.on_resume
@@ -178,7 +178,7 @@ class Change:
 
 
 def rule_of(path: str) -> Rule:
-    """Return the rule of a key as in `Rule.keys`, such as `algorithms.ema.smoothing`, or else of a prefix."""
+    """Return the rule of a key, written as in `Rule.keys`, or else the rule of the nearest key that contains it."""
     known = rule_of_key()
     if path in known:
         return known[path]
@@ -187,7 +187,7 @@ def rule_of(path: str) -> Rule:
         prefix = '.'.join(parts[:length])
         if f'{prefix}.*' in known:
             return known[f'{prefix}.*']
-        # The key is inside a value, such as a mapping that a keyword takes.
+        # The key is part of another key's value, such as of a mapping that is the value of a keyword.
         if prefix in known and length > 1:
             return known[prefix]
     return known.get(parts[0], known.get(f'{parts[0]}.*', UNKNOWN_KEY))
@@ -206,13 +206,13 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             found += _entries(section, before or {}, after or {}, named=False)
         else:
             found += _value_changes(section, section, before, after)
-    # A model without a seed of its own uses the run's seed, whose change is listed already.
+    # A model that sets no seed uses the run's seed, whose change is listed already: do not list it twice.
     seeds = (saved.get('seed'), now.get('seed'))
     return [change for change in found if change.key != 'model.seed' or (change.saved, change.now) != seeds]
 
 
 def refused(found: list[Change], *, averaging: bool) -> list[Change]:
-    """Return the changes with which the run must not resume; `averaging`: the checkpoint has averaged weights."""
+    """Return the changes that prevent a resume; `averaging` is True if the checkpoint has averaged weights."""
     fixed = {Effect.FIXED, Effect.BEFORE_AVERAGING} if averaging else {Effect.FIXED}
     return [change for change in found if change.rule.effect in fixed]
 
@@ -229,7 +229,7 @@ def _entries(section: str, before: Mapping[str, Any], after: Mapping[str, Any], 
         old, new = before.get(key), after.get(key)
         if named:
             names = {each['name'] for each in (old, new) if each is not None}
-            # If the key now names another component, the old one is removed, and the new one is added.
+            # If the key now names another component, report the old one as removed and the new one as added.
             pairs = [(old, new)] if len(names) == 1 else [(old, None), (None, new)]
             for before_it, after_it in pairs:
                 path = f'{section}.{(after_it or before_it or {})["name"]}'

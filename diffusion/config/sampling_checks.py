@@ -95,7 +95,7 @@ def _scheduler_classes() -> list[str]:
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return a problem for each sampling setting that is out of range, given the components' keywords by path."""
+    """Return a problem for each sampling setting that is out of range; `components` are their keywords by path."""
     timesteps, flow = num_train_timesteps(recipe.model), is_flow(recipe.model)
     # Training does not read `generate`, whose default of 50 steps would be an error for a model with fewer timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]

@@ -84,7 +84,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
         entries = {
             str(key): build_dataclass(arguments[1], item, join(where, key), gather) for key, item in value.items()
         }
-        # An entry with a mistake is None here; drop it, so that later checks see only entries of the right type.
+        # Drop entries with mistakes, which are None here, so that later checks see only entries of the right type.
         return {key: item for key, item in entries.items() if item is not None or fits(arguments[1], None)}
     if fits(kind, value):
         return float(value) if kind is float else value
@@ -161,7 +161,7 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
         gather.problem(where, f'{value!r} is not a mapping (key: value)')
         return None
     fields = {field.name: field.metadata for field in dataclasses.fields(kind) if field.init and field.repr}
-    # A field's key is its name, unless the key is a Python keyword.
+    # A field has another name than its key if the key is a Python keyword, such as `from`.
     keys = {name: str(metadata.get('key', name)) for name, metadata in fields.items()}
     hints, docs = get_type_hints(kind), field_docs(kind)
     for key in value:
@@ -174,7 +174,7 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
             before = len(gather.problems)
             built[name] = build_dataclass(hints[name], value[keys[name]], path, gather, docs.get(name, ''))
             if built[name] is None and len(gather.problems) > before and name not in _required(kind):
-                del built[name]  # use the default, so that the other checks can continue
+                del built[name]  # optional: use the default, so that the other checks can continue
         elif name in _required(kind):
             gather.problem(path, f'is missing; set {_sentence(docs.get(name, "")) or describe_type(hints[name])}')
             built[name] = None
@@ -200,7 +200,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
     structured = [
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
     ]
-    # If a value has none of the simple types, read it as the structured one, to report the paths of mistakes in it.
+    # If a value fits no simple type, convert it to the structured one, so that mistakes inside it are reported by path.
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
         return build_dataclass(structured[0], value, where, gather, doc)
     if fits(kind, value):
@@ -210,7 +210,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
 
 
 def _hint(kind: Any, value: Any) -> str:
-    """Return how to fix a value of the wrong type, with a leading semicolon, or '' if there is no advice."""
+    """Return advice on how to fix a value of the wrong type, with a leading semicolon; '' if there is none."""
     if get_origin(kind) is Literal and isinstance(value, str):
         near = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
         return f"; did you mean '{near[0]}'?" if near else ''
@@ -220,7 +220,7 @@ def _hint(kind: Any, value: Any) -> str:
 
 
 def _hint_of_text(kind: Any, text: str) -> str:
-    """Return how to fix text that YAML 1.1 reads as a number or a boolean, with a leading semicolon, or ''."""
+    """Return advice on text that YAML 1.1 reads as a number or boolean, with a leading semicolon; '' for other text."""
     kinds = {kind, *get_args(kind)}
     if {int, float} & kinds and re.fullmatch(r'[-+]?0\d+', text):
         return f'; write it without leading zeros: {int(text)}'

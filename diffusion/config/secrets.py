@@ -14,7 +14,7 @@ SECRET_NAME = re.compile(
     r'(?i)(?<![a-z])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key(?!_id)|'
     r'secret[_-]?key|account[_-]?key|private[_-]?key|auth[_-]?key)$'
 )
-"""Names of variables and settings whose value is a secret. The name must end in such a word, unlike token_dropout."""
+"""Ends of names of variables and settings whose value is a secret; token_dropout, for example, does not match."""
 _NO_SECRET_NAME = re.compile(r'(?i)(pad|eos|bos|unk|mask|cls|sep|start|end|special|class|prompt)_?token$')
 _FORMATS = {
     'an AWS access key': r'\b(AKIA|ASIA)[0-9A-Z]{16}\b',
@@ -68,7 +68,7 @@ def has_secret_name(name: str, value: str) -> bool:
     """Return True if the name marks a variable or setting as a secret and the value is the secret in plain text."""
     if not SECRET_NAME.search(name) or _NO_SECRET_NAME.search(name):
         return False
-    # The value may instead be the path of a file with the secret, or the name of an environment variable.
+    # The path of a file with the secret, and the name of an environment variable, are not the secret itself.
     is_place = re.match(r'/|~|\.{1,2}/|\w+://[^@?]*$|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+$', value) is not None
     return not isinstance(value, Interpolation) and value not in ('', MISSING) and not is_place
 
@@ -77,7 +77,7 @@ def secret_format(text: str, *, name: str = '') -> str | None:
     """Return the kind of secret that a text contains, such as 'a GitHub token', or None.
 
     Args:
-        name: Key of the text: 40 hexadecimal digits are a Git revision under `revision`, and a W&B key elsewhere.
+        name: Key of the text. 40 hexadecimal digits are a Git revision if it is `revision` or similar, else a W&B key.
     """
     # Interpolations in a URL, such as https://user:${oc.env:PASSWORD}@host, do not contain the secret itself.
     plain = re.sub(r'\$\{oc\.env:\w+\}', '$', text) if isinstance(text, Interpolation) else text
@@ -88,7 +88,7 @@ def secret_format(text: str, *, name: str = '') -> str | None:
         return 'a Weights & Biases key (for a Git revision, use a key whose name ends in revision)'
     for each in _AWS_SECRET.findall(plain):
         kinds = [len(re.findall(pattern, each)) for pattern in ('[A-Z]', '[a-z]', '[0-9]')]
-        # 40 random characters have 16 letters of each case and 6 digits on average, but paths have few capitals.
+        # Tell keys from paths, which have few capitals: 40 random characters have on average 16 of them and 6 digits.
         if kinds[0] >= 6 and kinds[1] >= 6 and kinds[2] and each.count('/') <= 3:
             return 'an AWS secret key'
     return None
@@ -100,7 +100,7 @@ def _problem(where: str, what: str) -> Problem:
 
 
 MIN_CHARACTERS = 6
-"""Shorter values are replaced only in messages about them; in other messages they would match parts of words."""
+"""`hide_values` replaces shorter values only in messages about them: elsewhere they would match parts of words."""
 
 
 def hide_values(

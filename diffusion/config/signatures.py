@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def weights_of(self) -> tuple[str, ...]:
-        """Parts of a model that are loaded from the folder or repository that this keyword names; else empty."""
+        """Parts of the model that are loaded from this keyword's folder or repository; empty if it names neither."""
         return next((each.parts for each in self.meanings if isinstance(each, WeightsOf)), ())
 
 
@@ -84,7 +84,7 @@ class Signature:
         return {parameter.name for parameter in self.parameters}
 
     def nested_signature(self, parameter: Parameter) -> 'Signature | None':
-        """Return the signature of the dataclass in a keyword's annotation, to check a mapping as its value."""
+        """Return the signature of the dataclass in a keyword's annotation, to check a mapping given for the keyword."""
         names = words(parameter.annotation)
         return next((of_source(*home.split(':')) for name, home in self.nested.items() if name in names), None)
 
@@ -169,14 +169,14 @@ def _unpacked_name(annotation: ast.expr | None) -> str | None:
 
 
 def _home(name: str, module: str) -> tuple[str, str]:
-    """Return the module of this package that defines a name used in a file, and the name there; else ('', '')."""
+    """Return the module of this package that defines a name used in a file, and the name in it; else ('', '')."""
     if name in _definitions(_source(module)):
         return module, name
     return next(((home, original) for local, home, original in _imports(_source(module)) if local == name), ('', ''))
 
 
 def _entries(module: str, name: str) -> tuple[Parameter, ...]:
-    """Return the entries of a TypedDict after those of its base classes in the same file."""
+    """Return the entries of a TypedDict, preceded by those of its base classes in the same file."""
     node = _definitions(_source(module))[name]
     assert isinstance(node, ast.ClassDef)
     known = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in _definitions(_source(module))]
@@ -185,7 +185,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keywords of a function's decorator with this name, which may also be applied through a constant."""
+    """Return the keywords of a function's decorator with this name; it may be a call or a constant that holds one."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)
@@ -196,7 +196,7 @@ def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
 
 
 def _call(node: ast.expr, tree: ast.Module) -> ast.Call | None:
-    """Return the expression if it is a call, or the call that the file assigns to this name; None for others."""
+    """Return the expression if it is a call, or the call assigned to it in the file if it is a name; else None."""
     if isinstance(node, ast.Name):
         found = (each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, node.id))
         node = next(found, node)
@@ -249,10 +249,10 @@ def _simple(node: ast.expr) -> Any:
 
 
 def _union(members: list[ast.expr]) -> Any:
-    """Return the union of an annotation's types that YAML can represent, for checks of a recipe's values.
+    """Return the union of those types of an annotation that YAML can represent, to check a recipe's values.
 
-    Classes such as Path or Tensor are left out. The result is None (no check) if YAML cannot represent another member,
-    or if only None is left.
+    Known classes such as Path are left out. The result is None (no check) if any other member cannot be represented in
+    YAML, or if only None is left.
     """
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
@@ -324,7 +324,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 @functools.cache
 def _aliases(module: str) -> Mapping[str, ast.expr | None]:
-    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; None for other imports."""
+    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; others map to None."""
     imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
     return _own_aliases(_source(module)) | imported
 

@@ -11,7 +11,7 @@ HUB = 'hf://'
 REPOSITORY = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
 COMMIT = re.compile(r'[0-9a-f]{40}')
 PICKLES = ('.bin', '.ckpt', '.pth')
-"""Suffixes of files with pickled weights. Composer's `.pt` is missing, since it is read without running code."""
+"""Suffixes of files with pickled weights. Composer's `.pt` is not listed: it is read without running pickled code."""
 PIPELINE = 'model_index.json'
 DENOISERS = ('unet', 'transformer')
 """Subfolders of a diffusers pipeline that may contain its denoiser."""
@@ -36,7 +36,7 @@ def is_diffusers_folder(folder: Path) -> bool:
 
 
 def check_initial_weights(init_from: str | InitFrom | None) -> list[Problem]:
-    """Return a problem for each contradiction between settings of `init_from`, and for an unsupported source."""
+    """Return a problem for each setting of `init_from` that contradicts another one, and for an unsupported source."""
     start = InitFrom(init_from) if isinstance(init_from, str) else init_from
     if start is None:
         return []

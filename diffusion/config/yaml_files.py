@@ -57,7 +57,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         UnreadableYAML: The path is wrong, or the file is not a YAML mapping or has duplicate keys.
     """
     try:
-        if path.exists() and not path.is_file():  # do not read a pipe: that would wait for a writer
+        if path.exists() and not path.is_file():  # do not open a pipe: reading would wait for a writer
             kind = 'folder' if path.is_dir() else 'pipe or device'
             raise UnreadableYAML(f'{path} cannot be read (it is a {kind}); use the path of a YAML file')
         text = path.read_text(encoding='utf-8')
@@ -177,7 +177,7 @@ def _update(merged: dict[str, Any], override: str, key: str, value: Any) -> None
 
 
 def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """Return the key of a mapping or index of a list that a part of an override's key stands for."""
+    """Convert a part of an override's key to the key of the mapping, or the index of the list, that it refers to."""
     if isinstance(parent, dict):
         same = [key for key in parent if str(key) == part]  # compare as text: YAML keys may be numbers
         return same[0] if same else part

@@ -1,9 +1,9 @@
-"""Replace samples that cannot be decoded by other samples of the same shard, and count, limit and log the replacements.
+"""Replace undecodable samples with others of the same shard; count, log and limit the replacements.
 
 Skipping bad samples would give ranks batches of different sizes. The choice of the replacement depends only on the
 seed, the sample id, the epoch and the attempt, so batches are the same on any number of ranks and after a resume. The
 replacement's image, crop and caption are served under the id of the bad sample, which seeds noise, timestep and caption
-dropout. So a batch that contains the replacement twice does not train on identical inputs.
+dropout. So even if a batch has an image twice, as itself and as a replacement, the two inputs differ.
 """
 
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""Number of replaced samples that is always tolerated: too few to estimate a rate from."""
+"""Number of replaced samples that is always tolerated, because it is too small to estimate a rate."""
 
 
 class BadSample(DataError):
@@ -32,7 +32,7 @@ class BadSample(DataError):
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """Return the row, of a shard with `samples` rows, that replaces an undecodable sample at an attempt from 1."""
+    """Return the row, in [0, samples), that replaces an undecodable sample at this attempt (1, 2, ...)."""
     word, *_ = philox((attempt, sample_id & 0xFFFFFFFF, epoch & 0xFFFFFFFF, 0), (seed, int(Purpose.REPLACEMENT)))
     return word * samples >> 32
 

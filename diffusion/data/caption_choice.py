@@ -11,7 +11,7 @@ from diffusion.errors import UserError
 
 CaptionChoice = Literal['first', 'random', 'longest']
 CAPTION_COLUMNS = 'caption_columns'
-"""Column that names the source column of each caption, in a dataset with captions from several columns."""
+"""Column with the source column of each caption; only in a dataset with captions from several columns."""
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
@@ -27,9 +27,9 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 
 
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> int:
-    """Return the index of the chosen caption; it also selects data stored per caption, such as text embeddings.
+    """Return the index of the chosen caption; the index also selects data stored per caption, such as text embeddings.
 
-    The rule `random` uses `draw`, uniform in [0, 1), and the chances from `caption_chances`; without, they are equal.
+    Only `random` uses `draw`, uniform in [0, 1), and `chances`, the captions' probabilities; if empty, they are equal.
     """
     if rule == 'longest':
         return max(range(len(captions)), key=lambda index: len(captions[index]))
@@ -43,10 +43,10 @@ def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, 
 
 
 def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> list[float]:
-    """Return the probability of each caption of a sample, given the weights of the columns of the captions.
+    """Return the probability of each caption of a sample, given the weight of each source column.
 
     The weights are normalized over the columns in which the sample has captions; captions from one column share its
-    weight. Empty if the dataset does not record the columns. Raises BadSample if no column has a weight.
+    weight. The result is empty if the dataset does not record the columns. Raises BadSample if no column has a weight.
     """
     columns = sample.get(CAPTION_COLUMNS)
     if not columns:
@@ -56,7 +56,7 @@ def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> 
     if total <= 0:
         raise BadSample(
             f'its captions are from {", ".join(counts)}, but dataset.caption_weights has {", ".join(weights)}; '
-            'give one of its columns a weight'
+            'add a weight for one of the columns of its captions'
         )
     return [weights.get(name, 0.0) / (total * counts[name]) for name in columns]
 

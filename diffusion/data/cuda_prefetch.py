@@ -32,7 +32,7 @@ class HostToDeviceCopier:
         self.stream: Any = torch.cuda.Stream(device)
 
     def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Start copying a batch to the GPU; return the copy, usable after `finish`, and the event that ends it."""
+        """Start copying a batch to the GPU; return the copy, to be used only after `finish`, and its CUDA event."""
         with torch.cuda.stream(self.stream):
             copied = {
                 name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -58,7 +58,7 @@ def prefetch_one(
 ) -> Iterator[Item]:
     """Yield the finished items in order, starting the work on the next item before each yield.
 
-    `start` returns immediately, and `finish` waits. If `items` raises an exception, the items before are yielded first.
+    `start` returns immediately, and `finish` waits. If `items` raises an exception, the items before it come first.
     """
     # Holds the item in progress, if any: empty before the first item.
     started: list[Started] = []

@@ -3,10 +3,10 @@
 Streaming drops the samples of a stream that do not fill a global batch, and repeats samples if they do not divide
 evenly over the devices. With that order, a validation loss would depend on the number of devices.
 
-In training, a stream repeats samples if `proportion`, `repeat` or `choose` exceeds its size, or if it has fewer samples
-than a global batch. Streaming passes one integer per sample to the reader. Here, this integer is the *numbered id*,
-sample + occurrence * num_samples: the first copy of a sample in the epoch has occurrence 0, so its numbered id is the
-sample id. The order and the occurrences depend only on seed and epoch, not on ranks, workers or resumption.
+In training, a stream repeats samples if `proportion`, `repeat` or `choose` asks for more than it has, or if it has
+fewer than a global batch. Streaming passes one integer per sample to the reader. Here, this integer is the *numbered
+id*, sample + occurrence * num_samples: the first copy of a sample in the epoch has occurrence 0, so its numbered id is
+the sample id. The order and the occurrences depend only on seed and epoch, not on ranks, workers or resumption.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ class EvaluationOrder:
     Args:
         batches: Sample ids, int64 [G, R, B], for G global batches, R ranks and B samples per rank. All samples of a
             global batch are from one stream. Slots after the last sample of a stream repeat that sample.
-        counts: Number of samples per global batch and rank that are not repetitions, int64 [G, R]. These come first.
+        counts: Number of samples per global batch and rank, without the repetitions (they come last), int64 [G, R].
     """
 
     batches: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def for_workers(self, workers: int) -> NDArray[np.int64]:
-        """Return the sample ids that each worker serves in turn, int64 [R, workers, samples]; `NO_SAMPLE` for none."""
+        """Return the ids of each worker's samples in order, int64 [R, workers, samples], padded with `NO_SAMPLE`."""
         count, ranks, size = self.batches.shape
         turns = -(-count // workers)
         padded = np.full((turns * workers, ranks, size), NO_SAMPLE, dtype=np.int64)
@@ -67,10 +67,10 @@ class OccurrenceSpanner(Spanner):
 
 
 def numbered_ids(sample_ids: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
-    """Return sample + occurrence * num_samples for each sample of an epoch, in its order, int64 [N]."""
+    """Return the numbered id, sample + occurrence * num_samples, for each sample id of an epoch, int64 [N]."""
     if np.bincount(sample_ids).max(initial=0) <= 1:
         return sample_ids
-    # Streaming's ids consist of sorted runs, which a stable sort (timsort for int64) merges quickly.
+    # A stable sort (timsort for int64) is fast here, because Streaming's ids consist of sorted runs.
     order = np.argsort(sample_ids, kind='stable')
     ordered = sample_ids[order]
     is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])

@@ -1,7 +1,7 @@
 """Derive the training data's position from Composer's timestamp, both in checkpoints and at the start of an epoch.
 
 Composer 0.32.1 asks a StreamingDataset for its own position when it saves. At the end of an epoch the two disagree: the
-timestamp is at the start of the next epoch, but the dataset still at the finished epoch, because it counts an epoch
+timestamp is at the start of the next epoch, but the dataset is still in the finished one, because it counts an epoch
 only when iteration begins. The checkpoint then holds sample 0 of the finished epoch, and the resumed run serves that
 epoch twice (Streaming issue 869, Composer issue 3725). The dataset also counts iterations that are not training, such
 as an evaluation on the training data, and a new dataset for a second `fit` counts from 0.
@@ -34,11 +34,11 @@ def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[st
     """Return the dataset's state dict for the timestamp's position; DataError if the dataset is in another epoch."""
     epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = dataset.state_dict(sample, from_beginning=True)
-    # The dataset stays in the finished epoch until `place_dataset` sets it for the next one.
+    # Do not compare at batch 0: the dataset stays in the finished epoch until `place_dataset` sets the next one.
     if timestamp.batch_in_epoch.value and found['epoch'] != epoch:
         raise DataError(
             f'checkpoint not saved: the run is in epoch {epoch}, but its training data is in epoch {found["epoch"]}. '
-            'Something else iterates over the training dataset; give it a separate dataset'
+            'Something else iterates over the training dataset; give that code a separate dataset'
         )
     return found | {'epoch': epoch}
 
@@ -51,7 +51,7 @@ def place_dataset(dataset: StreamingDataset, timestamp: Timestamp) -> None:
     dist.barrier()
     if found == wanted:
         return
-    # Streaming ignores a position whose epoch is before `next_epoch`.
+    # Set this too: Streaming ignores a position whose epoch is before `next_epoch`.
     dataset.next_epoch = wanted[0]
     dataset.load_state_dict(dataset.state_dict(wanted[1], from_beginning=True) | {'epoch': wanted[0]})
     dist.barrier()

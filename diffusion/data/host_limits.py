@@ -25,17 +25,17 @@ from diffusion.storage.host_memory import available_memory
 log = logging.getLogger(__name__)
 
 ORDER_BYTES = 8
-"""Bytes of shared memory, on every machine, per sample of an epoch: Streaming's sample order."""
+"""Bytes of shared memory per sample of an epoch on every machine, for Streaming's sample order."""
 SHUFFLE_BYTES = 72
-"""Bytes of memory per sample of an epoch in the process that creates this order; measured with 10 million samples."""
+"""Bytes of memory per sample of an epoch in the process that creates the sample order; measured with 10 million."""
 SHARD_SHM_BYTES = 17
 """Bytes of shared memory per shard: state, access time and signature."""
 TENSORS = 6
 """Tensors per batch; each is an open file while it passes from a worker to the main process."""
 OPEN_FILES = 200
-"""Other open files per process."""
+"""Open files of the main process, in addition to those for its workers."""
 FILES_PER_WORKER = 10
-"""Other open files per worker."""
+"""Open files of the main process per worker, in addition to the tensors."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
 """Shared memory left behind by dead runs is reported if it exceeds this size."""
 
@@ -85,7 +85,7 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
             f'{dataset.epoch_size} samples, the rest for batches of {loader.num_workers} workers per device), '
             f'{bytes_text(free)} free. To fix: enlarge it with docker run --shm-size or mount -o remount,size=, or '
             'lower loader.epoch_size or loader.num_workers',
-            # The estimate for batches assumes that every prefetch slot is full, so exceeding it is only a warning.
+            # Too little space for batches is not fatal: their estimate assumes that every prefetch slot is full.
             fatal=order > free,
         )
 
@@ -187,7 +187,7 @@ def warn_about_leftovers() -> None:
     if sum(sizes.values()) > MIN_LEFTOVER_BYTES:
         largest = sorted(sizes, key=lambda prefix: -sizes[prefix])[:8]
         log.warning(
-            '%s: %s left behind by runs that have ended. To fix: unless another container uses them, rm %s',
+            '%s: %s left behind by runs that have ended. To fix: rm %s, unless another container uses these files',
             *(SHM, bytes_text(sum(sizes.values())), ' '.join(f'{SHM}/{prefix}_*' for prefix in largest)),
         )
 
@@ -196,7 +196,7 @@ def unmapped_files(folder: Path) -> list[Path]:
     """Return this user's Streaming files in shared memory that no visible process has mapped, left by killed runs."""
     # Streaming names its files by a six-digit number per dataset, such as 000003_locals.
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_owned(path)]
-    # A pattern with two levels would list the folders of processes, and fail for one that ends meanwhile.
+    # Do not use the pattern */maps: it lists each process's folder, and fails if a process ends meanwhile.
     maps = ''.join(_read_or_empty(path / 'maps') for path in Path('/proc').glob('[0-9]*')) if ours else ''
     return [path for path in ours if str(path) not in maps]
 
@@ -227,7 +227,7 @@ def _batch_bytes(loader: BucketedLoader) -> int:
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:
-    """Return the number of samples that are shuffled together, or else downloaded ahead, per machine."""
+    """Return the number of samples per machine that are shuffled together or, without shuffling, downloaded ahead."""
     dataset = loader.dataset
     if not dataset.shuffle:
         return (dataset.predownload or 0) * _processes(loader)

@@ -18,11 +18,11 @@ from PIL import ExifTags, Image, ImageCms, ImageColor, ImageFile, ImageOps, Unid
 from diffusion.data.image_repair import ends_with_stray_bytes, without_stray_bytes, without_texts
 
 MAX_CACHED_PROFILE_BYTES = 2**20
-"""Color transforms of larger profiles are not cached, to keep the cache small."""
+"""Maximum size in bytes of a color profile whose transform is cached, to keep the cache small."""
 MAX_SRGB_DIFFERENCE = 2
-"""Profiles that change no 8-bit value by more than this are treated as sRGB: pixels are not converted."""
+"""A profile that changes no 8-bit value by more than this is treated as sRGB: pixels are not converted."""
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""Formats that need no extra package, by their names in Pillow."""
+"""Formats that can be read without an extra package, by their names in Pillow."""
 MAX_PIXELS = 100_000_000
 """Default maximum of width times height; a decoded RGB image of this size takes 300 MB."""
 PNG_START = b'\x89PNG\r\n\x1a\n'
@@ -60,7 +60,7 @@ class DecodedImage:
     image: Image.Image
     """Upright RGB image in sRGB, without metadata."""
     width: int
-    """Width in pixels of the upright image in the file; `image` may be a JPEG decoded at a reduced size."""
+    """Width in pixels of the upright image in the file; `image` is smaller if decoded at a reduced size."""
     height: int
     format: str
     """Format of the file, named as in Pillow, such as JPEG or PNG."""
@@ -91,7 +91,7 @@ def read_image(
         max_pixels: Maximum width times height, checked against the file's header before decoding.
         extra_formats: Additional formats to decode besides `FORMATS`, by the names under which they are registered in
             Pillow.
-        resized_to: Returns the largest (width, height) to which an image of the given width and height will be resized.
+        resized_to: Function of an image's width and height that returns the largest size to which it will be resized.
         If set, JPEGs are decoded at 1/2, 1/4 or 1/8 size where that leaves at least `MIN_OVERSAMPLING` times that size.
         first_frame: Read the first frame of an animation instead of rejecting it.
 
@@ -113,7 +113,7 @@ def read_image(
         try:
             return read(encoded)
         except Exception:
-            # Pillow refuses a PNG with large or damaged texts. They are not needed: remove them and read again.
+            # Pillow refuses a PNG with large or damaged text chunks. These are not needed: read it again without them.
             file, profile = without_texts(encoded) if encoded.startswith(PNG_START) else (encoded, None)
             if file == encoded:
                 raise
@@ -143,8 +143,8 @@ def _read_checked(
     image = _open(encoded, formats)
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
     check_pixels(image.width, image.height, max_pixels)
-    # A JPEG is never an animation: the second frame of a phone's MPO file is a preview. A HEIC file may contain several
-    # photographs, of which Pillow opens the primary one.
+    # A JPEG is never an animation: the second frame of a phone's MPO file is a preview. If a HEIC file contains several
+    # photographs, Pillow opens the primary one.
     if not first_frame and name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise UnreadableImage('animated', 'the file has several frames or pages')
     array, is_repaired, factor, (width, height) = None, False, 1, image.size
@@ -218,8 +218,8 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    # Pillow checks these only in `verify`, not when decoding. `verify` leaves the image unusable, so open it
-    # separately.
+    # Pillow checks checksums and the end of the file only in `verify`, which leaves the image unusable. So open it
+    # separately for this check.
     if PNG_END not in encoded:
         raise UnreadableImage('truncated', 'the last chunk is missing or incomplete')
     with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:

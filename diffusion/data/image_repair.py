@@ -55,8 +55,8 @@ def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: st
     """Return True if the only fault of a JPEG is stray bytes after the complete data of one scan.
 
     The rest of a damaged scan may also look like stray bytes. In a complete scan, the unused bits of the last byte are
-    ones; in a damaged scan, this is so only by chance. `marker` follows the `count` bytes that libjpeg skipped; a few
-    more may be in its buffer.
+    ones; in a damaged scan, this is so only by chance. libjpeg skipped `count` bytes before `marker`, and may have read
+    a few stray bytes before these into its buffer.
     """
     for end in scan_ends(jpeg):
         start = end - count

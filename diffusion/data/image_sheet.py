@@ -79,14 +79,14 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the width and height with the image's aspect ratio and the area of a square with the given side."""
+    """Return the width and height at which an image, with its aspect ratio, has the area of a square of this side."""
     aspect = image.width / image.height
     width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
     return width, max(1, round(width / aspect))
 
 
 def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return an image's size in a PNG, of about side x side pixels: enlarged by an integer, or from `size_on_sheet`."""
+    """Return the size at which to draw an image, about side x side pixels; small images grow by an integer factor."""
     # Use an integer factor, so that all pixels of a small image are drawn at the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:

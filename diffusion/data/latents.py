@@ -56,11 +56,11 @@ class LatentManifest:
     text_output: str = 'last'
     """The output of the text encoders that is stored; see `TextConditioner.output`."""
     text_padding: str = 'kept'
-    """`kept`: all L embeddings per caption are stored; `removed`: only those of real tokens, if models mask padding."""
+    """`kept`: all L embeddings per caption are stored; `removed`: only those of tokens that are not padding."""
     image_sizes: bool = False
     """True if the sizes of the images are stored."""
     image_encoder: str | None = None
-    """Fingerprint of the image encoder that made the stored features for representation alignment, or None."""
+    """Fingerprint of the image encoder that made the features for representation alignment; None if none are stored."""
     image_encoder_source: str = ''
     """Folder or repository of the image encoder, with its revision; for information only, not compared in training."""
     features_shape: list[int] | None = None
@@ -127,12 +127,12 @@ def manifest_of(
 
 
 def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) -> list[int]:
-    """Return height, width and channels of the feature grid, as in manifests; tokens are token_side px wide."""
+    """Return height, width and channels of the feature grid, as in manifests; `token_side` is a token's side in px."""
     return [shape.height // token_side, shape.width // token_side, encoder.width]
 
 
 def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
-    """Return one caption's text embeddings padded to [size, D], and their mask, from those of all captions."""
+    """Return the embeddings of one caption, out of those of all captions, padded to [size, D], and their mask."""
     start = sum(lengths[:caption])
     padded = embeds.new_zeros(size, embeds.shape[1])
     padded[: lengths[caption]] = embeds[start : start + lengths[caption]]
@@ -251,14 +251,14 @@ class LatentsDataset(BucketedDataset):
     ) -> None:
         """Raise UserError unless the stored latents and text embeddings were made by the model's own encoders.
 
-        Text embeddings must not be stored for a model that trains its text encoders, or without padding for one that
-        attends to it.
+        A model that trains its text encoders cannot use stored text embeddings. A model that attends to padding cannot
+        use those stored without it.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)
             if self.without_padding and not mask_padding:
                 raise UserError(
-                    'streams: their text embeddings are stored without padding, to which the model attends; set '
+                    'streams: their text embeddings are stored without padding, but the model attends to it; set '
                     'model.mask_padding: true, or precompute them again with this model'
                 )
         of_model = manifest_of(vae, shape='', posterior='', dtype='')

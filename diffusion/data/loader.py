@@ -64,7 +64,7 @@ class _EndOfWorkers:
         """Set the event, but give up if its lock is still held after WORKER_EXIT_SECONDS."""
         self._is_set = True
         thread = threading.Thread(target=self._event.set, name='end of the workers', daemon=True)
-        # While Python exits, starting a thread raises RuntimeError; PyTorch then terminates the remaining workers.
+        # Ignore the RuntimeError of a thread started while Python exits: PyTorch then terminates the remaining workers.
         with contextlib.suppress(RuntimeError):
             thread.start()
             thread.join(WORKER_EXIT_SECONDS)
@@ -123,7 +123,7 @@ class BucketedLoader(StreamingDataLoader):
     def __iter__(self) -> Iterator[Any]:
         world = World.detect()
         # StreamingDataset's private `_resume` reads the position from a loaded checkpoint; no public method returns it.
-        # Call it before the workers start: they increment `next_epoch`, and positions from earlier epochs are ignored.
+        # Call it before the workers start: they increment `next_epoch`, after which this position would be ignored.
         _, sample_in_epoch = private_attribute(self.dataset, '_resume')(world, self.dataset.next_epoch)
         assert self.batch_size is not None
         first = sample_in_epoch // (self.batch_size * world.num_ranks)
@@ -182,7 +182,7 @@ class BucketedLoader(StreamingDataLoader):
             try:
                 return next(worker_batches, None)
             except RuntimeError as error:
-                # PyTorch raises a plain RuntimeError for the timeout.
+                # PyTorch raises a plain RuntimeError for the timeout, so recognize it by its message.
                 if 'DataLoader timed out' not in str(error):
                     raise
                 self.dataset.check_failures()
@@ -212,7 +212,7 @@ class BucketedLoader(StreamingDataLoader):
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
-        """Share an exception's message with the other processes on this machine, so that they stop; return it."""
+        """Share an error message with the other processes on this machine, so that they stop, and return it."""
         assert self.dataset.failures is not None
         dead = None
         if not isinstance(error, UserError | DataError):
@@ -230,7 +230,7 @@ class BucketedLoader(StreamingDataLoader):
         """Return True if every rank has a batch, False if the epoch has ended on all of them; a collective call.
 
         Raises DataError on all ranks if one has a `problem`, if the ranks do not end together, or if too many samples
-        were replaced. `batch` is None after this rank's last.
+        were replaced. `batch` is None after this rank's last one.
         """
         # The sums below are the same on every rank, so every rank takes the same branches and makes the same further
         # collective calls. Deciding by a rank's own values instead would deadlock.
@@ -259,7 +259,7 @@ class BucketedLoader(StreamingDataLoader):
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
     def _count_replaced(self, index: int, replaced: int, notes: list[str]) -> None:
-        """Record a batch's replaced samples, and raise DataError above `max_bad_samples`; a collective."""
+        """Record a batch's replaced samples; raise DataError if their rate exceeds `max_bad_samples`; a collective."""
         self.tally.replaced += replaced
         all_notes = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
         pointer = ''
@@ -281,9 +281,9 @@ class BucketedLoader(StreamingDataLoader):
     def _gloo_group(self) -> torch.distributed.ProcessGroup | None:
         """Return a process group for CPU tensors, created on first use, or None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
-            # NCCL does not accept CPU tensors, and an all-reduce on the GPU would wait for all queued kernels. Do not
-            # use the default group's timeout: one rank may be saving a checkpoint for several minutes, and the watchdog
-            # must detect a hang first.
+            # Use Gloo: NCCL does not accept CPU tensors, and an all-reduce on the GPU would wait for all queued
+            # kernels. Use a long timeout: one rank may be saving a checkpoint for several minutes, and if ranks hang,
+            # the watchdog must find it first.
             timeout = datetime.timedelta(seconds=collective_timeout())
             group = torch.distributed.new_group(backend='gloo', timeout=timeout)
             self._gloo = cast(torch.distributed.ProcessGroup, group)
@@ -303,7 +303,7 @@ def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str 
         for worker in workers:
             if worker.sentinel in ending:
                 worker.join()
-    # Workers that have served all their samples exit with status 0.
+    # Ignore workers that exited with status 0: they have served all their samples.
     ended = [(number, worker) for number, worker in enumerate(workers) if worker.exitcode]
     return '; '.join(
         f'DataLoader worker {number} (pid {worker.pid}) {describe_exit(worker.exitcode)}' for number, worker in ended
@@ -334,7 +334,7 @@ def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str,
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return a stratified timestep quantile in [0, 1) per sample, float64 [B]; `copies` are those of all ranks."""
+    """Return a stratified timestep quantile in [0, 1) per sample, float64 [B]; `copies` is from `_gather_copies`."""
     ids, occurrences = copies
     epoch, index = (batch[name][:1].expand(len(ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))
     draws = Draws(seed, ids, epoch_word(epoch, occurrences), index)
@@ -343,7 +343,7 @@ def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: tor
 
 
 def to_data_spec(loader: BucketedLoader) -> DataSpec:
-    # The last batch may be short, and Composer's default split_batch would warn about that.
+    # Replace Composer's default split_batch: it warns if the last batch is short.
     return DataSpec(loader, split_batch=_split)
 
 

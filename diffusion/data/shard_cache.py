@@ -62,7 +62,7 @@ def home(cache: Path, remote: str) -> Path:
 
 
 def version(home: Path, digest: str, stream: str) -> Path:
-    """Return the folder of one version of a dataset, identified by its index's SHA-256: a rewritten one is new."""
+    """Return a stream's folder for one version of a dataset; `digest` is the SHA-256 of that version's index."""
     # StreamingDataset rejects two streams with the same local folder, so each stream gets its own symbolic link to the
     # version's folder.
     return home / digest[:16] / 'as' / re.sub(r'[^A-Za-z0-9._-]+', '_', stream)
@@ -104,7 +104,7 @@ class CachedShard(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Used space of a limited folder."""
+    """Record of how much space the shards in a limited folder use."""
 
     used_bytes: int
     """Total size of the shards in the folder, including those being downloaded."""
@@ -233,7 +233,7 @@ class CacheBudget:
 
 
 def _evict(shards: list[CachedShard], size: float) -> list[CachedShard]:
-    """Remove and return the least recently used shards, with at least `size` bytes in total if there are so many."""
+    """Remove the least recently used shards until `size` bytes are freed or none is left; return the removed shards."""
     evicted, freed = [], 0
     for shard in sorted(shards):
         if freed >= size:
@@ -257,7 +257,7 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 class DownloadTurns:
-    """Turns of processes at downloading into shared folders; `wait` is called meanwhile and may raise an error."""
+    """Lets one process at a time download a file; the others call `wait` until then, which may raise an error."""
 
     def __init__(self, name: str, wait: Callable[[], None]) -> None:
         self.name = name
@@ -271,8 +271,8 @@ class DownloadTurns:
         """Wait while other processes download a file, then hold the right to download it during the `with` block.
 
         Yields the path that this process has locked, for naming the temporary folder: `path` itself, or `path` with a
-        number if the wait was too long. Yields None if another process has completed the file: `is_complete` returns
-        True if it exists and is undamaged, and is called when it has changed.
+        number if the wait was too long. Yields None if another process has completed the file. `is_complete` is called
+        when the file has changed, and returns True if it exists and is undamaged.
         """
         patience = self.patience_seconds(size)
         known = _signature(path)
@@ -280,7 +280,7 @@ class DownloadTurns:
         def wait() -> None:
             nonlocal known
             self.wait()
-            # The process that writes the file may hold a different lock than the one we wait for.
+            # Check the file too: the process that writes it may hold another lock than the one we wait for.
             if (found := _signature(path)) != known:
                 known = found
                 if is_complete():
@@ -289,8 +289,8 @@ class DownloadTurns:
         # After giving up on a lock, wait for the next one, so that impatient processes download one at a time.
         for number in itertools.count():
             locked = path if not number else path.with_name(f'{path.name}.{number}')
-            # An evicted shard is downloaded again. Do not wait a second time for a lock that was not released the first
-            # time.
+            # Do not wait a second time for a lock that was not released the first time, as when an evicted shard is
+            # downloaded again.
             seconds = 0.0 if locked in self._given_up else patience
             with contextlib.ExitStack() as stack:
                 try:

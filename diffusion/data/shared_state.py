@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 15.0
 
 
 class Failures:
-    """First failure's message among a dataset's processes on this machine, in the file `path`, so that all stop."""
+    """Shares the message of the first failure with all processes of a dataset on this machine, in the file `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +106,7 @@ def one_job_at_a_time() -> Iterator[None]:
                 log.warning('%s: held by another job for %d s; continuing without the lock', LOCK, TIMEOUT_SECONDS)
             except OSError as error:
                 log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
-        # One rank per machine takes the lock; the other ranks wait here for it.
+        # One rank per machine takes the lock; the other ranks wait here until it has done so.
         dist.barrier()
         with _unused_name_on_all_ranks():
             yield

@@ -100,8 +100,8 @@ class BucketedDataset(VerifiedDataset):
         self.substitute = substitute
         self.caption_choice: CaptionChoice = caption_choice
         self.caption_weights = caption_weights
-        # Streaming's constructor derives a `proportion` for every stream. The private `_proportion` is None unless the
-        # recipe set it.
+        # Read the private `_proportion`, which is None unless the recipe set it: Streaming's constructor derives a
+        # `proportion` for every stream.
         given = [bucket.stream for bucket in buckets if private_attribute(bucket.stream, '_proportion') is not None]
         self.is_proportional = bool(given) or streaming.get('epoch_size') is not None
         super().__init__({bucket.name: bucket.stream for bucket in buckets}, batch_size=batch_size, **streaming)
@@ -125,10 +125,10 @@ class BucketedDataset(VerifiedDataset):
         return self.read(at)[1]
 
     def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a stored sample, and its tensors with its id and epoch.
+        """Return a stored sample, and its batch entries: tensors, id, epoch and occurrence.
 
-        With `substitute`, both come from another sample if this one cannot be decoded. Before giving up on a sample,
-        its shard is hashed again and, if damaged, downloaded again.
+        With `substitute`, a sample that cannot be decoded is replaced; its own id is kept. Before giving up on a
+        sample, its shard is hashed again and, if damaged, downloaded again.
 
         Raises:
             BadSample: The sample and, with `substitute`, `MAX_ATTEMPTS` replacements cannot be decoded.
@@ -154,13 +154,13 @@ class BucketedDataset(VerifiedDataset):
                         f'{errors[0]}; {MAX_ATTEMPTS} other samples of its shard cannot be decoded either'
                     ) from error
             index = self._replacement(int(at), len(errors))
-        # Always set the key: collation takes the keys from the first sample of a batch.
+        # Set this key in every sample: collation takes the keys from the first sample of a batch.
         if self.substitute:
             item[batch_keys.REPLACED] = self._replacement_note(int(at), index, errors) if errors else ''
         return sample, item | self.identity(at)
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the tensors of a stored sample without its id and epoch, or raise BadSample; for subclasses."""
+        """Return a stored sample's tensors without id and epoch, or raise BadSample; subclasses implement this."""
         raise NotImplementedError
 
     def choose_caption(self, sample: dict[str, Any], index: int) -> tuple[int, str]:
@@ -237,15 +237,15 @@ class BucketedDataset(VerifiedDataset):
         if self.elastic:
             # Streaming would take `num_canonical_nodes` and `shuffle_seed` from the checkpoint for the rest of the run.
             # Keep the dataset's own values: SameRun has compared them with the checkpoint's, and if the data may
-            # change, the recipe decides. After a change of batch size or data, Streaming would also accept a position
-            # inside a batch or beyond the end of the epoch.
+            # change, the recipe's values apply. After a change of batch size or data, Streaming would also accept a
+            # position inside a batch or beyond the end of the epoch.
             position = min(obj['sample_in_epoch'], self.epoch_size) // self.global_batch * self.global_batch
             order = {'num_canonical_nodes': self.num_canonical_nodes, 'shuffle_seed': self.shuffle_seed}
             obj = obj | order | {'sample_in_epoch': position}
         super().load_state_dict(obj)
 
     def _round_to_whole_batches(self) -> None:
-        """Round samples per epoch of each stream to whole global batches; `config.device_checks` has the reason."""
+        """Round the samples per epoch of each stream to whole global batches; `config.device_checks` explains why."""
         # Streaming computes `choose` and `proportion` of each stream, and `epoch_size` and `length` of the dataset, in
         # its constructor, but reads them only when an epoch begins or the length is requested. So they can be replaced
         # here. Every rank computes the same numbers from the same indexes.
@@ -364,9 +364,9 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
     Streaming's own state holds only the position in the epoch. If the batch size, a stream or the shuffle block size
     has changed, Streaming resumes with different samples and reports nothing.
 
-    Values are JSON types. Not included are paths and URLs, since data may move, the number of devices and workers, and
-    prefetching. Call it before the first epoch begins, with the dataset component's name and those of its arguments
-    that affect samples, such as `crop`.
+    Values are JSON types. Paths and URLs are not included, since data may move; nor are the numbers of devices and
+    workers, and prefetching. Call it before the first epoch begins, with the dataset component's name and those of its
+    arguments that affect samples, such as `crop`.
     """
     order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
     sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')
@@ -388,7 +388,7 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
     stream = bucket.stream
     return {
-        'position': position,  # sample ids seed all random draws and are numbered across streams
+        'position': position,  # affects the sample ids, which seed all random draws
         'shape': str(bucket.shape),
         'choose': int(stream.choose),
         'samples': samples,

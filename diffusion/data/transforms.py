@@ -199,7 +199,7 @@ class ImageBlock:
     """Allocator of the memory into which the next batch's images are decoded.
 
     Each batch owns the memory block from which it is collated. The block is reused once no tensor refers to it.
-    Batches with another size or order are copied, as they would be without this class.
+    Images collated in another number or order are copied, as they would be without this class.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -209,7 +209,7 @@ class ImageBlock:
         self._free = deque[bytearray](maxlen=MAX_FREE)
 
     def place(self, shape: Sequence[int]) -> Tensor:
-        """Return an empty tensor, uint8 [3, H, W], next to the batch's others so that `collate` need not copy."""
+        """Return memory for an image, uint8 [3, H, W], next to the batch's others, so that `collate` copies nothing."""
         # An image with another shape starts a new batch, since batches never mix shapes.
         if self._block is None or self._used == self.batch_size or self._block.shape[1:] != tuple(shape):
             self._block, self._used = self._new_block((self.batch_size, *shape)), 0

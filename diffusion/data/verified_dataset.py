@@ -77,7 +77,7 @@ class VerifiedDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
         """Return a sample, making sure that its shard has not changed since it was verified.
 
-        If it has, up to `retry` retries follow; DataError means that the shard cannot be read or keeps changing.
+        A changed shard is read again, up to `retry` times; DataError means that it cannot be read or keeps changing.
         """
         # Another job may evict or replace the file at any time, because readers hold no lock. So read optimistically,
         # then compare the file's signature with the one stored when it was verified, and start over if they differ.
@@ -120,7 +120,7 @@ class VerifiedDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Verify a shard, and download it if missing or damaged; only one process per machine works on it at a time.
 
-        With `blocking`, wait for a process that is preparing it. Raises DataError if that or another process failed.
+        With `blocking`, wait if another process is preparing the shard. Raises DataError if any process has failed.
         """
         # StreamingDataset's private `_shard_states` has one byte per shard, in memory shared by all ranks and workers
         # on this machine. Here, REMOTE means "not verified yet". A process claims a shard by changing REMOTE to
@@ -131,7 +131,7 @@ class VerifiedDataset(StreamingDataset):
             if not blocking or self._shard_states[shard_id] == _ShardState.LOCAL:
                 return
             # The process that claimed the shard may have been killed before it could reset the state. In that case, its
-            # rank reports the failure.
+            # rank reports the failure, and this call raises it.
             self.check_failures()
             time.sleep(TICK)
         try:
@@ -280,7 +280,7 @@ class VerifiedDataset(StreamingDataset):
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
             self._signatures.numpy()[:] = 0
             weakref.finalize(self, _remove_lock_files, prefix, os.getpid())
-        # Other ranks attach only once the array exists and is all zeros; no signature is zero.
+        # Let other ranks attach only when the array exists and is all zeros, which means that no shard is verified yet.
         dist.barrier()
         if not self._unique_rank_world.is_local_leader:
             self._signatures = SharedArray(self.num_shards, np.uint64, name)

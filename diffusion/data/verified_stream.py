@@ -1,7 +1,7 @@
 """Streams that serve a shard only after its size and hash have been verified against the index.
 
 Streaming trusts any existing file, even if its hash has just turned out to be wrong, or if an earlier run left it
-truncated. Here, a shard is verified when a run first needs it, and a download before it is renamed to its final name.
+truncated. Here, a shard is verified when a run first needs it, and a download also before it gets its final name.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class VerifiedStream(Stream):
         cache_budget: Limit on the size of downloaded shards, set by the dataset; None means no limit.
         on_disk: The downloaded shards, set by the dataset; some are evicted when the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
-        turns: Coordinates its downloads with those of other jobs and nodes.
+        turns: Coordinates the stream's downloads with those of other jobs and nodes.
         source: The remote folder, or None for local data.
     """
 
@@ -119,7 +119,7 @@ class VerifiedStream(Stream):
         return digest
 
     def use_index(self, digest: str) -> None:
-        """Set a cached stream's local folder to that of the index with this SHA-256; call this on every rank."""
+        """If cached, read from the folder of the version whose index has this SHA-256; call this on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
@@ -208,7 +208,7 @@ class VerifiedStream(Stream):
         return freed > 0
 
     def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
-        """Hard-link a shard that another cached version has, as after `diffusion prepare --append`; False if none."""
+        """Hard-link a shard that another cached version has (after `diffusion prepare --append`); False if none."""
         if self.home is None or not raw.hashes:
             return False
         for other in self.home.glob(f'*/{self.split}/{raw.basename}' if self.split else f'*/{raw.basename}'):
@@ -216,7 +216,7 @@ class VerifiedStream(Stream):
                 continue
             # The cache counts both links, to stay within its limit: evicting one of them may free nothing.
             reserved = nullcontext() if self.cache_budget is None else self.cache_budget.reserve(path, raw.bytes)
-            # os.link fails if the other file has just been evicted, or if the file system has no hard links.
+            # Download it if os.link fails: the other file has just been evicted, or the file system has no hard links.
             with suppress(OSError), reserved:
                 path.unlink(missing_ok=True)
                 os.link(other, path)
@@ -229,8 +229,8 @@ class VerifiedStream(Stream):
         """Download a shard to a temporary folder, unpack it if compressed, verify it, and rename it to `path`.
 
         `locked` is the path whose lock this process holds; the lock shows others that the temporary folder is in use.
-        `files` are the raw file only, or the compressed and the raw file. Raises DamagedDownload if a file's size or
-        hash differs from the index, or if it cannot be unpacked.
+        `files` lists the raw file, or the compressed file and then the raw one. Raises DamagedDownload if a file's size
+        or hash differs from the index, or if it cannot be unpacked.
         """
         assert self.source is not None
         # Only complete and undamaged files may have their final name: download into a hidden folder on the same file

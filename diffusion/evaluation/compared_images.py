@@ -1,4 +1,4 @@
-"""Read one side's images of a comparison from a folder of files numbered by prompt."""
+"""Read the images of one model in a comparison from a folder of files numbered by prompt."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from diffusion.errors import UserError
 
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp')
 MANIFEST = 'images.json'
-"""Manifest of generated images, as `generated_images.MANIFEST`; importing that module needs torch."""
+"""Name of the manifest of generated images. Do not import `generated_images.MANIFEST`: that module needs torch."""
 _LEADING, _TRAILING = re.compile(r'^\d+'), re.compile(r'\d+$')
 
 
@@ -81,7 +81,7 @@ def _prompt_of(file: Path) -> str | None:
         return None
     try:
         with Image.open(file) as image:
-            # Other programs also use the key `prompt`, for other values.
+            # Other programs use the key `prompt` for other values, so require `guidance_scale` too.
             found = image.info.get('prompt') if 'guidance_scale' in image.info else None
     except (OSError, SyntaxError, ValueError):
         # The file is damaged (`read_image` reports this), or has larger text chunks than `diffusion evaluate` writes.

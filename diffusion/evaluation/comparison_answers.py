@@ -26,7 +26,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a question, a key of `QUESTIONS`, about a pair, by its index.
+    """A rater's answer to one question (a key of `QUESTIONS`) about one pair (its index).
 
     Args:
         choice: `first` or `second` for the image's position in the stored pair (not its side on the screen), or `tie`.
@@ -102,7 +102,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read answer files; if one rater has two files, the longer one, which continues the other, counts."""
+    """Read answer files; if a rater has two, the longer one counts, which must contain all answers of the other."""
     by_rater: dict[str, tuple[Path, set[Answer]]] = {}
     for file in files:
         try:

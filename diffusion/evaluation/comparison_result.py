@@ -124,11 +124,11 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     answers = np.asarray(values, dtype=float)
     count, mean, clusters = len(answers), float(answers.mean()), min(len(rows), len(columns))
     errors = answers - mean
-    # A rater answers several times for a prompt that has several images.
+    # Cluster a rater's answers to the same prompt: there are several if the prompt has several images.
     cells, cell_of = np.unique(row_of * len(columns) + column_of, return_inverse=True)
     by_rater, by_prompt = _variance(errors, row_of, len(rows)), _variance(errors, column_of, len(columns))
     single = _variance(errors, cell_of, len(cells))
-    # If raters and prompts differ only by chance, this may be negative or below the variance of independent answers.
+    # If raters and prompts differ only by chance, this may be negative or too small: use `single` as a lower bound.
     clustered = by_rater + by_prompt - single
     variance, freedom = (clustered, clusters - 1) if clustered > single else (single, len(cells) - 1)
     if single > 0:
@@ -162,7 +162,7 @@ def _variance(errors: np.ndarray, cluster_of: np.ndarray, clusters: int) -> floa
 def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, float]:
     """Return Wilson's interval for a proportion: all p with |mean - p| <= quantile sqrt(ratio p (1 - p)).
 
-    `ratio` is the inverse of the number of independent answers, `quantile` that of the standardized error.
+    `ratio` is 1 / number of independent answers; `quantile` is the quantile of the standardized error.
     """
     width = quantile**2 * ratio
     middle = (mean + width / 2) / (1 + width)
@@ -203,9 +203,9 @@ class ComparisonResult:
 
     Args:
         preferences: Preference for A over B for each question, by the keys of `QUESTIONS`.
-        raters: Number of raters who count.
+        raters: Number of raters whose answers count.
         excluded: Fraction of attention checks that each excluded rater failed.
-        unchecked: Number of raters who count although they saw no attention check.
+        unchecked: Number of these raters who saw no attention check.
     """
 
     a: str
@@ -228,7 +228,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
     counting = [each for each in answers if each.rater not in excluded and key.pairs[each.pair].a is not None]
     raters = {each.rater for each in counting}
     preferences = {}
-    # A prompt may occur several times in the file, to compare several images for it.
+    # Tell prompts apart by text: a prompt may occur several times in the file, to compare several images for it.
     for question, subject in QUESTIONS.items():
         own = [each for each in counting if each.question == question]
         values = [0.5 if each.choice == 'tie' else float(each.choice == key.pairs[each.pair].a) for each in own]
@@ -244,7 +244,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
 
 
 def result_text(result: ComparisonResult, difference: float) -> str:
-    """Return the result as a table and sentences for a terminal; a difference of 0.05 is a preference of 55%."""
+    """Return the result as text, with the answers needed to show a preference of 0.5 + `difference`."""
     header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'people', 'prompts', 'agreement')
     rows = {QUESTIONS[question]: _row(found) for question, found in result.preferences.items()}
     lines = [f'A: {result.a}', f'B: {result.b}', '']

@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class AnswerFolder:
-    """Folder of a comparison's answers, created with the first: one file per rater, named by the random identifier."""
+    """Folder of a comparison's answers, created with the first one; one file per rater, under a random identifier."""
 
     def __init__(self, folder: Path, key: ComparisonKey) -> None:
         self.folder, self.key = folder, key
@@ -53,7 +53,7 @@ class AnswerFolder:
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
         if not answers:
             raise Refused(HTTPStatus.BAD_REQUEST, 'these answers are empty')
-        rater = answers[0].rater  # 16 hex digits, so the path stays inside the folder
+        rater = answers[0].rater  # `rater` is 16 hex digits, so the path stays inside the folder
         path = self.folder / f'{rater}.json'
         with self._lock:
             before = 0

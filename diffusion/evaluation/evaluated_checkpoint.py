@@ -22,7 +22,7 @@ from diffusion.storage.atomic import write_atomically
 
 Result = TypeVar('Result')
 RaiseTogether = Callable[[str], AbstractContextManager[None]]
-"""Returns a context manager that raises any rank's error on all ranks, given a text for messages; a collective."""
+"""Function of a message text; returns a context manager that raises any rank's error on all ranks; a collective."""
 
 
 def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
@@ -44,7 +44,7 @@ def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 
 
 def from_rank_zero(compute: Callable[[], Result], raise_together: RaiseTogether) -> Result:
-    """Return rank 0's result of a function on all ranks; a collective. The result must be small and picklable."""
+    """Call a function on rank 0; return its (small, picklable) result on all ranks; a collective."""
     answer: list[Result | None] = [None]
     with raise_together('rank 0'):
         if dist.get_global_rank() == 0:

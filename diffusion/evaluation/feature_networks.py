@@ -85,7 +85,7 @@ class FeatureNetwork(nn.Module, ABC):
         """Return the features [N, D] of resized and scaled images [N, 3, S, S]."""
 
     def description(self) -> dict[str, Any]:
-        """Return all that features depend on: name, side, resizing, and a hash of the weights (32 hex digits)."""
+        """Return what determines the features: name, side, resizing, and a hash of the weights (32 hex digits)."""
         digest = xxh3_128()
         for key, tensor in sorted(self.state_dict().items()):
             digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())

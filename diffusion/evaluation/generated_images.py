@@ -59,9 +59,9 @@ class ImageGenerator(Protocol):
 class GeneratedImages:
     """Images for a prompt set from one checkpoint at one guidance scale, kept in a folder.
 
-    Batches consist of consecutive prompts regardless of the number of ranks, so that images are bitwise the same on any
-    number. Each batch is a subfolder, renamed when complete: after a job is killed, the next one generates only the
-    missing batches. Nodes need not share the folder: each rank reads only its own batches.
+    Batches consist of the same consecutive prompts on any number of ranks, so that images are bitwise equal. Each batch
+    is a subfolder, renamed when complete: after a job is killed, the next one generates only the missing batches. Nodes
+    need not share the folder: each rank reads only its own batches.
 
     Args:
         prompts: One prompt per image.

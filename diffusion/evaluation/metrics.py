@@ -25,7 +25,7 @@ BLOCK_ROWS = 4096
 """Rows and columns per block when a matrix of distances or kernel values is computed: 134 MB per block."""
 CMMD_SIGMA = 10.0
 CMMD_SCALE = 1000.0
-"""Scale factor of CMMD, so that values are of similar size as FID."""
+"""Scale factor of CMMD, so that its values are similar in size to those of FID."""
 NEIGHBORS = 3
 """Number of nearest neighbors that define the manifold for precision and recall."""
 
@@ -58,9 +58,9 @@ def _mean_and_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
 def kernel_distance(images: Tensor, references: Tensor) -> float:
     """Return the unbiased squared MMD with a cubic kernel: KID, if computed on Inception features.
 
-    The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. They average over random
-    subsets, because the matrices for all images were too large. Here, the matrices are computed in blocks, which avoids
-    the random error of subsets. The estimate has mean 0 for two sets from the same distribution, so it can be negative.
+    The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. The authors average over
+    random subsets, as the matrices for all images were too large. Here, they are computed in blocks, which avoids the
+    error of subsets. The estimate has mean 0 for two sets from the same distribution, so it can be negative.
     """
     if min(len(images), len(references)) < 2:
         what = f'a kernel distance needs at least 2 images in each set; they have {len(images)} and {len(references)}'
@@ -129,7 +129,7 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
 
 
 def _fraction_inside(points: Tensor, centers: Tensor, neighbors: int) -> float:
-    """Return the fraction of points within any center's radius: the distance to its k-th nearest other center."""
+    """Return the fraction of points in any center's sphere; its radius is the distance to the k-th nearest center."""
     # Ask for one more neighbor, because each center is its own nearest neighbor.
     radii = torch.cat(
         [_distances(rows, centers).kthvalue(neighbors + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]
@@ -180,10 +180,10 @@ class TextImageScore(nn.Module):
             prompts: One prompt per image; prompts above the network's text length are truncated.
         """
         device = self.network.logit_scale.device
-        network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # annotated too narrowly
+        network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # their type hints are too narrow
         length = network.config.text_config.max_position_embeddings
         text = tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors='pt')
-        pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # any sizes
+        pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # sizes may differ
         seen = network.get_image_features(pixel_values=torch.cat(pixels).to(device))
         read = network.get_text_features(**text.to(device))
         similarity = functional.cosine_similarity(clip_features(seen).float(), clip_features(read).float(), dim=1)
@@ -193,7 +193,7 @@ class TextImageScore(nn.Module):
 
 
 Distance = Callable[[Tensor, Tensor], float]
-"""Function of the features of generated images [N, D] and reference images [M, D]."""
+"""Function that returns a metric for features of generated images [N, D] and reference images [M, D]."""
 
 
 DISTANCES: dict[str, Distance] = {

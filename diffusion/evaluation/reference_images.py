@@ -59,7 +59,7 @@ class DatasetImages:
         image = self._dataset.item(self._dataset.get_item(number), number).get(batch_keys.IMAGE)
         if image is None:
             raise UserError(
-                'the evaluation data has latents instead of images, to which generated images cannot be compared; set '
+                'the evaluation data has latents, but generated images can be compared only to images; set '
                 'eval_dataset and eval_streams to images, or name a folder of reference images'
             )
         return image

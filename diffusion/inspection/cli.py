@@ -25,7 +25,7 @@ LOOK_NEEDS = {
     'eval_streams': ('dataset', 'eval_dataset'),
     'precompute.streams': ('precompute.crop', 'precompute.min_crop_scale'),
 }
-"""Recipe paths that affect the samples of a section's streams, besides the paths common to all sections."""
+"""For each section of streams, recipe paths that affect its samples, besides the paths common to all sections."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -163,7 +163,7 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
 
 
 def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
-    """Return the recipe, loaded with the KEY=VALUE overrides among the words, and the names of streams."""
+    """Return the recipe, with the KEY=VALUE overrides in `options.words`, and the stream names in `options.words`."""
     recipe = load(options.recipe, [word for word in options.words if '=' in word], allow_missing=True)
     return recipe, [word for word in options.words if '=' not in word]
 
@@ -171,7 +171,7 @@ def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
 def _select(
     recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
 ) -> Sections:
-    """Return a recipe's streams with these names; without names, all streams that have no values that are still ???.
+    """Return a recipe's streams with these names; without names, all streams without values that are still ???.
 
     Args:
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.

@@ -89,7 +89,7 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
 
 
 def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, batch_size: int) -> Iterable[Tensor]:
-    """Yield the chosen images in batches of one shape, uint8 [B, 3, 8H, 8W]; `ends` are the streams' last samples."""
+    """Yield the chosen images in batches of one shape, uint8 [B, 3, 8H, 8W]; `ends` has each stream's end index."""
     with tqdm(total=len(chosen), desc='latents', unit='image', disable=None) as progress:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             ids = chosen[(chosen >= start) & (chosen < end)]

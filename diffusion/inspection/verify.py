@@ -260,7 +260,7 @@ class VerifyReport:
 
 
 def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int = 1) -> int:
-    """Check the shards of streams, or a `sample` of each, at least one; print a report and return the exit status."""
+    """Check a fraction `sample` of each stream's shards (at least one); print a report and return the exit status."""
     sound = True
     with _pool(jobs) as pool:
         for section, streams in sections.items():

@@ -184,7 +184,7 @@ def _checked(options: JobOptions) -> CheckedSpec:
 
 
 def _prepare(path: str, overrides: Sequence[str]) -> tuple[CheckedSpec, Rendered]:
-    """Check and render a job spec; return both, or raise RecipeError with all mistakes."""
+    """Check and render a job spec; return the checked spec and the files, or raise RecipeError with all mistakes."""
     checked = check_jobs(load_job_spec(path, overrides), path)
     rendered = checked.backend.render(checked.jobs)
     try:
@@ -219,7 +219,7 @@ def estimate_cost(job: Job, gpu: GPU | None) -> CostEstimate | str:
         plan = make_plan(phases, given, gpus=load_gpus())
     except (UserError, CountingFailed) as error:
         return str(error).splitlines()[-1].strip()
-    # The planner's warnings name options of `diffusion plan`; name the key of the job spec instead.
+    # The planner's warnings name an option of `diffusion plan`; name the corresponding key of the job spec instead.
     warnings = tuple(re.sub(r'pass --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
     # Count only the training phase: latents are encoded by another job.
     return CostEstimate(plan.phases[0].expected, given.price_usd_per_hour, warnings)
@@ -240,7 +240,7 @@ def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[st
     known = [each.cost for each in estimates if isinstance(each, CostEstimate)]
     if len(jobs) > 1 and len(known) == len(jobs):
         rows.append(['total', '', '', '', *_cells(sum(known[1:], known[0]))])
-    # The reason for a missing estimate may be long, and must not widen the column of days.
+    # Ignore rows without a cost here: they contain the reason, which may be long, in the column of days.
     widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, CostEstimate)} - {None}

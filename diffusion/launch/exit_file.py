@@ -13,7 +13,7 @@ from diffusion.runs import environment
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 
 BEGIN = 'begin'
-"""Cause in the line that the first node writes after it has recorded the start of an attempt."""
+"""Word in place of a cause in the line that the first node writes when it has recorded the start of an attempt."""
 LOCAL_CAUSES = ('crash', 'killed', 'hardware')
 """Causes for which the machine that reports them is to blame."""
 
@@ -46,10 +46,10 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
 
 
 def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit | None = None) -> NodeExit:
-    """Return the exit record of the first failed node or this node; it names a machine only if that is to blame."""
+    """Return the exit record of the first failed node, or of this node; it names only a machine that is to blame."""
     first = first or failure_elsewhere(environ)
-    # When another node fails, this node is stopped or crashes in a collective. Its own cause is then only a
-    # consequence, and would be misleading in attempts.jsonl.
+    # When another node fails, this node is stopped or crashes in a collective. Record the other node's cause then: this
+    # node's cause is only a consequence, and would be misleading in attempts.jsonl.
     if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
         machine = environment.machine_name(environ) if outcome.cause in LOCAL_CAUSES else ''
         return NodeExit(outcome.status, machine, outcome.cause, outcome.detail)

@@ -28,11 +28,11 @@ SUMMARY = 'summary.txt'
 NCCL_PREFIX = 'nccl-rank-'
 KEPT_ATTEMPTS = 5
 OTHERS_SECONDS = 15.0
-"""Maximum time that the first node waits for the other nodes' stacks, and that they wait for its summary."""
+"""Maximum time that the first node waits for the other nodes' stacks, and the others for the first node's summary."""
 NCCL_DUMP_SECONDS = 10.0
 """Maximum time to wait for the files of NCCL's flight recorder after a hang."""
 NCCL_UPLOAD_SECONDS = 20.0
-"""Maximum time to upload these files to an object store."""
+"""Maximum time to upload the flight recorder's files to an object store."""
 POLL_SECONDS = 0.5
 """Interval at which a node looks for reports of other nodes."""
 BUCKET_POLL_SECONDS = 5.0
@@ -81,7 +81,7 @@ class StackFolder:
         self._shared, self._local = files_of_run(run), LocalPlace(self.path)
         self._reports: dict[str, tuple[FileVersion, NodeReport | None]] = {}
         self._written = False
-        # Not every scheduler counts restarts, so the folder may contain files of an earlier attempt.
+        # The folder may contain files of an earlier attempt of the same name, if the scheduler counts no restarts.
         self._earlier: dict[str, FileVersion] | None = None
         self._earlier_dumps = self._dumps()
         self._new_files()
@@ -99,7 +99,7 @@ class StackFolder:
             text += f'--- rank {each.rank} {each.problem or "is in " + each.place}; {heartbeat}\n'
             text += f'{stacks.get(each.rank, "")}\n'
         self._write(f'stacks-node{self.node}.txt', text)
-        # Write the report after the stacks, because it tells other nodes that this node is done.
+        # Write the report after the stacks: other nodes take it as the sign that this node's stacks are complete.
         self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
 
     def read(self) -> dict[int, NodeReport]:
@@ -193,7 +193,7 @@ class StackFolder:
         except OSError:
             return {}
         if self._earlier is None:
-            # Files in the first successful listing are from an earlier attempt, whose reports must not end this one.
+            # Ignore files in the first successful listing: an earlier attempt's reports must not end this one.
             self._earlier = found
         return {name: version for name, version in found.items() if self._earlier.get(name) != version}
 
@@ -266,7 +266,7 @@ def keep_stacks(
     reports = rank_reports(workers, texts, machine=environment.machine_name(environ), begin=begin)
     report = NodeReport(position.rank, cause, problem, reports)
     if not within_limit(lambda: stacks.write(report, texts)):
-        # The file system may be the cause of the hang. The sentence about this node's ranks is still useful.
+        # Continue: the file system may be what hangs, and the sentence about this node's ranks is still useful.
         say(f'{stacks.place} cannot be written; continuing without the stacks of the ranks')
         return describe_hang(reports) if position.rank == 0 else ''
     say(f'wrote the stacks of {len(texts)} of {position.processes} ranks to {stacks.place}')
@@ -293,7 +293,7 @@ def keep_stacks(
 
 
 def rank_reports(workers: Workers, texts: Mapping[int, str], *, machine: str, begin: float) -> list[RankReport]:
-    """Return the state of each of this node's ranks, judged by the rank's last heartbeat, stack and process."""
+    """Return the state of each of this node's ranks, from its last heartbeat, its stack and its process."""
     beats, now, reports = heartbeats.last_beats(workers.folder), time.monotonic(), []
     for rank, process in workers.by_rank().items():
         beat = beats.get(rank)

@@ -17,7 +17,7 @@ MIN_FREE_SHARE = 0.9
 MIN_NOMINAL_SHARE = 0.9
 """Minimum fraction of its nominal memory that a GPU must report; the driver reserves the rest."""
 RELEASE_SECONDS = 20.0
-"""Maximum time that a killed process may take to release its GPU memory."""
+"""Maximum time to wait until killed processes have released their GPU memory."""
 RECOVERY_ACTIONS = {
     1: 'a GPU reset',
     2: 'a node reboot',
@@ -39,8 +39,8 @@ class Finding:
     detail: str
     """The measured value, or the fault and how to fix it."""
     status: int = BAD_HARDWARE
-    """Exit status if the check failed: 76 for a fault of this node, 78 for a user mistake, which would fail on every
-    node, 1 for a fault that may be temporary."""
+    """Exit status if the check failed: 76 for a fault of this node; 78 for a user mistake, with which every node would
+    fail; 1 for a fault that may be temporary."""
     where: str = ''
     """Name of the host, and the rank if the check is per rank."""
     warns: bool = False
@@ -54,7 +54,7 @@ def findings_exit_status(findings: Iterable[Finding]) -> int:
 
 
 def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
-    """Change the exit status of checks that failed on all of several nodes from bad hardware (76) to failure (1)."""
+    """Change the exit status of checks that failed on all nodes (of several) from bad hardware (76) to failure (1)."""
     # A failure on all nodes points to something that they share, such as a disk. With BAD_HARDWARE, the scheduler would
     # exclude every node of the job, and might have none left.
     hosts: dict[str, set[str]] = {}
@@ -115,8 +115,8 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
     product = nvml.nvmlDeviceGetName(gpu)
-    # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so compare only the family by name. Variants of
-    # a family differ in the memory size, which is checked below.
+    # Compare only the GPU family by name, since the driver reports product names such as `NVIDIA H100 80GB HBM3`. The
+    # check of the memory size below tells the variants of a family apart.
     family = kind.split('-')[0]
     same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
     yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', expected {kind}'), CONFIG_ERROR)
@@ -129,7 +129,7 @@ def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Itera
     while (foreign or free < MIN_FREE_SHARE) and time.monotonic() < until:
         time.sleep(0.5)
         foreign, free, total = _processes_and_memory(nvml, gpu)
-    # In a container, NVML reports the host's process ids or none at all, so check the free memory too.
+    # Check the free memory too: in a container, NVML reports the host's process ids or none at all.
     users = f'in use by process {", ".join(map(str, foreign))}; stop it' if foreign else 'no other process'
     yield Finding('gpu processes', not foreign, f'{name}: {users}')
     yield Finding('gpu memory', free >= MIN_FREE_SHARE, f'{name}: {free:.0%} of {total / 2**30:.0f} GiB free')
@@ -163,7 +163,7 @@ def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
 def _recovery_action(nvml: Any, gpu: Any) -> int | None:
     """Return the recovery action that the driver requests for a GPU, 0 for none, or None if the driver is too old."""
     (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    # For an unknown field, an older driver sets nvmlReturn instead of raising an error.
+    # An older driver does not know this field: it raises no error but sets nvmlReturn.
     return None if field.nvmlReturn else int(field.value.uiVal)
 
 

@@ -65,7 +65,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
     """
     gpu, problems = _find_gpu(spec)
     if gpu is not None:
-        spec = replace(spec, gpu=gpu.name)  # the normalized name, by which backends look up instance types
+        spec = replace(spec, gpu=gpu.name)  # use the normalized name, by which backends look up instance types
     jobs, mistakes = _make_jobs(spec)
     backend = backend_of(spec.backend)
     problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
@@ -81,7 +81,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
-    """Restore the text of `${oc.env:...}` in overrides, which nodes resolve; report it anywhere else in a job spec."""
+    """Restore `${oc.env:...}` in recipe overrides, which the nodes resolve; report it elsewhere in a job spec."""
     problems = []
     for where, text in resolved.from_environment.items():
         parent: Any = resolved.values
@@ -199,14 +199,14 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
         where = join(f'stages.{name}' if spec.stages else '', 'recipe')
         path = stage.recipe or spec.recipe or ''
         overrides = spec.overrides | stage.overrides
-        # A later stage starts from the previous stage's weights unless it sets init_from. The run folder of the
-        # previous stage is known before that stage has run.
+        # A later stage starts from the previous stage's weights unless it sets init_from. The previous stage's run
+        # folder is known already, although that stage has not run yet.
         if jobs and 'init_from' not in overrides:
             overrides['init_from'] = run_folders[-1]
         words = override_words(overrides)
         nodes, limit = stage.nodes or spec.nodes, stage.time_limit or spec.schedule.time_limit
         try:
-            # Nodes get the values of these secrets and resolve the interpolations; the check does not need the values.
+            # Leave out the job's secrets: the nodes get their values, and the check does not need them.
             environ = {name: value for name, value in os.environ.items() if name not in spec.secrets} | spec.env
             recipe = load_recipe(path, words, environ=environ, set_later=spec.secrets)
             problems = _recipe_problems(recipe, spec, nodes)
@@ -247,7 +247,7 @@ def _variables_not_set(from_environment: Mapping[KeyPath, Interpolation], spec: 
 
 
 def _run_folder(recipe: Recipe) -> str:
-    """Return the folder or URL of a recipe's run for use in another recipe, with environment variables unresolved."""
+    """Return the folder or URL of a recipe's run, with `${oc.env:...}` unresolved, for use in another recipe."""
     parts = {key: recipe.from_environment.get((key,)) for key in ('runs_dir', 'name')}
     if not any(parts.values()):
         return recipe.run_place
@@ -255,7 +255,7 @@ def _run_folder(recipe: Recipe) -> str:
 
 
 def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]:
-    """Return mistakes in using a valid recipe for this job: an indivisible batch, or restarts without autoresume."""
+    """Return mistakes in a valid recipe for this job: a batch that the GPUs cannot share, or no autoresume."""
     problems = check_devices(recipe, nodes * spec.gpus_per_node, spec.gpus_per_node)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
         message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'

@@ -35,11 +35,11 @@ class Restart:
     and an open port between the nodes (`master_port` + 1)."""
 
     def actions(self) -> dict[int, Action]:
-        """Return the action (retry, elsewhere or stop) for each listed exit status, including the defaults."""
+        """Return the action (retry, elsewhere or stop) by exit status, for the defaults and `on_exit`."""
         return {int(code): action for code, action in sorted((ON_EXIT | self.on_exit).items())}
 
     def codes(self, *selected: Action) -> list[int]:
-        """Return the listed exit statuses whose action is one of `selected`, such as stop."""
+        """Return the exit statuses in `actions` whose action is one of `selected`, such as stop."""
         return [code for code, action in self.actions().items() if action in selected]
 
 

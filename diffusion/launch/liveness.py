@@ -37,8 +37,8 @@ def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
             if arguments[1:3] != [b'-m', b'diffusion.launch.node']:
                 continue
             pid = int(folder.name)
-            # A restarted container reuses process ids, so the file may be from an earlier process. The time since this
-            # process's last heartbeat is at most the age of the process.
+            # Use the process's age if it is less: the heartbeat file may be from an earlier process of the same id,
+            # since a restarted container reuses process ids.
             seconds = min(_process_age(pid), heartbeat_age(_heartbeat_file(pid)))
             if seconds > SILENT_SECONDS:
                 found.append(f'the node entry point (process {pid}) has written no heartbeat for {seconds:.0f} s')

@@ -43,11 +43,11 @@ CHECK_EVERY_SECONDS = 1.0
 RECORD_EVERY_SECONDS = 30.0
 """Interval at which progress is recorded, in case this process is killed before it can record the attempt's end."""
 GRACE_SECONDS = 5.0
-"""Time that the other ranks have to end after one has failed. They wait for it in a collective, but may still report an
-error."""
+"""Time that the other ranks have to end after one rank has failed. They wait for it in a collective, but may still
+report an error."""
 KILLED_GRACE_SECONDS = 0.2
-"""The same time if the rank was killed by SIGKILL, for example by the OOM killer. Errors of the other ranks are then
-only consequences, but several ranks may be killed at once."""
+"""The same time if the first rank was killed by SIGKILL, for example by the OOM killer. Errors that other ranks report
+are then only consequences, but several ranks may be killed at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +76,8 @@ def _main(words: list[str], environ: dict[str, str]) -> int:
         return report_exit(exit_status(error), environ)
     node = Node(position, settings, words[1:], recipe, environ)
     status = report_exit(node.run(), environ, node.outcome)
-    # Send messages last: a slow web server must not delay this node's line in the exit file, whose first line names the
-    # node that failed first.
+    # Send messages last: a slow web server must not delay this node's line in the exit file. The file's first line is
+    # taken for the first failure.
     node.notifier.close()
     return status
 
@@ -103,7 +103,7 @@ class Node:
         """True if checkpoints are saved to the run's folder, False if Composer's own saver writes them elsewhere."""
         self.owns_run = self.trains and position.rank == 0
         """True on the first node of a training run, which holds the run folder's lock and records the attempts."""
-        # LOCK_HELD_VARIABLE stops the first rank from trying to take the lock, which this process holds.
+        # LOCK_HELD_VARIABLE tells the first rank not to take the lock, because this process holds it.
         self.environ = {**environ, run_lock.LOCK_HELD_VARIABLE: '1'} if self.trains else environ
         self.environ = {**self.environ, NODE_VARIABLE: f'{position.rank}/{position.nodes}'}
         self.stop_requested = False
@@ -193,11 +193,11 @@ class Node:
             if self._restart_agreed and not self.stop_requested:
                 self._restarts += 1
                 continue
-            # From here on, only SageMaker needs restarts in place; every other scheduler acts on the exit status.
+            # From here on, repeat attempts only on SageMaker: every other scheduler acts on the exit status.
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
                 return outcome.status
-            # `reason_to_give_up` counts recorded attempts, but tasks other than training do not record theirs.
+            # Count failures here for tasks other than training: `reason_to_give_up` needs recorded attempts.
             failures += outcome.status != PREEMPTED
             if not self.trains and failures > self.settings.max_restarts:
                 return outcome.status
@@ -220,8 +220,8 @@ class Node:
         if begun:
             self._print(f'{missing}, and an earlier attempt has begun: {question}?')
             return FAILED
-        # The ranks compare the folders of all nodes, and end with FAILED if only some see a run that has begun. It is
-        # no fault if none does: another node may end an attempt before the first node has recorded it.
+        # The ranks compare the folders of all nodes, and end with FAILED if only some see a run that has begun. An
+        # empty folder on all nodes is no fault: an attempt may have ended before the first node could record it.
         if self.position.rank or begun is False:
             return 0
         # The scheduler also counts attempts that ended before this program started, for example if a pod was evicted
@@ -245,7 +245,7 @@ class Node:
     def _earlier_attempts(self) -> list[Attempt]:
         """Return the recorded earlier attempts of a training run; empty on nodes that do not decide about restarts."""
         with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
-            # On SageMaker, each node decides about restarts on its own, from the first node's records.
+            # On SageMaker, each node decides on restarts by itself, from the records that the first node writes.
             if self.owns_run or (self.trains and self.settings.in_place):
                 return attempts.read_attempts(self.home)
         return []
@@ -298,8 +298,8 @@ class Node:
         if self.stop_requested:
             return Outcome(PREEMPTED, 'preempted')
         if outcome.status == PREEMPTED:
-            # The first line of the exit file gives the reason for the end. Let the faulty node write it before this
-            # node, which ends with 75 only because of that fault.
+            # The first line of the exit file is taken for the cause. Let the faulty node write it: this node ends with
+            # 75 only because of that node's fault.
             time.sleep(GRACE_SECONDS)
         return replace(outcome, detail=f'preflight: {outcome.detail or "see the table of findings"}')
 
@@ -336,15 +336,15 @@ class Node:
                 within_limit(stacks.clean_up)
         if stuck:
             # SIGKILL cannot end a process in an uninterruptible system call to a device or disk that does not respond.
-            # A restart on this node cannot work.
+            # A restart on this node could not use that device or disk.
             detail = f'process {", ".join(map(str, stuck))} cannot be killed'
             return Outcome(BAD_HARDWARE, 'hardware', detail)
         fault = heartbeats.reported_hardware_fault(folder)
         if fault and outcome.cause == 'hardware':
             return replace(outcome, detail=fault)
         if fault and outcome.cause == 'preempted' and self.position.nodes > 1:
-            # The first line of the exit file gives the reason for the end. Let the faulty node write it before this
-            # node, which ends with 75 only because of that fault.
+            # The first line of the exit file is taken for the cause. Let the faulty node write it: this node ends with
+            # 75 only because of that node's fault.
             until = time.monotonic() + GRACE_SECONDS
             while failure_elsewhere(self.environ) is None and time.monotonic() < until:
                 time.sleep(TICK_SECONDS)
@@ -373,16 +373,16 @@ class Node:
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
-                workers.kill()  # do this first: listing the checkpoints may block
+                workers.kill()  # read heartbeats first: listing the checkpoints may block
                 self._records.take_beats(workers.folder, attempt)
                 return Outcome(
                     INTERRUPTED, 'preempted', f'ended by a second Ctrl-C: {self._records.describe_loss(attempt)}'
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
-                workers.signal(signal.SIGTERM)  # workers save on SIGTERM, so send it whichever signal came
+                workers.signal(signal.SIGTERM)  # whichever signal came, send SIGTERM, on which workers save
                 if in_place is not None:
-                    in_place.standbys.close()  # standby processes would slow down the save
+                    in_place.standbys.close()  # end the standby processes, which would slow down the save
                 self._announce_save(workers, attempt)
                 deadline = min(deadline, now + self._seconds_to_save())
             if deadline == float('inf') and any(workers.codes()):
@@ -394,8 +394,8 @@ class Node:
                 deadline = now + (self.settings.notice_seconds if stopping else grace)
                 if in_place is not None and not stopping:
                     in_place.report_failure(workers.outcome(stop_requested=False))
-            # If a rank failed on another node, this node's ranks would wait in a collective until its timeout, so end
-            # them. After a stop signal, they may be saving and must not be cut short.
+            # If a rank failed on another node, end this node's ranks, which would wait in a collective until its
+            # timeout. Do not end them after a stop signal: they may be saving.
             elsewhere = None if in_place is None or self.stop_requested else in_place.failure_elsewhere()
             if elsewhere is not None:
                 grace = KILLED_GRACE_SECONDS if elsewhere.cause == 'killed' else GRACE_SECONDS
@@ -404,7 +404,7 @@ class Node:
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
                 if outcome.status == 0 and elsewhere is not None:
-                    # Ranks that still run have no exit status, which `Workers.outcome` takes for success.
+                    # `Workers.outcome` takes ranks that still run, without an exit status, for successful ones.
                     outcome = Outcome(FAILED, 'crash', f'because of {elsewhere.machine}')
                 sentence = keep(outcome.cause, outcome.detail)
                 return replace(outcome, detail='; '.join(filter(None, [outcome.detail, sentence])))
@@ -421,12 +421,12 @@ class Node:
                 if limit is not None and now - begin > limit:
                     problem = f'did not finish in {limit:.0f} s'
                 if problem is None and listener.found is not None:
-                    # Another node may detect a hang first: the time limit is longer on nodes that were doing slow work.
+                    # Another node may detect a hang first: a node has a longer time limit during slow work.
                     problem = f'node {listener.found.node}: {listener.found.problem}'
                 if problem is not None:
                     # Copy the stacks now: the workers are killed next, and the attempt's folder is temporary.
                     sentence = keep('hang', problem)
-                    # Retry on any nodes (75): that a rank differs from the others does not prove a fault of its node.
+                    # Retry on any nodes (75): if a rank differs from the others, its node need not be faulty.
                     detail = '; '.join(filter(None, [problem, sentence]))
                     self.notifier.send('hang', f'hangs: {detail}')
                     return Outcome(PREEMPTED, 'hang', detail)
@@ -452,7 +452,7 @@ class Node:
     def _seconds_to_save(self) -> float:
         """Return the number of seconds that the ranks have to save a checkpoint after a stop signal."""
         # If another node has failed, no collective save can succeed, and the scheduler kills this node before the
-        # notice is over. Bad hardware is an exception: that node ends after the save, while this node may still be
+        # notice is over. Bad hardware is an exception: a faulty node ends after the save, when this node may still be
         # uploading.
         first = failure_elsewhere(self.environ)
         failed = first is not None and first.cause != 'hardware'

@@ -25,7 +25,7 @@ CONNECT_SECONDS = 900.0
 """Time within which all nodes must have connected; the slowest may have to pull its image first."""
 RETRY_SECONDS = 1.0
 AGREE_SECONDS = 90.0
-"""Maximum wait for all nodes to end their ranks after the first one has; longer than `workers.KILL_SECONDS`."""
+"""Maximum wait for the other nodes to end their ranks after the first one has; longer than `workers.KILL_SECONDS`."""
 _MAX_BYTES = 65536
 _END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
 _KEYS: dict[str, dict[str, type]] = {
@@ -35,9 +35,9 @@ _KEYS: dict[str, dict[str, type]] = {
     'ended': _END | {'problem': str},
     'decided': {'attempt': int, 'restart': bool, 'reason': str},
 }
-"""Keys and types of each message. They are checked because any program may connect to the port."""
+"""Keys and types of each message. Messages are checked against them because any program may connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that count as the first failure in any order of reports: they make other nodes fail in a collective."""
+"""Causes that explain a failure no matter when they are reported: they make other nodes fail in a collective."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class NodeLink:
             return self._failures.get(attempt)
 
     def agree(self, attempt: int, end: NodeExit, problem: str, poll: Callable[[], bool]) -> Agreement:
-        """Report that this node's ranks have ended; wait for the decision, or until `poll` (once a second) is true."""
+        """Report that this node's ranks have ended; wait for the decision, or until `poll` returns True."""
         if unsent := self._send({'event': 'ended', 'attempt': attempt, 'problem': problem, **asdict(end)}):
             return Agreement(False, reason=unsent)
         until = time.monotonic() + AGREE_SECONDS + RETRY_SECONDS
@@ -104,7 +104,7 @@ class NodeLink:
             self._hub.close()
 
     def _send(self, message: dict[str, Any]) -> str:
-        """Send a message to the first node; return why it cannot be sent, or an empty string."""
+        """Send a message to the first node; return the reason if that fails, else an empty string."""
         with self._changed:
             if self._lost or self._socket is None or not self._welcome:
                 return self._lost or 'this node has no connection to the first node'
@@ -167,7 +167,7 @@ class _Hub:
             self._listener = socket.create_server(
                 ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
-        except (OSError, ValueError):  # IPv6 is missing, or the port is taken and this fails again
+        except (OSError, ValueError):  # works without IPv6; fails again if the port is taken
             self._listener = socket.create_server(('', port), backlog=backlog)
         threading.Thread(target=self._accept, name='node-hub', daemon=True).start()
 
@@ -233,7 +233,7 @@ class _Hub:
             if attempt in self._decided or (missing and not problems):
                 return
             self._decided.add(attempt)
-            found = list(self._failed[attempt].values())  # in the order in which they were reported
+            found = list(self._failed[attempt].values())  # within a cause, in the order of the reports
             explained = (each for cause in _ORDER for each in found if each.cause == cause)
             first = next(explained, next((each for each in found if each.status), None))
             message = {'event': 'decided', 'attempt': attempt, 'restart': not problems}

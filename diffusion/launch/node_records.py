@@ -30,7 +30,7 @@ class NodeRecords:
         self.run, self.environ, self.owns_run, self.say = run, environ, owns_run, say
         self.clock = Clock(run if owns_run else None)
         self.furthest: int | None = None
-        """Newest batch from which any earlier attempt resumed; None if none completed a batch."""
+        """Latest batch from which any earlier attempt resumed; None if no earlier attempt completed a batch."""
 
     def append(self, event: str, attempt: Attempt) -> None:
         """Append the state of an attempt to attempts.jsonl; `event` is begin, progress or end."""
@@ -45,7 +45,7 @@ class NodeRecords:
         self._write(attempts.FAULTS, partial(attempts.record_fault, self.run, machine, detail))
 
     def report_progress(self, attempt: Attempt) -> None:
-        """Report in the exit file, once, if this attempt resumed from a newer checkpoint than all earlier ones."""
+        """Note in the exit file, once, if this attempt resumed from a newer checkpoint than all earlier attempts."""
         if not self.owns_run or self.furthest is None or attempt.first is None or attempt.first <= self.furthest:
             return
         self.furthest = attempt.first
@@ -55,7 +55,7 @@ class NodeRecords:
         """Copy batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
         beats = heartbeats.last_beats(folder)
         if beats:
-            # One rank represents the node, since ranks are at most one batch apart.
+            # Use one rank for the whole node, since ranks are at most one batch apart.
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, self.clock.at(first.first_at)
             attempt.last, attempt.last_at = first.batch, self.clock.at(first.at)

@@ -32,7 +32,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class _SchedulerValues:
-    """Rank, sizes and first node of a job as given by the scheduler; None for each value that it does not provide."""
+    """Rank, counts and first node of a job as given by the scheduler; None for values that it does not provide."""
 
     rank: int
     nodes: int | None = None
@@ -74,10 +74,10 @@ def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
         'kubeflow': 'PET_NODE_RANK',
         'mosaicml': 'NODE_RANK',
     }
-    # Several may match: Slurm may run inside the pods of another scheduler, but never the other way round. The first
-    # match in this order is right.
+    # Use the first match in this order. Several may match: Slurm may run inside the pods of another scheduler, but not
+    # vice versa.
     found = [name for name, variable in rank_variables.items() if variable in environ]
-    # Composer sets these variables in single-process training, such as a notebook, and child processes inherit them.
+    # Ignore these: Composer sets them in single-process training (a notebook, say), and child processes inherit them.
     if found == ['mosaicml'] and environ.get('WORLD_SIZE') == '1':
         found = []
     return found[0] if found else 'sagemaker' if resources.exists() else 'local'
@@ -118,8 +118,8 @@ def _optional_int(environ: Mapping[str, str], variable: str) -> int | None:
 def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
     """Return this node's rank and the numbers of nodes and of processes per node, for a job without a scheduler.
 
-    The rank is DIFFUSION_NODE_RANK or 0. The numbers are 1 node and 1 process per GPU. A number that the job spec sets
-    is returned as None, and the caller uses the job spec's.
+    The rank is DIFFUSION_NODE_RANK or 0. The numbers are 1 node and 1 process per GPU. A number is None if the job spec
+    sets it; the caller then uses the job spec's.
     """
     return _SchedulerValues(
         _parse_int(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
@@ -251,7 +251,7 @@ def rank_environment(
 
 
 NCCL_PIPE = 'nccl-{rank}.pipe'
-"""Name of the pipe in the attempt's folder through which a rank's NCCL flight recorder receives requests."""
+"""Name of the pipe, in the attempt's folder, that requests a file from a rank's NCCL flight recorder."""
 
 
 def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> dict[str, str]:
@@ -264,7 +264,7 @@ def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> d
         folder: Folder for the pipes, on a local disk: torch fails on network file systems that do not support pipes.
         prefix: Path of the files without the rank.
     """
-    # These are torch 2.7's names, which later versions read too. They have no effect on runs without NCCL.
+    # These variables have torch 2.7's names, which later versions read too. They have no effect on runs without NCCL.
     values = {
         # 2000 entries hold about 20 steps of SD2 under FSDP2; torch's tutorial uses the same number.
         'TORCH_NCCL_TRACE_BUFFER_SIZE': '2000',

@@ -19,7 +19,7 @@ _OWN_CODE = re.compile(r'/diffusion/(?:[a-z_]+/)?[a-z_0-9]+\.py$')
 _LIBRARIES = re.compile(r'/(?:site-packages|dist-packages|lib/python3[.0-9]*)/')
 _STANDARD_LIBRARY = re.compile(r'/lib/python3[.0-9]*/(?!site-packages|dist-packages)')
 _PLUMBING = re.compile(f'/torch/|/composer/utils/|{_STANDARD_LIBRARY.pattern}')
-"""Library code that may lie between a collective and the function that needs it."""
+"""Library code that may lie on the stack between a collective and the function that is named as its caller."""
 MAX_NAMED = 4
 
 
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a thread in the program. It has no line number, so that ranks in the same call compare equal."""
+    """Position of a thread in the program, without line number, so that ranks in the same call have equal ones."""
 
     label: str
     """Description such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if unknown."""
@@ -68,14 +68,14 @@ def main_thread(text: str) -> list[Frame]:
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(Frame(frame[1], int(frame[2]), frame[3]))
-    # Look for the module's frame, which is missing if the stack is cut after 100 calls. Otherwise take the last thread:
-    # faulthandler writes the main thread last, unless it stops at 100 threads.
+    # Take the thread that runs the main module. If the stack is cut after 100 calls, its frame is missing: take the
+    # last thread. faulthandler writes the main thread last, unless it stops at 100 threads.
     with_module = [thread for thread in threads if thread and thread[-1].function == '<module>']
     return with_module[-1] if with_module else threads[-1] if threads else []
 
 
 def find_place(stack: Sequence[Frame]) -> Place:
-    """Return a thread's position: its collective, data loader or backward pass, else the innermost own code."""
+    """Return a thread's position: a collective, data loader or backward pass, else the innermost call in own code."""
     for index, frame in enumerate(stack):
         outside, inside = stack[index + 1 :], stack[:index]
         if frame.file.endswith(_COLLECTIVES):
@@ -123,20 +123,20 @@ def _file_name(frame: Frame) -> str:
 def suspects(reports: Sequence[RankReport]) -> list[RankReport]:
     """Return the ranks that most likely caused a hang; empty if no rank differs from the others."""
     running = [each for each in reports if not each.ended]
-    # 1. A process that does not even run its signal handler is stopped, or stuck in the kernel.
+    # 1. Processes that do not even run their signal handler: they are stopped, or stuck in the kernel.
     silent = [each for each in running if each.problem]
     if silent:
         return silent
-    # 2. The other ranks wait for a rank that has completed fewer batches.
+    # 2. Ranks that have completed fewer batches, because the others wait for them.
     newest = max((each.batch for each in running), default=-1)
     late = [each for each in running if each.batch < newest]
     if late and 2 * len(late) <= len(running):
         return late
-    # 3. A rank in a collective waits for others, so ranks that are not in one are the cause.
+    # 3. Ranks that are not in a collective, because ranks in a collective wait for them.
     busy = [each for each in running if not each.waits]
     if busy and len(busy) < len(running):
         return busy
-    # 4. Ranks outside the largest group are suspect, such as a rank in another collective.
+    # 4. Ranks outside the largest group, such as a rank in another collective.
     sizes = {place: sum(each.place == place for each in running) for place in {each.place for each in running}}
     if sizes and 2 * max(sizes.values()) > len(running):
         largest = max(sizes, key=lambda place: sizes[place])

@@ -114,7 +114,7 @@ class Workers:
             found, previous = heartbeats.read_stacks(self.folder), found
             running = [rank for rank, process in self.by_rank().items() if process.poll() is None]
             missing = any(found.get(rank) == before.get(rank) for rank in running)
-            # A file that has not grown since the last check is complete.
+            # Files that have not grown since the last check are complete.
             if not missing and found == previous:
                 break
         return {rank: text for rank, text in found.items() if text != before.get(rank)}
@@ -125,7 +125,7 @@ class Workers:
         for rank, process in self.by_rank().items():
             if process.poll() is not None:
                 continue
-            # On its own, NCCL writes the file only when a collective times out, which is later than our watchdog.
+            # Request the file: NCCL would write it only when a collective times out, which is later than our watchdog.
             with contextlib.suppress(OSError):  # no pipe: the rank does not use NCCL, or has no process group yet
                 pipe = os.open(self.folder / NCCL_PIPE.format(rank=rank), os.O_WRONLY | os.O_NONBLOCK)
                 os.write(pipe, b'1')
@@ -151,8 +151,8 @@ class Workers:
         if os.getpid() != 1:
             return
         # Orphans stay zombies until waitpid(), and the container would run out of process ids. Only Popen.poll() may
-        # reap a worker, to get its status, so use WNOWAIT to look at an ended child without reaping it. It reports the
-        # same worker until poll() has reaped it, so orphans behind that worker wait for the next call.
+        # reap a worker, to get its status, so use WNOWAIT to look at an ended child without reaping it. waitid()
+        # returns an ended worker until poll() has reaped it, so orphans after that worker wait for the next call.
         worker_pids = {process.pid for process in self.processes} | {*others}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -227,7 +227,7 @@ class _DiscardingStream:
 @contextlib.contextmanager
 def discarding_lost_output() -> Iterator[None]:
     """Context manager that discards output that can no longer be written instead of raising OSError."""
-    # When its terminal is closed, a run receives SIGHUP and must still save, but every message would raise an error.
+    # A run whose terminal is closed receives SIGHUP and must still save, but each message would raise an error.
     before = sys.stdout, sys.stderr
     guarded = tuple(cast(TextIO, _DiscardingStream(stream)) for stream in before)
     sys.stdout, sys.stderr = guarded
@@ -244,8 +244,8 @@ def discarding_lost_output() -> Iterator[None]:
 def end_process(status: int) -> NoReturn:
     """Wait for threads, run exit handlers, and end this process with an exit status.
 
-    A normal exit finalizes the interpreter, which then ends daemon threads that return from PyTorch code. This aborts
-    the process: a run that ended with a clear error would seem to have been killed by SIGABRT.
+    A normal exit may abort the process: it finalizes the interpreter, which ends daemon threads when they return from
+    PyTorch code. A run that ended with a clear error would then seem to have been killed by SIGABRT.
     """
     # These are the first steps of a normal exit: wait for non-daemon threads, and call the exit handlers.
     with suppress(Exception):

@@ -78,7 +78,7 @@ class ConsoleLines(LoggerDestination):
         self._reported_batch = 0
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        # The Trainer logs the loss right after it has waited for the device, when the batch is computed. At BATCH_END,
+        # The batch ends here: the Trainer logs the loss right after the device has computed the batch. At BATCH_END,
         # other callbacks would already have run.
         if TRAIN_LOSS in metrics:
             self._loss = float(metrics[TRAIN_LOSS])
@@ -122,7 +122,7 @@ class ConsoleLines(LoggerDestination):
 
 
 def total_batches(state: State) -> int | None:
-    """Return the total batches of training, of epochs like the current one; None for durations in other units."""
+    """Return the number of batches of training if all epochs are like the current one; None for other time units."""
     end = state.max_duration
     if end is not None and end.unit == TimeUnit.BATCH:
         return end.value

@@ -42,18 +42,18 @@ class StatusLine:
         self._text = text
         if self._row_in_use:
             return
-        # A disowned run continues after its terminal is gone.
+        # Ignore errors: a disowned run continues after its terminal is gone.
         with contextlib.suppress(OSError):
             self._terminal.write(_ERASE + self._clipped())
             self._terminal.flush()
 
     def above(self, text: str) -> str:
-        """Return what to write instead of a text so that it appears above the status line."""
+        """Return the characters to write so that a text appears above the status line."""
         # The caller writes the result in a single call, so no other thread can write between erasing and the text.
         if not text:
             return text
         erase = '' if self._row_in_use else _ERASE
-        # Progress bars of other libraries erase themselves and then end with a carriage return.
+        # A carriage return leaves the row free: progress bars of other libraries write one after they erase themselves.
         self._row_in_use = not text.endswith(('\n', '\r'))
         return erase + text + ('' if self._row_in_use else self._clipped())
 
@@ -102,7 +102,7 @@ _line: StatusLine | None = None
 
 
 def install() -> bool:
-    """Reserve the terminal's last row, before libraries keep sys.stderr; return False if it is not a terminal."""
+    """Reserve the terminal's last row; False without a terminal. Call this before libraries store sys.stderr."""
     global _line
     if _line is None and sys.stderr.isatty() and os.environ.get('TERM', 'dumb') != 'dumb':
         _line = StatusLine(sys.stderr)

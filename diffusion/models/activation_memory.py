@@ -168,7 +168,7 @@ class _Recording:
         return tensor
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
-        """Replacement of torch.utils.checkpoint.checkpoint that records a block's inputs and what it keeps inside."""
+        """Replacement of torch.utils.checkpoint.checkpoint that records a block's inputs and the tensors it keeps."""
         # The real function would only save the inputs in the forward pass. Running the block once without checkpointing
         # shows what it keeps while it is recomputed.
         for tensor in tree_leaves(args):
@@ -197,8 +197,8 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.recording.flops_seen += func.overloadpacket in _WITH_FLOPS
         sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        # Operations without tensor outputs query properties, such as a tensor's device. Some of them are cached and do
-        # not occur in the second pass, but the outputs of both passes are compared one by one.
+        # Skip operations without tensor outputs, which query properties such as a tensor's device: some are cached and
+        # missing in the second pass, but the outputs of both passes are compared one by one.
         if sizes:
             self.recording.outputs.append(max(sizes))
         return out
@@ -209,8 +209,9 @@ class _AsOnGPU(TorchFunctionMode):
 
     # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
     # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule
-    # in `_fused` costs nothing and is within 3% of it: the result of a fused function is recomputable if its input is
-    # kept or recomputable, and a recomputable tensor is only kept if a function with FLOPs needs it.
+    # in `_fused` costs nothing and is within 3% of the partitioner's memory: the result of a fused function is
+    # recomputable if its input is kept or recomputable, and a recomputable tensor is only kept if a function with FLOPs
+    # needs it.
 
     def __init__(self, recording: _Recording, *, float32_norms: bool) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
-        # Pass tensors on to `recording.keep` below: autograd only calls the innermost hooks, which are these.
+        # Pass tensors on to `recording.keep` below: autograd only calls the innermost hooks, those set here.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)

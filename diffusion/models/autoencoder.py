@@ -76,7 +76,7 @@ class Autoencoder(ComposerModel):
 
     def finished(self) -> AutoencoderKL:
         """Return the trained autoencoder, with the mean and standard deviation of its latents in its configuration."""
-        # `latent_statistics` divides by the scaling factor, which must be 1 if latents_std is set.
+        # Set the scaling factor to 1, as required if latents_std is set: `latent_statistics` also divides by it.
         mean, std = self.latent_mean, self.latent_variance.sqrt()
         self.vae.register_to_config(
             latents_mean=[round(value, 5) for value in mean.tolist()],

@@ -27,7 +27,7 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the padding mask, bool [B, L], of text stored without padding, to which the model must not attend."""
+    """Return the padding mask, bool [B, L], if text is stored without padding; UserError unless `mask_padding`."""
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
         raise UserError(
@@ -48,6 +48,6 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
-    """Return sizes, int64 [B, 6], of images neither resized nor cropped, like diffusers; `cell` is in pixels."""
+    """Return sizes, int64 [B, 6], of images neither resized nor cropped, as in diffusers; `cell` is in pixels."""
     height, width = (side * cell for side in latents.shape[2:])
     return torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(len(latents), -1)

@@ -196,9 +196,9 @@ class ModelCounter:
                     add_lora(denoiser.requires_grad_(False), lora, seed=0)
 
     def facts(self) -> dict[str, int | bool]:
-        """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
-        # A LatentDiffusion's parameters include a trained text encoder but no frozen parts. Use ids to count each only
-        # once.
+        """Return all that is equal for all image shapes: parameter counts, latent and text sizes, FLOPs per caption."""
+        # A LatentDiffusion's parameters include a trained text encoder but no frozen parts. Use ids to count each
+        # parameter once.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
         denoiser = list(self.denoiser.parameters()) if self.denoiser is not None else []

@@ -1,4 +1,4 @@
-"""Denoiser weights from a folder written by diffusers' `save_pretrained`, and how weights are fitted to a model.
+"""Read denoiser weights from a folder written by diffusers' `save_pretrained`, and fit them to a model.
 
 The folder is local or on the Hugging Face Hub.
 """
@@ -26,7 +26,7 @@ from diffusion.models.hub_errors import check_config
 
 WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
 NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
-"""Settings of a denoiser that do not change what its weights compute; channel counts show in the shapes."""
+"""Settings of a denoiser that do not change what its weights compute; channel counts show in the weights' shapes."""
 U_NET_NAMES = {768: 'Stable Diffusion 1.x', 1024: 'Stable Diffusion 2.x', 2048: 'Stable Diffusion XL'}
 """Published U-Nets by the width of the text embeddings used in their cross-attention."""
 CHANNELS = (('denoiser.conv_in.weight', 1), ('denoiser.conv_out.weight', 0), ('denoiser.conv_out.bias', 0))
@@ -70,7 +70,7 @@ def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
 
 
 def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
-    """Return the subfolder for which a request succeeds, and its result; a lone denoiser is at the top level."""
+    """Return the folder for which a request succeeds (`subfolder`, or the top for a lone denoiser), and the result."""
     try:
         return subfolder, request(subfolder=subfolder)
     except UserError as error:

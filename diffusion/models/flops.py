@@ -20,7 +20,7 @@ _autocast = torch.autocast
 
 
 class FlopCount:
-    """Callable that returns the FLOPs of a denoiser's forward pass on one sample; keeps a copy without data."""
+    """Callable that returns the FLOPs of a denoiser's forward pass on one sample; it stores a copy without data."""
 
     def __init__(self, denoiser: nn.Module, family: DenoiserAdapter | None = None) -> None:
         self._family = family or adapter_of(denoiser)
@@ -53,7 +53,7 @@ class TrainingFlops:
 
     def __init__(self, denoiser: nn.Module, text: TextConditioner, *, trains_text: bool) -> None:
         self._denoiser = FlopCount(denoiser)
-        # A trained text encoder will be sharded too, and FSDP2 does not allow copying a sharded module.
+        # Copy a trained text encoder now: it will be sharded too, and FSDP2 does not allow copying sharded modules.
         self._text: Any = empty_copy(text, 'meta', shared=text.tokenizers) if trains_text else text
         self._counted: dict[tuple[int | bool, ...], int] = {}
 
@@ -78,8 +78,8 @@ class TrainingFlops:
         encodes_text: bool,
         encodes_features: bool,
     ) -> int:
-        # The backward pass takes two passes, for gradients of activations and of weights, but only one if the weights
-        # are frozen.
+        # The backward pass costs two forward passes, for gradients of activations and of weights, but only one if the
+        # weights are frozen.
         passes = 2 if model.denoiser_is_frozen else 3
         total = passes * self._denoiser(height, width, model.text.embeddings_per_caption(token_length))
         if encodes_images:

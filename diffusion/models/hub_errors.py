@@ -1,4 +1,4 @@
-"""Classify errors when loading files of pretrained models as user mistakes or disk faults."""
+"""Classify errors that occur while pretrained models are loaded as user mistakes or disk faults."""
 
 import errno
 import json

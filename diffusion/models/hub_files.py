@@ -32,7 +32,7 @@ from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 HUB_LOGGER = 'huggingface_hub'
-"""Logger that announces the Hub's own retries; `RetryPolicy` logs ours."""
+"""Logger that announces retries by huggingface_hub; `RetryPolicy` logs those of this package."""
 
 POLICY = RetryPolicy(tries=10, timeout_seconds=30.0)
 """Retry policy: ten tries take about three minutes, with pauses of 2, 8, 30, 30, ... seconds minus jitter."""
@@ -101,7 +101,7 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
     with _clear_errors(what, repository, revision, way_out(subfolder)), errors_only(HUB_LOGGER):
         commit, names = _files(repository, subfolder, revision)
         files = _weight_files(repository, subfolder, commit, names)
-        # Listing files needs no access to a gated repository, but reading a file's metadata does.
+        # Reading each file's metadata also checks the access to a gated repository, which listing files does not.
         return sum(_size(repository, _inside(subfolder, name), commit) for name in files)
 
 
@@ -126,7 +126,7 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
     """Download the missing files of a model or tokenizer to the cache; return their commit."""
     commit, names = _files(repository, subfolder, revision)
     needed = [name for name in names if _is_needed(part, name, weights)]
-    # Download the files that `_is_cached` checks for last: if they exist, the rest was fetched even if a process was
+    # Download last the files that `_is_cached` checks: if they exist, the rest was fetched even if a process was
     # killed.
     for name in sorted(needed, key=lambda name: (_decides(part, name), name)):
         _download_file(repository, _inside(subfolder, name), commit)
@@ -209,7 +209,7 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
         try:
             return request()
         except LocalEntryNotFoundError as error:
-            # This is raised for every failed request for an uncached file, as if the file did not exist.
+            # huggingface_hub raises this for every failed request for an uncached file, as if the file did not exist.
             raise error.__cause__ or ConnectionError(str(error)) from None
         except RuntimeError as error:
             # hf_xet, which transfers large files, raises no specific class for a full disk, which must not be retried.
@@ -271,7 +271,7 @@ def _is_needed(part: type, name: str, weights: bool) -> bool:
 
 
 def _decides(part: type, name: str) -> int:
-    """Return a sort key for download order: larger for files that `_is_cached` checks, largest for an index."""
+    """Return a sort key for the download order: files that `_is_cached` checks come late, and an index last."""
     if issubclass(part, PreTrainedTokenizerBase):
         return int(name in ('tokenizer.json', *part.vocab_files_names.values()))
     return 1 + name.endswith('.index.json') if WEIGHTS.fullmatch(name) else 0
@@ -291,7 +291,7 @@ def _description(part: type, repository: str, subfolder: str, revision: str | No
 
 
 def _valid(repository: str) -> bool:
-    """Return True if this is a valid repository name; False for anything else, such as the path of a missing folder."""
+    """Return True for a valid repository name, False for anything else, such as the path of a missing folder."""
     return re.fullmatch(r'[\w.-]+(/[\w.-]+)?', repository) is not None
 
 
@@ -313,7 +313,7 @@ def _refusal(error: UserError, repository: str, revision: str | None) -> str:
 
 
 def _shortened(error: GaveUp) -> str:
-    """Return the message of an exhausted retry without huggingface_hub's long explanations."""
+    """Return the error message of the last try, without huggingface_hub's long explanations."""
     text = ' '.join(str(error).split())
     return text if len(text) <= 250 else f'{text[:246]} ...'
 

@@ -70,7 +70,7 @@ FIRST_BATCH = 'captions of the first batch'
 class Denoised(NamedTuple):
     """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
 
-    In training, `alignment` and `perceptual` are these losses per sample, [B], if the model uses them.
+    In training, `alignment` and `perceptual` are the alignment and perceptual losses, [B], if the model has them.
     """
 
     prediction: Tensor
@@ -124,7 +124,7 @@ class LatentDiffusion(ComposerModel):
     """Losses per sample from the last call of `loss`, float32 [B]; `LossGuard` uses them to find bad samples. Never
     saved."""
     denoiser_is_frozen: bool
-    """True if only a LoRA of the denoiser is trained; its own FLOPs, about 1%, are not counted."""
+    """True if only a LoRA of the denoiser is trained; the LoRA's own FLOPs, about 1%, are not counted."""
     learning_rate_factors: dict[str, float]
     """muP's learning rate factors for this width, by parameter name; the factor of other parameters is 1."""
     random_bits: Callable[..., RandomBits]
@@ -273,7 +273,7 @@ class LatentDiffusion(ComposerModel):
         self._placed_on = device
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> 'LatentDiffusion':
-        """Move the model to a device with uninitialized trained parameters; frozen parts keep their weights."""
+        """Move the model to a device, leaving trained parameters uninitialized; frozen parts keep their weights."""
         # Composer empties the models on ranks other than 0 and fills them from rank 0's state dict, which does not
         # contain the frozen parts.
         frozen, self._frozen = self._frozen, {}
@@ -289,7 +289,7 @@ class LatentDiffusion(ComposerModel):
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
         self.place(batch_keys.device_of(batch))
-        # Draw all random numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
+        # Draw all random numbers of the step in one call: on a GPU, small draws cost time per kernel.
         draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
@@ -359,7 +359,7 @@ class LatentDiffusion(ComposerModel):
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """Return the normalized latents [B, C, H, W] of a batch, from its images or precomputed latent moments.
 
-        `draws` sample the VAE's posterior if the model's `posterior` is 'sample'; without, latents are posterior means.
+        `draws` sample the VAE's posterior if the model's `posterior` is 'sample'. Without `draws`, latents are means.
         """
         if batch_keys.LATENT_MOMENTS in batch:
             moments = batch[batch_keys.LATENT_MOMENTS].float()
@@ -379,7 +379,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Return the VAE's mean and log-variance for uint8 images, float32 [B, 2C, H, W], or only latents."""
+        """Return the VAE's mean and log-variance, float32 [B, 2C, H, W], or only latents, for uint8 images."""
         if images.dtype != torch.uint8:
             raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
         batch_keys.check_images(images)
@@ -604,7 +604,7 @@ class LatentDiffusion(ComposerModel):
             self._captions_checked.add(what)
         if count:
             log.warning(
-                '%s: %d of %d fill all %d tokens of the text encoder; longer ones are cut to that',
+                '%s: %d of %d fill all %d tokens of the text encoder; longer ones are cut to that length',
                 *(what, count, len(input_ids), self.text.token_length),
             )
 

@@ -211,7 +211,7 @@ def flow_velocity(
 ) -> Tensor:
     """Convert the denoiser's prediction for `noisy`, a flow's velocity or clean latents, to the velocity.
 
-    Time t, [], is above 0 unless `min_time` is set, the lower bound of the divisor.
+    Time t, [], must be above 0 unless `min_time` is set, which is a lower bound for the divisor t.
     """
     if objective.prediction_type != 'sample':
         return prediction
@@ -237,5 +237,5 @@ def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | N
         )
     if objective.is_flow:
         return (objective.time_of(quantiles.double()) * steps).float()
-    # A quantile just below 1, such as 1 - 2**-52, multiplied by 1000 is rounded to 1000.
+    # Clamp, since a quantile just below 1, such as 1 - 2**-52, multiplied by 1000 is rounded to 1000.
     return (quantiles * steps).long().clamp(max=steps - 1)

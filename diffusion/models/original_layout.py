@@ -101,7 +101,7 @@ MMDIT_QKV = {
 
 
 def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
-    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`; UserError if the layout has none."""
+    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`; UserError if some have none."""
     if not isinstance(unet.config['layers_per_block'], int):
         raise _no_layout('layers_per_block by level', unet)
     state = unet.state_dict()
@@ -295,7 +295,7 @@ def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['tra
     if which == 'ema':
         raise UserError(f'{file}: it has no averaged weights; use weights: training')
     try:
-        found = convert_sd3_transformer_checkpoint_to_diffusers(stored)  # removes the tensors that it knows
+        found = convert_sd3_transformer_checkpoint_to_diffusers(stored)  # removes known tensors from `stored`
     except KeyError as error:
         raise UserError(f'{file}: lacks {UNET_PREFIX}{error.args[0]}; {way_out(denoiser)}') from error
     _check_unused({f'{UNET_PREFIX}{name}' for name in stored}, file, denoiser)

@@ -63,7 +63,7 @@ CLIP_BIG_G: dict[str, Any] = CLIP_L | {
     'hidden_act': 'gelu',
     'projection_dim': 1280,
 }
-"""OpenCLIP ViT-bigG/14, their second text encoder."""
+"""OpenCLIP ViT-bigG/14, the second text encoder of Stable Diffusion XL and 3."""
 
 _without_weights = False
 _checked: list[str] | None = None
@@ -85,8 +85,8 @@ def without_weights() -> Iterator[None]:
 def checking_weights() -> Iterator[list[str]]:
     """Like `without_weights`, but in this context `load_pretrained` also checks that the weights could be loaded.
 
-    Weights are neither downloaded nor read. A description of each part's weights, such as `vae: 335 MB to download`,
-    is added to the list that this yields.
+    Weights are neither downloaded nor read. A description of each part's weights, such as `vae: 335 MB to download`, is
+    added to the list that the context yields.
     """
     global _checked
     before, _checked = _checked, []
@@ -134,7 +134,7 @@ def load_pretrained(
             check_config(Path(source, subfolder, 'config.json'))
     else:
         revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=weights)
-        # transformers may default to another cache folder.
+        # Pass the Hub's cache folder, since transformers may default to another one.
         cache_dir = hub_files.constants.HF_HUB_CACHE
         options = {'revision': revision, 'local_files_only': True, 'cache_dir': cache_dir}
     if weights:
@@ -157,7 +157,7 @@ def load_pretrained(
             options['config'] = config_class(**content) if read_config is None else read_config(content)
             if _without_weights:
                 return loader(options['config'])
-        # If the files are missing, transformers 5 would return an empty tokenizer.
+        # Check this first: if the files are missing, transformers 5 returns an empty tokenizer.
         if (missing := missing_tokenizer_file(part, source, subfolder)) is not None:
             raise missing
         with without_own_deprecations():
@@ -232,7 +232,7 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that sets a builder's `tokenizers`, which builds only those from the same keywords."""
+    """Return a decorator that sets a builder's `tokenizers`, a function that builds only those from its keywords."""
 
     # The loader's workers tokenize captions, so they need the tokenizers but must not build the model.
     def decorate(builder: Builder) -> Builder:
@@ -256,7 +256,7 @@ def check_sources(**sources: str | None) -> None:
 
 
 def load_vae(source: str, *, revision: str | None = None) -> Vae:
-    """Load an autoencoder or a model's subfolder `vae`, of the class in its config.json; `pixels` is PixelSpace."""
+    """Load an autoencoder or a model's subfolder `vae`, of the class in its config.json; `pixels` gives PixelSpace."""
     if source == PIXELS:
         return PixelSpace()
     subfolder, config = _vae_config(source, revision)

@@ -66,7 +66,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 
 def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `philox` words for many counters, each with its own key, with a fifth of the GPU kernels.
+    """Return `philox` words for many counters, each with its own key, using a fifth as many GPU kernels.
 
     Args:
         even: Words 0 and 2 of the counters, int64 [2, B, N].
@@ -157,7 +157,7 @@ def _pairs(even: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
 def box_muller(uniforms: Tensor, angles: Tensor) -> Tensor:
     """Return normal numbers [B, 2 K] from numbers in (0, 1] and angles, [B, K] each (Box and Muller 1958)."""
     radius = uniforms.log().mul_(-2.0).sqrt_()
-    # Write in place: on a GPU, the cost of small draws is the number of kernels, which is six here.
+    # Write in place: on a GPU, small draws cost time per kernel, and there are six here.
     normals = torch.empty((*angles.shape, 2), dtype=angles.dtype, device=angles.device)
     torch.cos(angles, out=normals[..., 0])
     torch.sin(angles, out=normals[..., 1])
@@ -251,7 +251,7 @@ class Draws:
 
     def stratified(self, stratum: Purpose, within: Purpose) -> Tensor:
         """Return a uniform random number per sample, float64 [B], with one in each of B equal parts of [0, 1)."""
-        assert len(self.sample_id) <= 2**20  # larger batches could round a number to 1
+        assert len(self.sample_id) <= 2**20  # in larger batches, a number could be rounded to 1
         # Sort samples by random words. Equal words are rare and are sorted by sample id.
         by_id = self.sample_id.argsort(stable=True)
         order = by_id[self.words(stratum, 1)[by_id, 0].argsort(stable=True)]

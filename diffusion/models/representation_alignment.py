@@ -43,7 +43,8 @@ class RepresentationAlignment:
     but it is not part of exports. Evaluation does not use it.
 
     Cost: one forward pass of the encoder per image, and its memory. PRX reported 3.46 instead of 3.95 batches per
-    second with DINOv3. With this setting, `task: precompute` stores the features next to the latents instead.
+    second with DINOv3. With this setting, `task: precompute` stores the features next to the latents, so that training
+    needs no encoder.
     """
 
     encoder: str
@@ -123,7 +124,7 @@ class TokenCapture:
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:
         """Yield a list to which the image tokens of forward passes inside the context are appended, [B, K or N, D]."""
-        # Activation checkpointing runs the hook again in the backward pass, outside this context.
+        # Capture only in this context: activation checkpointing runs the hook again in the backward pass, outside it.
         self._captured = []
         try:
             yield self._captured
@@ -145,8 +146,8 @@ def build_alignment(
 ) -> tuple[FeatureEncoder, FeatureProjector, TokenCapture]:
     """Return the image encoder, the projector with random weights, and a hook that captures a denoiser's tokens.
 
-    Call it before FSDP wraps the denoiser. `width` is D, that of its tokens; `encoder` replaces the one named in the
-    settings. Raises UserError if the denoiser has no image tokens or no such block.
+    Call it before FSDP wraps the denoiser. `width` is D, the width of its tokens; `encoder` replaces the one named in
+    the settings. Raises UserError if the denoiser has no image tokens or no such block.
     """
     if family.token_blocks is None or width is None:
         raise UserError(f'representation_alignment: a {type(denoiser).__name__} has no image tokens; use a transformer')

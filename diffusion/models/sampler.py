@@ -109,7 +109,7 @@ def sample_latents(
     if 'generator' in inspect.signature(scheduler.step).parameters:
         # Use one generator per image, on the CPU, so that the noise depends neither on other images nor on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
-    # Schedulers for flow matching start from plain noise and do not scale the input.
+    # Schedulers for flow matching lack both attributes: they start from plain noise and do not scale the input.
     latents = noise * getattr(scheduler, 'init_noise_sigma', 1.0)
     scale = getattr(scheduler, 'scale_model_input', lambda latents, timestep: latents)
     for timestep in scheduler.timesteps:

@@ -118,7 +118,7 @@ class TextOutput(NamedTuple):
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return token ids, int64 [B, E, L], padded to each tokenizer's length, and with zeros to the longest one's."""
+    """Return token ids, int64 [B, E, L], padded to each tokenizer's length, then with zeros to the longest length."""
     # Convert with NumPy: torch.tensor takes ten times as long for nested lists.
     ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
     for index, tokenizer in enumerate(tokenizers):

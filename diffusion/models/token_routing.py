@@ -32,7 +32,7 @@ class Route:
         return max(1, count - round(self.fraction * count))
 
     def tokens_after(self, block: int, count: int) -> int:
-        """Return how many of `count` image tokens are in a block's output when hooks see it, on or off the route."""
+        """Return how many of `count` image tokens hooks see in a block's output, for a block on or off the route."""
         return self.tokens(count) if self.start <= block < self.end else count
 
     def kept(self, draws: Draws, count: int) -> Tensor:
@@ -44,7 +44,7 @@ class Route:
 class TokenRouter:
     """Hooks on a route's blocks that remove some tokens before the first block and restore them after the last.
 
-    The number of tokens in these blocks is fixed per image shape and needs no mask, so compiled blocks need no dynamic
+    The number of tokens in these blocks is fixed per image shape, without a mask, so compiled blocks need no dynamic
     shapes. The hooks are active from `begin` to `finish` while gradients are enabled, and therefore not in evaluation
     or sampling. They run outside a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
     ordinary block. A recomputed forward pass gets the same tokens. Create the router before FSDP wraps the denoiser.
@@ -71,7 +71,7 @@ class TokenRouter:
         return self._kept
 
     def begin(self, draws: Draws) -> None:
-        """Start routing tokens in forward passes, using these random draws for the batch."""
+        """Start routing tokens in forward passes, using the random draws of the batch."""
         self.finish()
         self._draws = draws
 
@@ -115,7 +115,7 @@ class TokenRouter:
         return (), named
 
     def _restore(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Merge all tokens after the route's last block; a forward hook."""
+        """Merge the processed and the skipped tokens after the route's last block; a forward hook."""
         if not self._routes:
             return None
         tokens, full = self._blocks.tokens(output), self._tokens

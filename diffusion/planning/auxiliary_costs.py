@@ -1,4 +1,4 @@
-"""Costs of networks used only by training losses: representation alignment and perceptual losses."""
+"""Costs of the networks that only training losses use: representation alignment and perceptual losses."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ENCODER_KEYS = (
     *('image_size', 'patch_size', 'use_swiglu_ffn', 'use_gated_mlp', 'num_register_tokens'),
 )
 ENCODER_TYPES = ('dinov2', 'dinov2_with_registers', 'dinov3_vit')
-"""Values of `model_type` in the config.json of an encoder that can be used."""
+"""Supported values of `model_type` in an encoder's config.json."""
 DINOV2_BASE = 'facebook/dinov2-base'
 """Encoder whose sizes are assumed for repositories with unknown sizes."""
 
@@ -83,7 +83,7 @@ class AlignmentCosts(CountedCosts):
         self.block: int = settings['block']
 
     def training_flops(self, shape: Shape, route: TokenRoute | None, *, encodes: bool) -> float:
-        """Return the FLOPs per image of this shape; the MLP sees only the tokens that the aligned block sees."""
+        """Return the FLOPs per image of this shape; the MLP processes only the tokens in the aligned block."""
         flops = self.flops(str(shape))
         return encodes * flops['encoder'] + self.seen(route) * flops['projector']
 
@@ -92,7 +92,7 @@ class AlignmentCosts(CountedCosts):
 
 
 class PerceptualCosts(CountedCosts):
-    """Costs of perceptual losses' networks: forward passes on the prediction and the image, and one backward pass."""
+    """Costs of the networks of perceptual losses: forward passes on prediction and image, and one backward pass."""
 
     def __init__(self, settings: Mapping[str, Any], notes: list[str]) -> None:
         lpips = features = None
@@ -118,6 +118,6 @@ def perceptual_of(component: Component, notes: list[str]) -> PerceptualCosts | N
 
 
 def _settings(component: Component, keyword: str) -> dict[str, Any] | None:
-    """Return all settings under a keyword of this package's models, with defaults, or None if it is not set."""
+    """Return the settings under a keyword of one of this package's models, with defaults; None if it is not set."""
     is_set = isinstance(component.kwargs.get(keyword), Mapping)
     return registry.settings_of('model', component, keyword) or None if is_set else None

@@ -15,7 +15,7 @@ from diffusion.planning.workload import Phase
 
 LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384
-"""Number of GPUs of Llama 3's training (2024), which reported 419 unexpected interruptions in 54 days."""
+"""Number of GPUs in the training of Llama 3 (2024), for which 419 unexpected interruptions in 54 days were reported."""
 WRITE_BYTES_PER_SECOND = 0.2e9
 """One node's write speed to a shared file system: half the local disk speed in `benchmarks/checkpoint_stall.py`."""
 SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
@@ -39,7 +39,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """Optimal save interval of a training phase, and the goodput that remains after saves and failures."""
+    """Optimal save interval of a training phase, and its goodput: the part of time left after saves and failures."""
 
     mtbf_hours: float
     stall_seconds: float
@@ -62,7 +62,7 @@ def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:
         auxiliary: Number of trained parameters outside the model, such as those of representation alignment's MLP.
     """
     trained = model.trained_parameters + auxiliary
-    # A LoRA's checkpoint also contains the frozen weights.
+    # A checkpoint of LoRA training also contains the frozen weights.
     weights = FLOAT32 * (trained + model.frozen_denoiser_parameters)
     with_optimizer = weights + FLOAT32 * optimizer_elements(recipe.optimizer, model, auxiliary=auxiliary)
     return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe.algorithms) * FLOAT32 * trained)
@@ -74,7 +74,7 @@ def default_mtbf_hours(gpus: int) -> float:
 
 
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
-    """Return how many seconds a save blocks training, with one writer per node for sharded checkpoints, else one."""
+    """Return how many seconds a save blocks training, with one writer (sharded checkpoints: one per node)."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
     sizes = sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters)
     return sizes.with_averages / (writers * WRITE_BYTES_PER_SECOND)
@@ -97,15 +97,15 @@ def best_interval(*, stall: float, mtbf: float) -> float:
 
 
 def possible_interval(seconds: float, *, batch: float, run: float) -> float:
-    """Return the save interval nearest to `seconds` that is at least a batch and at most the run (its end is saved)."""
+    """Return the save interval nearest to `seconds` that is at least one batch and at most the whole run."""
     return min(max(seconds, batch), run)
 
 
 def chosen_interval(*, stall: float, mtbf: float) -> float:
-    """Return the interval in seconds for `trainer.save_interval: auto`: the best one within bounds.
+    """Return the interval in seconds for `trainer.save_interval: auto`: the best one within two bounds.
 
-    Saves take at most MOST_TIME_SAVING of the time, and a failure loses at most LONGEST_SECONDS of work. If both are
-    not possible, the first bound applies.
+    Saves take at most MOST_TIME_SAVING of the time, and a failure loses at most LONGEST_SECONDS of work. If only one is
+    possible, the first bound applies.
     """
     shortest = max(SHORTEST_SECONDS, stall / MOST_TIME_SAVING)
     return max(min(best_interval(stall=stall, mtbf=mtbf), LONGEST_SECONDS), shortest)
@@ -114,8 +114,8 @@ def chosen_interval(*, stall: float, mtbf: float) -> float:
 def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> float:
     """Estimate a cluster's mean time between failures in hours from its size and the run's failures so far.
 
-    The prior counts like an observation of at most PRIOR_HOURS with at most one failure, so that the run's own failures
-    outweigh it within a day.
+    `prior_hours` counts like an observation of at most PRIOR_HOURS with at most one failure, so that the run's own
+    failures outweigh it within a day.
     """
     seen = min(PRIOR_HOURS, prior_hours)
     return (seen + hours) / (seen / prior_hours + failures)
@@ -180,12 +180,12 @@ class KeptCheckpoints:
 def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptCheckpoints | None:
     """Return the largest number of checkpoints that exist at the same time, and their storage; None if unknown.
 
-    Claimed and pinned checkpoints are not counted. Each checkpoint counts as large as the last one.
+    Claimed and pinned checkpoints are not counted. All are assumed to be as large as the last one.
     """
     rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
     saves = None
     if saving.recipe_interval_seconds:
-        # Subtract 1e-9, so that a save at the end of the run is not counted twice.
+        # Subtract 1e-9, so that rounding errors do not add a save at the end of the run.
         saves = math.ceil(saving.run_seconds / saving.recipe_interval_seconds - 1e-9)
     count = most_checkpoints(rules, saves=saves, batches=phase.batches)
     return None if count is None else KeptCheckpoints(count, count * sizes.with_averages)
@@ -215,13 +215,13 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
 
 
 def _copies_in_memory(recipe: Recipe) -> int:
-    """Return how many copies of its part of a checkpoint a node holds in memory during a save."""
+    """Return how many times the size of its part of a checkpoint a node needs in its memory tier during a save."""
     tiers = recipe.checkpointing.tiers
     tier = None if tiers is None else tiers.memory
     if tier is None or 'save_folder' in recipe.trainer:
         return 0
     # The previous checkpoint stays until the new one is complete. With sharded checkpoints, each node also holds a copy
-    # of another node's part; a whole checkpoint is copied to a node that holds nothing else.
+    # of another node's part. A whole checkpoint is copied to a node that holds no part of its own.
     return 2 * (1 + (tier.replicate and recipe.parallelism.checkpoints == 'sharded'))
 
 

@@ -37,7 +37,7 @@ class PlanOptions:
     images_per_second: Annotated[float | None, GreaterThan(0), Option(excludes='speed')] = None
     """Measured throughput of all GPUs together."""
     from_run: Annotated[Path | None, Option('DIR', excludes='speed')] = None
-    """Folder of an earlier run whose logged throughput is used."""
+    """Folder of an earlier run, whose logged throughput is used."""
     price: Annotated[float | None, AtLeast(0), Option('USD')] = None
     """Price per GPU-hour in US dollars (default: the price in gpus.yaml or --gpus-file)."""
     gpus_file: Path | None = None

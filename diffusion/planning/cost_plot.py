@@ -19,11 +19,11 @@ COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 
 
 def counts_around(phases: Sequence[Phase], chosen: int, gpus_per_node: int | None = None) -> list[int]:
-    """Return the numbers of GPUs to plot: powers of two, and the chosen number times powers of two.
+    """Return the numbers of GPUs to plot: powers of two, and powers of two times the odd part of the chosen number.
 
-    Numbers of GPUs or nodes over which a recipe's global batch does not divide are left out.
+    Numbers of GPUs or nodes that do not divide a recipe's global batch are left out.
     """
-    odd = chosen // (chosen & -chosen)  # chosen & -chosen is its largest power-of-two divisor
+    odd = chosen // (chosen & -chosen)  # chosen & -chosen is the largest power of two that divides chosen
     counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
     lowest, highest = max(1, min(8, chosen // 4)), max(256, 4 * chosen)
     return sorted(

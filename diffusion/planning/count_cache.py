@@ -26,12 +26,12 @@ SHIPPED = Path(__file__).with_name('model_counts')
 COUNTS = '2'
 """Version of the format of counts; increase it when the names or meaning of facts, FLOPs or activations change."""
 AUXILIARY = 'diffusion.models.cost_counting:COUNTERS'
-"""Code that counts the networks outside a model; a change in this source invalidates their counts."""
+"""Code that counts the networks of losses, which are outside a model; changing it invalidates their counts."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries that determine how a model computes: another version invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Seconds to start, to count FLOPs per shape, and activations per shape and precision (SD2 on a slow core)."""
+"""Seconds to start, to count FLOPs of one shape, and activations of one shape and precision (SD2 on a slow core)."""
 
 
 class CountingFailed(RuntimeError):
@@ -70,7 +70,7 @@ class ModelKey:
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return library versions and a hash of the model's source, without which cached counts are invalid."""
+        """Return library versions and a hash of the model's source; cached counts are valid only for the same ones."""
         target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -83,9 +83,9 @@ def counts_folder() -> Path:
 
 
 def known_counts(key: ModelKey) -> dict[str, Any]:
-    """Return the shipped and cached facts, FLOPs and activations of a model; what is not counted yet is empty."""
-    # Shipped counts take precedence. They are not checked against library versions, so that planning the shipped
-    # recipes never takes a minute; tests/planning/test_count_cache.py compares them with the models.
+    """Return a model's shipped and cached facts, FLOPs and activations; those that are not counted yet are missing."""
+    # Shipped counts take precedence. They are valid for all library versions, so that planning the shipped recipes
+    # never takes a minute; tests/planning/test_count_cache.py compares them with the models.
     cached = _read(key.cached)
     fresh = cached if cached.get('made_with') and cached['made_with'] == key.made_with() else _no_counts()
     return merged(fresh, _read(SHIPPED / key.file_name))
@@ -122,7 +122,7 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
 def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run `diffusion.models.cost_counting` in a process without GPUs, and return the counts or raise CountingFailed."""
     # `-m` puts the working directory first in sys.path, where a folder named `diffusion` could shadow this package;
-    # PYTHONSAFEPATH turns that off. Pass on the rest of sys.path for the modules that the recipe imports.
+    # PYTHONSAFEPATH turns that off. Pass on the rest of sys.path: the modules that the recipe imports may be there.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     environment = os.environ | {'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': path, 'PYTHONSAFEPATH': '1'}
     command = [sys.executable, '-m', 'diffusion.models.cost_counting']

@@ -72,7 +72,7 @@ USD_PER_EGRESS_BYTE = 0.09 / 1e9
 """List price per byte for the first 10 TB per month from AWS to the internet (same page) as of PRICE_DATE; larger
 volumes cost less. Reads within the store's region are free."""
 PRICE_DATE = '2026-11-25'
-"""Date on which the prices were entered, without comparing them with the page on that day."""
+"""Date on which the prices were entered here; they were not compared with the page on that day."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class StoreReads:
 
     @property
     def egress_usd(self) -> float:
-        """Cost of the bytes in US dollars if the GPUs are outside the store's cloud; in its region, reads are free."""
+        """Cost of the bytes in US dollars if the GPUs are outside the store's cloud; in its region, they are free."""
         return self.bytes * USD_PER_EGRESS_BYTE
 
 
@@ -107,8 +107,8 @@ def nodes_per_shard(recipe: Recipe, nodes: int) -> float:
     """Return the number of nodes that read the same shard in an epoch.
 
     In Streaming, each canonical node has the same shards in every epoch, and each node reads whole canonical nodes, so
-    that a shard is read by one node (two at a boundary). If there are more nodes than canonical nodes, several nodes
-    share a canonical node's samples. The algorithm `naive` shuffles samples over all nodes.
+    that one node reads a shard (two nodes at a boundary). If there are more nodes than canonical nodes, several nodes
+    share a canonical node's samples. With the algorithm `naive`, all nodes read every shard.
     """
     loader = recipe.loader
     if loader.shuffle and loader.shuffle_algo == 'naive':
@@ -117,7 +117,7 @@ def nodes_per_shard(recipe: Recipe, nodes: int) -> float:
 
 
 def reads_per_epoch(recipe: Recipe, stored_bytes: float, *, nodes: int) -> EpochReads:
-    """Return the data read from the object store in the first and in later epochs over a whole dataset.
+    """Return the data that the first and each later epoch over the whole dataset read from the object store.
 
     If a node's cache is large enough for all shards that the node reads, later epochs read nothing. A smaller cache
     counts as no cache, which gives an upper bound. Not counted are repeated reads within an epoch if the cache is

@@ -1,8 +1,8 @@
 """Simulated goodput of save strategies under failures of processes, nodes and the whole cluster.
 
-Failures are a Poisson process. Training restarts after each failure, and stalls at each save point. A checkpoint is
-available in a tier after the tier's lag. Training continues from the newest checkpoint in the tiers that survived the
-failure.
+Failures are a Poisson process. Training stalls at each save point, and restarts after each failure. A checkpoint
+becomes available in a tier after the tier's lag. Training continues from the newest checkpoint in the tiers that
+survived the failure.
 """
 
 import functools
@@ -23,7 +23,7 @@ FAILURES = 4000
 
 
 class Failure(IntEnum):
-    """Kinds of failures, ordered by how much they destroy."""
+    """Kinds of failures, from the least to the most destructive."""
 
     PROCESS = 0
     """Processes end, but the memory of all nodes remains: bugs, timeouts of collectives, link failures."""
@@ -47,16 +47,16 @@ class Tier:
     survives: Failure
     """The worst kind of failure that the tier's checkpoints survive."""
     lag: float
-    """Time from the end of a save's stall until the checkpoint is complete in this tier."""
+    """Time from when training continues after a save point until the checkpoint is complete in this tier."""
     restore: float
     """Time to read a checkpoint."""
     every: int = 1
-    """Number of save points per checkpoint in this tier."""
+    """Number of save points per checkpoint in this tier: 2 means that every second save point writes one."""
 
 
 @dataclass(frozen=True)
 class SaveStrategy:
-    """Interval and place of saving checkpoints. Times are in seconds."""
+    """When and where checkpoints are saved. Times are in seconds."""
 
     name: str
     interval: float
@@ -125,7 +125,7 @@ def save_strategies(
 
 
 def _save_points(lag: float, interval: float) -> int:
-    """Return a tier's save points per checkpoint, such that each checkpoint is complete before the next one begins."""
+    """Return after how many save points a tier begins its next checkpoint, so that the previous one is complete."""
     return max(1, math.ceil(lag / interval))
 
 
@@ -138,7 +138,7 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
         restart: Seconds from a failure to the next batch if the checkpoint is read from durable storage.
     """
     clock, tiers = 0.0, strategy.tiers
-    # Count progress in save points: `begun` is where training continued, `newest` the newest checkpoint per tier.
+    # Count progress in save points: training continued at `begun`, and `newest` is the newest checkpoint of each tier.
     begun, newest = 0, [0] * len(tiers)
     waiting = restart
     for gap, failure in _draw_failures(failures):
@@ -150,7 +150,7 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
             elif training > tier.lag:
                 reached = begun + int((training - tier.lag) / (strategy.interval + strategy.stall))
                 point = reached - reached % tier.every
-                # A tier may lack save points up to `begun`, if a failure came within their lag.
+                # A tier may lack a save point up to `begun`, because a failure came before the checkpoint was complete.
                 if point > begun:
                     newest[index] = point
         begun = max(newest)

@@ -35,16 +35,16 @@ class GPU:
     memory_gb_per_second: float | None = None
     """Memory bandwidth in GB/s."""
     nvlink_gb_per_second: float = 0.0
-    """NVLink bandwidth in GB/s, both directions together; 0 if it has no NVLink."""
+    """NVLink bandwidth in GB/s, both directions together; 0 if the GPU has no NVLink."""
     compute_capability: str | None = None
-    """Compute capability, such as '9.0', by which torch selects kernels. Null skips the check for kernels."""
+    """Compute capability, such as '9.0', by which torch selects kernels. Null skips the check of torch's kernels."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     name: str = ''
     """Name of the GPU on the command line."""
 
     def peak_flops(self, precision: str) -> float:
-        """Return the peak FLOP/s in bf16, fp16 or fp32, without sparsity; raise UserError if it is not supported."""
+        """Return the peak FLOP/s in bf16, fp16 or fp32, without sparsity; raise UserError if unsupported."""
         if precision not in self.peak_tflops:
             raise UserError(
                 f'--gpu {self.name} does not support {precision} (supported: {", ".join(self.peak_tflops)}); '
@@ -79,7 +79,7 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
     """Return the GPU model with this name; case is ignored, and `_` is equivalent to `-`.
 
     Args:
-        or_file: True if the command has the option --gpus-file, which the error then suggests.
+        or_file: True if the command has the option --gpus-file; the error message then suggests the option.
 
     Raises:
         UserError: No GPU has this name; the message suggests the nearest name.
@@ -144,7 +144,7 @@ PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
     ((2, 10), (12, 8)),
     ((math.inf, 0), (13, 0)),
 )
-"""CUDA versions of torch's wheels on PyPI, each with the last torch release that uses the version."""
+"""CUDA versions of torch's wheels on PyPI, each after the last torch release that uses the CUDA version."""
 NEWER_TORCH = 'use torch 2.9 or newer (make install; docs/install.md)'
 OLDER_TORCH = 'use torch 2.7 with CUDA 12.6 (make install STACK=resolvable; docs/install.md)'
 
@@ -188,7 +188,7 @@ def installed_torch() -> str | None:
     spec = importlib.util.find_spec('torch')
     if spec is None or spec.origin is None:
         return None
-    # Importing torch takes 3 s, and the version in the wheel's metadata omits the CUDA version.
+    # Read the file: importing torch takes 3 s, and the version in the wheel's metadata omits the CUDA version.
     text = Path(spec.origin).with_name('version.py').read_text()
     version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
@@ -201,7 +201,7 @@ def installed_torch() -> str | None:
 def architectures_of(version: str) -> tuple[str, ...]:
     """Return the architectures of a build of torch, such as 2.7.0+cu128 or 2.9.
 
-    A version without `+cu` means the wheel on PyPI: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
+    A version without `+cu` means the wheel on PyPI, which has CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
 
     Raises:
         UserError: The text is not a version of torch.

@@ -22,9 +22,9 @@ FRAGMENTS = 0.05
 ADAM_STATES = 2
 """Optimizer states per parameter in Adam; amsgrad has one more."""
 MUON_BATCH_ELEMENTS = 2**24
-"""Matrix elements that Muon orthogonalizes at a time on a GPU: `MAX_BATCH_ELEMENTS` in training/muon.py."""
+"""Number of matrix elements that Muon orthogonalizes at a time on a GPU: `MAX_BATCH_ELEMENTS` in training/muon.py."""
 MUON_BYTES_PER_ELEMENT = 12
-"""Temporary bytes per element of that batch: a float32 result and at most four bfloat16 tensors of its size."""
+"""Temporary bytes per element of such a batch: a float32 result and at most four bfloat16 tensors of the same size."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Memory:
     gradients: int
     """Gradients, or the device's shard of them."""
     buckets: int
-    """Unsharded gradients to be reduced: DDP's buckets, or FSDP2's gradients if it reduces once per batch."""
+    """Unsharded gradients that wait for reduction: DDP's buckets, or FSDP2's gradients if it reduces once per batch."""
     compute_weights: int
     """Weights in compute precision: autocast's cache, or the parameters that FSDP has gathered."""
     activations: int
@@ -54,15 +54,15 @@ class Memory:
     batch: int
     """The device's part of the batch, as the loader returns it."""
     graphs: int
-    """Memory of CUDA graphs: gradients that the next replay overwrites, the blocks' inputs and outputs, and the
-    gradients of these. The graphs' pool also keeps the memory of `activations` throughout the step."""
+    """Memory of CUDA graphs: gradients that the next replay overwrites, the blocks' inputs and outputs, and gradients
+    of inputs and outputs. The graphs' pool also keeps the memory of `activations` throughout the step."""
     accumulates: bool
     """True if gradients of an earlier microbatch exist during the forward pass."""
 
     @property
     def resident(self) -> int:
         """Bytes that are allocated throughout a training step."""
-        # CUDA graphs' pool never returns memory to the allocator, so its activations count throughout the step.
+        # The pool of CUDA graphs never returns memory to the allocator, so activations in it count throughout the step.
         pool = self.graphs + self.activations if self.graphs else 0
         return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch + pool
 
@@ -73,14 +73,14 @@ class Memory:
         # are freed), in the optimizer step, or when images are encoded before the forward pass. At the start of a
         # backward pass, only gradients of earlier microbatches exist; new gradients appear as activations are freed.
         earlier = self.gradients if self.accumulates else 0
-        activations = 0 if self.graphs else self.activations  # `resident` includes those in the pool of CUDA graphs
+        activations = 0 if self.graphs else self.activations  # `resident` includes activations in CUDA graphs' pool
         backward = earlier + self.compute_weights + activations + self.working
         end_of_backward = self.gradients + self.compute_weights
         return self.resident + max(backward, end_of_backward, self.gradients + self.step, earlier + self.encoding)
 
     @property
     def reserved(self) -> int:
-        """Memory that the GPU must have: peak bytes plus allowances for CUDA and fragmentation."""
+        """Bytes of memory that the GPU must have: `allocated` plus allowances for CUDA and fragmentation."""
         return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
 
     def parts(self) -> dict[str, int]:
@@ -117,8 +117,8 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
     trained = phase.trained_parameters
-    # Gradients of earlier microbatches exist during later forward passes. If they were not counted, a plan would accept
-    # a microbatch size that runs out of memory at the second microbatch.
+    # Count gradients of earlier microbatches, which exist during later forward passes: otherwise, a plan would accept a
+    # microbatch size that runs out of memory at the second microbatch.
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
     # With `speed.encode_batch_size`, the encoders process several microbatches at a time, and latents and text
@@ -142,20 +142,20 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once)
         + sum(each.copies for each, _ in extra),
         activations=kept * setup.microbatch + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
-        # The networks' backward passes run one after the other, so only the largest counts.
+        # The backward passes of the networks run one after the other, so only the largest tensor counts.
         working=max(each.largest for each in (activations, *(each for each, _ in extra))) * setup.microbatch
         + _in_flight(phase, setup),
         encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
         batch=share * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
-        # The inputs and outputs of SD2's blocks take 0.8 times the activations kept between recomputed blocks.
+        # Estimate the blocks' inputs and outputs by `kept_between`; SD2's take 0.8 times that.
         graphs=FLOAT32 * trained + 2 * activations.kept_between * setup.microbatch if parts.cuda_graphs else 0,
         accumulates=accumulates,
     )
 
 
 def optimizer_elements(optimizer: Component, model: ModelCosts, *, auxiliary: int = 0) -> int:
-    """Return the number of elements in the optimizer's states: two per parameter, or one if Muon updates it."""
+    """Return the number of elements in the optimizer's states: two per parameter, but one if Muon updates it."""
     states = ADAM_STATES + bool(optimizer.kwargs.get('amsgrad'))
     return states * (model.trained_parameters + auxiliary) - _muon_parameters(optimizer, model)
 
@@ -185,7 +185,7 @@ def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
 
 
 def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Setup]:
-    """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself."""
+    """Return copies of a setup, one per parallelism strategy, without duplicates; the setup itself is the first."""
     current = setup.parallelism
     others = [
         replace(current, strategy='ddp', replicas=1),
@@ -203,7 +203,7 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return changes of settings, each of which makes an oversized run fit in GPU memory; empty if there are none."""
+    """Return changes, each of which makes a run that exceeds GPU memory fit; empty if there are none."""
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:
@@ -231,22 +231,22 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
 
 def _muon_parameters(optimizer: Component, model: ModelCosts) -> int:
     """Return the number of parameters that Muon updates, assumed to be all in the blocks; 0 for other optimizers."""
-    # AdamW updates norms and biases, but these are only 0.05% of SD2's blocks. If Muon leaves convolutions to AdamW,
-    # the number is unknown, and 0 overestimates memory rather than underestimating it.
+    # Ignore that AdamW updates the blocks' norms and biases, which are only 0.05% of SD2's blocks. If Muon leaves
+    # convolutions to AdamW, the number is unknown: 0 overestimates memory rather than underestimating it.
     is_muon = optimizer.name == 'muon' and registry.settings_of('optimizer', optimizer)['convolutions']
-    # If a LoRA freezes the blocks, Muon updates no more than the LoRA trains.
+    # With a LoRA, which freezes the blocks, Muon updates no more than the LoRA's parameters.
     return min(model.facts['block_parameters'], model.trained_parameters) if is_muon else 0
 
 
 def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     """Return the bytes of temporary tensors in the optimizer step, with or without `speed.fused_optimizer`."""
     name, facts = phase.recipe.optimizer.name, phase.model.facts
-    # Composer's DecoupledAdamW has no fused kernel; Muon's is only for the parameters that AdamW updates.
+    # Composer's DecoupledAdamW has no fused kernel. In Muon, only the parameters that AdamW updates have one.
     others = phase.trained_parameters - _muon_parameters(phase.recipe.optimizer, phase.model)
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
-    # A matrix may be larger than a batch, but not larger than a block. In DDP, each device holds all devices' batches.
+    # A matrix may exceed Muon's batch, but not a block. In DDP, each device holds the batches of all devices.
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))
@@ -268,17 +268,17 @@ def _compute_weights(
     gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
     facts = phase.model.facts
     gathered = phase.trained_parameters + phase.model.frozen_denoiser_parameters
-    # With `speed.reduce_once`, all blocks stay gathered after a microbatch's backward pass, even if the forward pass
-    # freed them.
+    # With `speed.reduce_once`, all blocks stay gathered after a microbatch's backward pass, although they are freed
+    # after the forward pass.
     if settings.reshard_after_forward and not keeps_gathered:
         # FSDP2 holds the current block, the prefetched block, and all parameters outside the blocks.
         gathered += 2 * facts['largest_block_parameters'] - facts['block_parameters']
-    # Autocast copies weights only if they are gathered in a wider type than autocast uses.
+    # Autocast copies weights only if they are gathered in a wider dtype than that of autocast.
     return gathered_width * gathered + (autocast if gathered_width > width else 0)
 
 
 def _in_flight(phase: Phase, setup: Setup) -> int:
-    """Return the bytes of gradients that FSDP reduces at a time: one block, in compute precision and in float32."""
+    """Return the bytes of gradients that FSDP reduces at a time: a block's, in compute precision and in float32."""
     largest = min(phase.model.facts['largest_block_parameters'], phase.trained_parameters)
     return 0 if setup.shards == 1 else (HALF + FLOAT32) * largest
 
@@ -293,7 +293,7 @@ def _frozen_bytes(phase: Phase) -> int:
 
 
 def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]:
-    """Return the activations of each network of the losses, with the fraction of the tokens that the network sees."""
+    """Return the activations of each network of the losses, with the fraction of tokens that it processes."""
     shape, precision = phase.largest_shape, phase.auxiliary_precision
     found = []
     if phase.alignment is not None:
@@ -311,7 +311,7 @@ def _encoding_bytes(phase: Phase, activations: ActivationCounts, samples: int) -
 
 
 def _encoded_bytes(phase: Phase) -> int:
-    """Return the bytes per sample, in float32, of frozen encoders' outputs that wait for their microbatch."""
+    """Return the bytes per sample of frozen encoders' outputs in float32, kept until their microbatch is trained."""
     latents = 2 * phase.model.latent_elements(phase.largest_shape) if phase.encoding == 'pictures' else 0
     has_text = phase.encoding == 'latents+text' or phase.model.trains_text
     return FLOAT32 * (latents + (0 if has_text else phase.model.text_embedding_elements))

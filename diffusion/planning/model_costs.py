@@ -22,7 +22,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 class ActivationCounts:
     """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights per microbatch.
 
-    Both are counted by models/activation_memory.py.
+    models/activation_memory.py counts both.
     """
 
     kept: int
@@ -80,7 +80,7 @@ class CountedCosts:
         return self._counts['facts']
 
     def flops(self, name: str) -> Mapping[str, int]:
-        """Return the FLOPs of each part, for a shape, or for a shape and a token route."""
+        """Return the FLOPs by part of the model; `name` is that of a shape and, if any, a token route."""
         self.require(flops=[name])
         return self._counts['flops'][name]
 
@@ -130,7 +130,7 @@ class ModelCosts(CountedCosts):
         self.posterior: str = model.kwargs.get('posterior', 'sample')
         key = _key_of(model, imports, self.notes)
         if lora is not None:
-            # Leave out alpha: it only scales the updates.
+            # Leave out alpha, which only scales the updates and does not affect the counts.
             key = replace(key, lora={'rank': lora.rank, 'targets': sorted(lora.targets)})
         super().__init__(key)
 
@@ -195,7 +195,7 @@ class ModelCosts(CountedCosts):
 
     @property
     def published_parameters(self) -> int:
-        """Number of trained parameters, or of a LoRA's frozen denoiser, by which published runs are identified."""
+        """Number of trained parameters (with a LoRA: of the denoiser), by which to find published runs."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property
@@ -254,7 +254,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
 
 
 def _config_of(folder: str, part: str) -> str | None:
-    """Return a model part's config.json with sorted keys, from a pipeline folder or the part's own; None if missing."""
+    """Return a model part's config.json with sorted keys, from a folder of the pipeline or part; None if missing."""
     for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:

@@ -48,7 +48,7 @@ class PhasePlan:
     fit: tuple[Fit, ...]
     """Memory under each parallelism strategy, the recipe's own first."""
     ways_out: tuple[str, ...]
-    """Settings that would make the recipe fit in memory; empty if it fits."""
+    """Changes that would each make the recipe fit in memory; empty if it fits."""
     alternatives: tuple[Alternative, ...]
     """All ways to run the encoders, including the recipe's."""
     sizes: Sizes
@@ -60,7 +60,7 @@ class PhasePlan:
 
     @property
     def expected(self) -> Cost:
-        """Cost of training including saves and failures at the optimal save interval, but without precomputing."""
+        """Cost of training, including saves and failures at the optimal save interval but not precomputing."""
         return self.cost * (1 / self.resilience.goodput)
 
     @property
@@ -121,7 +121,7 @@ def load_phases(
     samples: Sequence[int | None] = (),
     encoding: Encoding | None = None,
 ) -> list[Phase]:
-    """Load recipes, and return the amount of work in each. The data's location may be missing (`???`)."""
+    """Load recipes, and return the amount of work in each. The location of the data may still be `???`."""
     if len(samples) not in (0, 1, len(paths)):
         raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; pass one, or one per recipe')
     counts = list(samples) * len(paths) if len(samples) == 1 else list(samples) or [None] * len(paths)
@@ -155,7 +155,7 @@ def make_plan(
 
 
 def _check_progress(saving: Resilience) -> None:
-    """Raise UserError if failures leave almost no time to train. Accept a run that is merely shorter than its saves."""
+    """Raise UserError if failures leave almost no time to train. A run may be shorter than its saves."""
     lost_per_failure = saving.restart_seconds + saving.stall_seconds
     if saving.goodput < HOPELESS_GOODPUT and 3600 * saving.mtbf_hours < 10 * lost_per_failure:
         raise UserError(
@@ -236,7 +236,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
                 f'{microbatch}; use {way_out}'
             )
         seconds = microbatch * given.gpus / each.speed.images_per_second
-        # An MFU measured on large models does not apply to a model whose kernels end before the next one is launched.
+        # Warn: an MFU measured on large models does not apply to a model whose kernels end before the next launch.
         if seconds < LAUNCH_SECONDS and given.images_per_second is None and given.measured is None:
             warnings.append(
                 f'{each.phase.name}: {microbatch} images per GPU in {1000 * seconds:.2g} ms is faster than kernels can '

@@ -1,4 +1,4 @@
-"""Published throughputs, numbers of images and GPU-hours, on which estimates of `diffusion plan` are based.
+"""Published throughputs, image counts and GPU-hours, on which the estimates of `diffusion plan` are based.
 
 The sources for Stable Diffusion 2 are MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and
 its code. The sources for PRX are Photoroom, "Training Design for Text-to-Image Models: Lessons from Ablations" ("PRX
@@ -18,11 +18,11 @@ IMAGES_PER_SECOND: dict[int, dict[int, float]] = {
 }
 """Images per second by resolution and number of A100s, with precomputed outputs of both encoders."""
 ONLINE_SLOWDOWN = 1.4
-"""Factor by which online encoders slowed training; FLOPs alone predict 1.59 at 256 px and 1.48 at 512 px."""
+"""Factor by which encoders that run during training slow it; FLOPs alone predict 1.59 (256 px) and 1.48 (512 px)."""
 SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_000}
 """Number of distinct images in each phase, by resolution and number of images trained on."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
-"""A100-hours of training both phases, and of precomputing the latents of their images and captions."""
+"""A100-hours of training both phases, and of precomputing both encoders' outputs for their images and captions."""
 
 PRX_BATCHES_PER_SECOND: dict[str, tuple[tuple[float, float, str], ...]] = {
     'TREAD': ((1.33, 1.64, 'on 1024 px'), (3.95, 4.11, 'in latents of 256 px')),
@@ -32,7 +32,7 @@ PRX_BATCHES_PER_SECOND: dict[str, tuple[tuple[float, float, str], ...]] = {
 """Batches of 256 images per second without and with a technique, and the conditions (PRX Part 2; REPA: 256 px latents).
 
 The GPUs are not named, so utilization cannot be computed; 3.95 batches/s would be 34% of the peak of 8 H200s. No
-throughput was published for Muon and perceptual losses; the latter "add only a small overhead" (Part 3).
+throughput was published for Muon and perceptual losses; perceptual losses "add only a small overhead" (Part 3).
 """
 
 
@@ -72,7 +72,7 @@ PRX_IN_24_HOURS = PublishedRun(
 
 
 def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
-    """Return the published run with these stages (side and number of images), or None."""
+    """Return the published run whose stages are `work` (side and number of images of each), or None."""
     run = PRX_IN_24_HOURS
     return run if parameters == run.parameters and work and run.stages.issuperset(work) else None
 
@@ -86,7 +86,7 @@ def throughput_hours(gpus: int = 128) -> float:
 
 
 def published_samples(shapes: list[Shape], images: int, parameters: int) -> int | None:
-    """Return the number of distinct images of a published Stable Diffusion 2 phase, or None for any other run."""
+    """Return the number of distinct images if this is a published phase of Stable Diffusion 2, else None."""
     if parameters != SD2_PARAMETERS or len(shapes) != 1 or not shapes[0].is_square:
         return None
     return SAMPLES.get((shapes[0].width, images))

@@ -36,9 +36,9 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     microbatches = -(-share // setup.microbatch)
     reductions = 1 if phase.speed(settings.strategy).reduce_once else microbatches
-    gathers = reductions  # in forward passes; weights stay gathered after microbatches without a reduction
+    gathers = reductions  # forward passes; after a microbatch without a reduction, weights stay gathered
     if settings.reshard_after_forward:
-        gathers += microbatches  # in backward passes
+        gathers += microbatches  # backward passes
     gathered = gathers * gathered_width * (trained + phase.model.frozen_denoiser_parameters)
     reduced = reductions * reduced_width * trained
     across = 2 * _ring(settings.replicas) * reductions * reduced_width * trained / shards
@@ -46,7 +46,7 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Return the strategy that fits with the least host time, then the least communication, or None if none fits.
+    """Return the strategy with the least host time, then communication, of those that fit; None if none does.
 
     ddp needs less host time: it starts collectives without Python code, while FSDP2 runs Python hooks before and after
     each of its modules in every forward and backward pass.

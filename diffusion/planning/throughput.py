@@ -28,7 +28,7 @@ compilation: 0.130 s of host time and 52 ms of GPU time. A microbatch of 128 ima
 instead of 3,910.
 """
 UNET_GRAPHS_LAUNCH_SECONDS = 0.058
-"""Upper bound on this time with `speed.cuda_graphs`: 16 images took 58 ms instead of 134 ms on one H100
+"""Upper bound on the launch time with `speed.cuda_graphs`: 16 images took 58 ms instead of 134 ms on one H100
 (2026-11-26)."""
 LARGE_UNET = 5e8
 """Number of parameters above which a U-Net is assumed to have as many kernels as Stable Diffusion 2's (8.7e8)."""
@@ -91,14 +91,14 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
     gpu, gpus = given.gpu, given.gpus
     peak = gpus * gpu.peak_flops(phase.autocast)
     if given.images_per_second is not None:
-        # The throughput was measured with the recipe's encoding; another encoding changes the FLOPs per image.
+        # Scale by FLOPs per image: the given throughput is for the recipe's encoding, and this encoding may differ.
         rate, source = given.images_per_second * phase.flops() / model_flops, '--images-per-second'
     elif (measured := given.measured) is not None:
         # Assume the same FLOP/s per device for another recipe and another number of devices.
         rate = gpus * measured.images_per_second_per_device * measured.flops_per_image / model_flops
         source = measured.source
     elif given.mfu is not None:
-        # The assumed utilization is the hardware's, so recomputation costs throughput.
+        # The given MFU is the utilization of the hardware, including recomputation, so recomputing lowers throughput.
         rate, source = given.mfu * peak / executed_flops, f'--mfu {given.mfu:g}'
     elif (found := _published(phase, gpu, gpus, encoding)) is not None:
         rate, source = found
@@ -157,7 +157,7 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
     exact = any(gpus in known for known in published_runs.IMAGES_PER_SECOND.values())
     source = f'published for {gpus} A100s' if exact else 'interpolated from figures published for 8 to 128 A100s'
     # The slowdown was published for both encoders together; for the text encoder alone, compute it from FLOPs. Both
-    # refer to training all weights; a LoRA needs two thirds of those FLOPs.
+    # slowdowns refer to training all weights; training a LoRA needs two thirds of those FLOPs.
     share = phase.passes / (1 + BACKWARD)
     if encoding == 'pictures':
         slowdown, reasons = share + published_runs.ONLINE_SLOWDOWN - 1, ['online encoders']
@@ -169,7 +169,7 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
 
 
 def _launched_images_per_second(phase: Phase, gpus: int) -> float:
-    """Return the upper limit on images per second, over all GPUs, from the hosts' kernel launches; inf if unknown."""
+    """Return the images per second, over all GPUs, at which the hosts can launch the kernels; inf if unknown."""
     if phase.model.is_transformer or phase.model.published_parameters < LARGE_UNET:
         return math.inf
     share = phase.recipe.global_batch / gpus
@@ -240,7 +240,7 @@ class MeasuredEffect:
     speedup: float
     """Throughput with the technique divided by throughput without it."""
     images_without: float
-    """Number of images that the same budget would pay for without the technique, by that ratio."""
+    """Number of images that the same budget would pay for without the technique, computed from `speedup`."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Technique:
 
     name: str
     flops_per_image: float
-    """FLOPs per image with the technique minus those without it; an optimizer step is spread over its images."""
+    """FLOPs per image with the technique minus those without; each image gets its part of an optimizer step."""
     speedup: float
     images_without: float
     published: tuple[MeasuredEffect, ...] = ()
@@ -257,9 +257,9 @@ class Technique:
 
 
 def techniques_of(phase: Phase) -> tuple[Technique, ...]:
-    """Return the techniques of a recipe, and all of them together if there are several; none for plain training."""
+    """Return a recipe's techniques, followed by all of them together if there are several; empty for plain training."""
     names = [each.name for each in phase.recipe.algorithms.values()]
-    # Each technique is removed while all others stay, so the changes do not add up to that of all techniques.
+    # Each technique is removed while all others stay, so the single effects do not add up to that of all together.
     without = {
         'TREAD': replace(phase, route=None) if phase.route else None,
         'REPA': replace(phase, alignment=None) if phase.alignment else None,

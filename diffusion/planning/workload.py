@@ -35,7 +35,7 @@ class Phase:
     samples: int | None
     """Number of distinct images; None if unknown."""
     stored_bytes: float | None
-    """Mean bytes per sample in the shards, captions included; None unless the shards are local."""
+    """Mean bytes per sample in the shards, including the caption; None unless the shards are local."""
     encoding: Encoding
     notes: tuple[str, ...] = ()
     route: TokenRoute | None = None
@@ -67,7 +67,7 @@ class Phase:
         return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """Return the `speed` settings on GPUs, nulls resolved, without those that the strategy does not support."""
+        """Return the `speed` settings on GPUs: nulls are resolved, and what the strategy does not support is off."""
         return effective_parts(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
@@ -103,13 +103,13 @@ class Phase:
 
     @cached_property
     def forward_flops(self) -> float:
-        """FLOPs per image of the forward pass of the trained modules, a LoRA's denoiser included."""
+        """FLOPs per image of the forward pass of the trained modules, including the denoiser if a LoRA is trained."""
         return self._mean(lambda shape: self.model.trained_flops(shape, self.route))
 
     @property
     def passes(self) -> int:
         """FLOPs of the denoiser's forward and backward passes, as a multiple of the forward pass."""
-        # Gradients of activations are computed, but not those of frozen weights.
+        # With a LoRA, the backward pass takes half the FLOPs: it skips the gradients of frozen weights.
         return 1 + BACKWARD - bool(self.model.frozen_denoiser_parameters)
 
     @property
@@ -125,7 +125,7 @@ class Phase:
         alignment, route = self.alignment, self.route
         if alignment is None:
             return 0.0
-        encodes = encoding == 'pictures'  # features are stored with latents
+        encodes = encoding == 'pictures'  # stored latents include the encoder's features
         return self._mean(lambda shape: alignment.training_flops(shape, route, encodes=encodes))
 
     @cached_property
@@ -163,11 +163,11 @@ class Phase:
         return self.training_flops + online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:
-        """Return the FLOPs per image that devices execute, including recomputation and part of an optimizer step."""
+        """Return the FLOPs that devices execute per image, including recomputation and a part of the optimizer step."""
         return self.flops(encoding) + self.recomputed_flops + self.optimizer_flops / self.recipe.global_batch
 
     def precompute_flops(self, encoding: Encoding) -> float:
-        """Return the FLOPs per image of encoding the dataset to a stored form before training."""
+        """Return the FLOPs per image of encoding the dataset to the form `encoding` before training."""
         return self.encoder_flops('pictures') - self.encoder_flops(encoding)
 
     @cached_property
@@ -213,7 +213,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     stored_bytes = stored if encoding in (None, recipe_encoding) else None
     phase = Phase(recipe, model, shapes, batches, samples, stored_bytes, encoding or recipe_encoding)
     # Request everything that the plan needs, for every strategy that it compares, in one call per network: each call
-    # that has to count starts a process that imports torch for 15 s. A route needs the number of blocks first.
+    # that has to count starts a process that imports torch for 15 s. With TREAD, an earlier call must count the blocks.
     routes = any(algorithm.name == 'tread' for algorithm in recipe.algorithms.values())
     route = route_of(recipe.algorithms, model.facts['token_blocks']) if routes else None
     largest, strategies = phase.largest_shape, (None, 'ddp', 'fsdp2')
@@ -281,9 +281,9 @@ def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
 
 
 def _data(streams: Mapping[str, StreamConfig], notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
-    """Return the fraction of images of each shape, and the number of images and bytes per sample if all are local.
+    """Return the fraction of images of each shape, the number of images, and the bytes per sample.
 
-    The last two are None if shards are not local. The assumptions made are appended to `notes`.
+    The last two are None unless all shards are local. Assumptions are appended to `notes`.
     """
     counts: dict[str, dict[Shape, int] | None] = {}
     sizes: list[float | None] = []
@@ -336,7 +336,7 @@ def _local_samples(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float
         shapes = list(read_buckets(folder))
         found = {shape: _index(folder / str(shape)) for shape in shapes}
     except (OSError, ValueError, KeyError, TypeError):
-        return None, None  # missing or damaged shards are reported by `diffusion check` and by the run itself
+        return None, None  # `diffusion check` and the run itself report missing or damaged shards
     return {shape: count for shape, (count, _) in found.items() if count}, sum(size for _, size in found.values())
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         store = join_job(os.environ, TIMEOUT)
     except RanksMissing as error:
-        if os.environ['LOCAL_RANK'] == '0':  # all processes of a node have the same error, so print it once
+        if os.environ['LOCAL_RANK'] == '0':  # print once per node: all processes of a node have the same error
             print(f'error: {error}', file=sys.stderr)
         return FAILED
     findings = run_checks(recipe, deep=level == 'deep')
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def wait_for_all(store: TCPStore) -> None:
     """Wait until all processes of the job have received the findings; call this before this process exits."""
-    # A process that exited earlier would close its connections and make the last collective fail in the others.
+    # If a process exited earlier, its connections would close, and the last collective would fail in the others.
     # dist.destroy_process_group() is not an alternative: with gloo it can wait forever for a gloo thread.
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # An error means that rank 0, which hosts the store, has exited. It does so only after all ranks have reported.
+    # An error means that rank 0, which hosts the store, has exited, which it does only after all ranks have reported.
     with contextlib.suppress(dist.DistError, RuntimeError):
         store.set(f'done/{rank}', '')
         store.wait([f'done/{other}' for other in range(ranks)], TIMEOUT)
@@ -72,8 +72,8 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
     """Create the gloo group of all ranks, and return its store; raise RanksMissing if some do not join in time."""
     rank, ranks = int(environ['RANK']), int(environ['WORLD_SIZE'])
     address, port = environ['MASTER_ADDR'], int(environ['MASTER_PORT'])
-    # init_process_group would only report a timeout. Let every rank announce itself in the store first, so that the
-    # error can name the missing ranks and nodes.
+    # Let every rank announce itself in the store first, so that the error can name the missing ranks and nodes:
+    # init_process_group would only report a timeout.
     try:
         store = TCPStore(address, port, ranks, rank == 0, timeout, wait_for_workers=False)
         store.set(f'here/{rank}', environment.machine_name(os.environ))
@@ -109,7 +109,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
     size: int | None = None
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
-        # Import this here: it imports Streaming, which takes seconds in every process.
+        # Import this here, only where it is needed: it imports Streaming, which takes seconds in every process.
         from diffusion.compatibility.nvml import load_nvml
         from diffusion.preflight.node_checks import check_node, checkpoint_bytes
 
@@ -118,7 +118,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         size = checkpoint_bytes(recipe)
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
     findings = downgrade_shared_faults(_gather_findings(node_findings), nodes)
-    # Stop after a stage with a fault: a faulty node may hang in the next collective, and its finding would be lost.
+    # Stop after the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
     if findings_exit_status(findings):
         return findings
     # Other tasks and Composer's own saver do not need a shared folder or a bucket.

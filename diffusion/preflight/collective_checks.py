@@ -25,7 +25,7 @@ PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')
 TIMEOUT = datetime.timedelta(minutes=2)
 """Timeout of an all-reduce, after which NCCL aborts the process. The first all-reduce also sets up the connections."""
 SKEW_SECONDS = 5.0
-"""Maximum clock skew. Signed requests to object stores tolerate minutes, but logs should stay in order."""
+"""Maximum clock skew. Signed requests to object stores tolerate minutes, but logs of nodes should be in order."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CollectiveLimits:
         matrix: Side of the matrices that are multiplied.
         message_bytes: Size of the messages in all-reduces and between nodes.
         repeats: Number of measurements, of which the fastest counts.
-        seconds: Duration of the matmul, for the GPU to reach its operating temperature; the last quarter counts.
+        seconds: Duration of the matmuls, so that the GPU reaches its operating temperature; the last quarter counts.
         links: True to measure the links between neighboring nodes.
     """
 
@@ -69,14 +69,14 @@ class RankMeasurements:
     teraflops: float
     """Matmul throughput in 10**12 FLOP/s."""
     product: int
-    """Checksum of a matrix product, which must be equal on all ranks; -1 if it varied between repetitions."""
+    """Checksum of a matrix product, which must be equal on all ranks; -1 if repetitions on this rank differ."""
     sum_is_right: bool
     bus: float
     """Bus bandwidth of an all-reduce over all n ranks in bytes/s: 2 (n - 1) / n x message size / time."""
     node_bus: float | None = None
     """Bus bandwidth of an all-reduce over this node's ranks; None with one rank per node or a single node."""
     link: float | None = None
-    """Bandwidth in bytes/s to the neighboring node with the faster exchange; None if not measured."""
+    """Bandwidth in bytes/s to the previous or next node, whichever is higher; None if not measured."""
 
 
 def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
@@ -105,7 +105,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
-    """Compare the measurements of all ranks; return one finding per check that all ranks pass, or per failed rank.
+    """Compare the measurements of all ranks; return per check a finding for each failed rank, or one if all ranks pass.
 
     With a single rank, only its repeated matrix products are compared.
     """
@@ -124,7 +124,7 @@ def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -
 
 
 def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
-    """Return the TFLOP/s of a matrix product and its checksum, which must be equal on all ranks; -1 if it varied."""
+    """Return the TFLOP/s of a matrix product and its checksum, which is equal on healthy ranks; -1 if it varies."""
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == 'cuda' else torch.float32
     # The entries are integers in [-2, 2], so partial sums are at most 4 x 8192 = 2**15 and exact in float32
@@ -152,7 +152,7 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
 
 
 def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
-    """Run all-reduces over a process group; return if all sums were correct, and the bus bandwidth in bytes/s."""
+    """Run all-reduces over a process group; return True if all sums were correct, and the bus bandwidth in bytes/s."""
     members = dist.get_process_group_ranks(group)
     seconds, sum_is_right = [], True
     for _ in range(1 + limits.repeats):
@@ -164,10 +164,10 @@ def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.Proces
         dist.all_reduce(message, group=group)
         _wait(device)
         seconds.append(time.perf_counter() - begin)
-        # The right sum is that of rank + 1 over the group.
+        # Each rank sends its rank + 1, so the right sum is that of the ranks plus their number.
         sum_is_right = sum_is_right and bool((message == sum(members) + len(members)).all().item())
-    # In a ring all-reduce, each of n ranks sends and receives 2 (n - 1) / n of the message, so this figure does not
-    # depend on n (bus bandwidth in nccl-tests). Skip the first all-reduce, which sets up the connections.
+    # In a ring all-reduce, each of n ranks sends and receives 2 (n - 1) / n of the message, so the bus bandwidth (as in
+    # nccl-tests) does not depend on n. Skip the first all-reduce, which sets up the connections.
     return sum_is_right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
 
 
@@ -183,8 +183,8 @@ def _neighbor_bandwidth(device: str, limits: CollectiveLimits, processes: int, g
     """Return the bandwidth in bytes/s to the same local rank on the previous or next node, whichever is faster."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     node, bandwidths = rank // processes, []
-    # Even nodes exchange with the next node, then odd nodes do, so that each link carries one exchange at a time. The
-    # faster exchange counts: a slow node slows down both neighbors, but only that node should be reported.
+    # Even nodes exchange with the next node, then odd nodes do, so that each link carries one exchange at a time. Each
+    # node's faster exchange counts, so that only a slow node is reported, not its two neighbors.
     for first in (0, 1):
         partner = rank + processes if node % 2 == first else rank - processes
         dist.barrier()
@@ -254,7 +254,7 @@ def _check_clocks(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 def _check_speed(
     check: str, ranks: Sequence[RankMeasurements], figures: Sequence[float | None], unit: str, limits: CollectiveLimits
 ) -> list[Finding]:
-    """Return a finding per rank below the required fraction of the median, else a passing one; empty without data."""
+    """Return a failure per rank below the required fraction of the median, or one pass if none is; [] without data."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []
@@ -271,8 +271,8 @@ def _giga(value: float | None) -> float | None:
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding per rank whose matrix product varies or differs from the other ranks', else a passing one."""
-    # There is no reference value: if one of two ranks has a wrong result, either may be reported.
+    """Return a failure per rank whose matrix product varies or differs from other ranks', or one pass if none does."""
+    # The most common product counts as right: if one of two ranks has a wrong result, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1
     findings = []

@@ -33,7 +33,7 @@ from diffusion.storage.retry import GaveUp, RetryPolicy
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
-"""Free memory required in /dev/shm per process. Docker's default for a whole container is only a quarter of this."""
+"""Bytes that must be free in /dev/shm per process. Docker's default for a whole container is only a quarter of this."""
 SCRATCH_BYTES = 2**30
 TIMEOUT_SECONDS = 60.0
 
@@ -82,7 +82,7 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
     folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * (checkpoint_bytes(recipe) or SCRATCH_BYTES // 2)}
     for folder, needed in folders.items():
-        # disk_usage needs an existing path, but the run's folder may not exist yet.
+        # Use the nearest existing parent: disk_usage needs an existing path, but the run's folder may not exist yet.
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         way_out = '' if free >= needed else f' of {bytes_text(needed)}; delete files'
@@ -97,7 +97,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
         model = ModelCosts(recipe.model, recipe.imports, recipe.lora)
     except UserError:  # the run itself reports the broken configuration of a part
         return None
-    # Do not count now: that starts a process that imports torch and runs the model, while the whole job would wait.
+    # Do not count parameters now: the whole job would wait for a process that imports torch and runs the model.
     return sizes_of(recipe, model).with_averages if model.is_counted else None
 
 
@@ -133,7 +133,7 @@ def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
 
 
 def first_shard(folder: str, *, aspects: bool) -> str:
-    """Read a dataset's first shard, in a folder per image shape with `aspects`, and return its URL or path."""
+    """Read a dataset's first shard and return its URL or path; `aspects` means one subfolder per image shape."""
     retry = RetryPolicy(tries=2, timeout_seconds=TIMEOUT_SECONDS)
     folder = folder.rstrip('/')
     if aspects:
@@ -149,9 +149,9 @@ def first_shard(folder: str, *, aspects: bool) -> str:
 
 CHECK = 'weights'
 POLICY = RetryPolicy(tries=3, timeout_seconds=10.0)
-"""Retries of requests to the Hub, which is reported as unreachable after 40 seconds (in a run, three minutes)."""
+"""Retries of requests to the Hub: it is reported as unreachable after 40 seconds instead of three minutes in a run."""
 EXTRAS = ('representation_alignment', 'perceptual_losses')
-"""Keywords of models with settings that name further pretrained networks."""
+"""Keywords of models under which other pretrained networks may be named."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Source:
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
-    """Check the sources of pretrained weights that a recipe names, until the Hub does not respond."""
+    """Check the sources of pretrained weights that a recipe names; stop if the Hub does not respond."""
     if not registry.is_own('model', recipe.model.name):
         return []
     sources = _sources(recipe)
@@ -185,7 +185,7 @@ def check_sources(recipe: Recipe) -> list[Finding]:
                 findings.append(Finding(CHECK, False, f'{source.where}: {error}', exit_status(error)))
             except ExternalError as error:
                 findings.append(Finding(CHECK, False, f'{source.where}: {error}', error.exit_status))
-                break  # skip the other sources, which would wait for the same Hub
+                break  # skip the other sources, which would wait for the Hub again
             else:
                 places = ', '.join(checked) or place
                 findings.append(Finding(CHECK, True, f'{source.where}: {source.value} ({places})'))
@@ -203,7 +203,7 @@ def _sources(recipe: Recipe) -> list[Source]:
         sources.append(Source(where, str(backbone), partial(_check_file, str(backbone))))
     named = {key: kwargs[key] for key in ('pretrained', 'vae') if kwargs.get(key) not in (None, PIXELS)}
     if named:
-        # Check these keys together by building the model, which loads exactly the parts that it needs.
+        # Check these keys together by building the model, which accesses exactly the parts that it needs.
         where = ', '.join(f'model.{key}' for key in named)
         sources.append(Source(where, ', '.join(map(str, named.values())), model.check))
     for key in EXTRAS:

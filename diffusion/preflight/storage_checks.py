@@ -47,7 +47,7 @@ def check_shared_folder(folder: Path) -> list[Finding]:
     """Let each node write a file and read all others; a collective that returns the same findings on all ranks."""
     name = f'.shared-{uuid4().hex}' if os.environ['LOCAL_RANK'] == '0' else ''
     if name:
-        # Ignore storage faults, because other nodes wait in the collective. They report that they do not see the file.
+        # Ignore storage faults, because other nodes wait in the collective. They will report this file as missing.
         with suppress(OSError):
             (folder / name).write_text(name, encoding='utf-8')
     names = [each for each in gather(name) if each]
@@ -60,7 +60,7 @@ def check_shared_folder(folder: Path) -> list[Finding]:
 
 def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
     """Wait until the files of all nodes are visible or a time limit is reached; return this node's view."""
-    # A file that stays invisible uses up the whole time limit; then do not wait for other files.
+    # If a file stays invisible for the whole time limit, do not wait for the files after it.
     seconds, seen = local_files.VISIBLE_SECONDS, set()
     for other in names:
         if local_files.why_not_visible(folder / other, other, seconds):
@@ -86,14 +86,14 @@ def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
     if len(groups) == 1:
         what = f"{len(views)} nodes read each other's files" if len(views) > 1 else 'a single node'
         return [Finding(SHARED_FOLDER, True, f'{folder}: {what}')]
-    # Nodes that see the run's files have the right folder; at the first start of a run, the majority has.
+    # Nodes that see the run's files have the right folder. A new run has no files: the majority is right.
     ordered = sorted(groups, key=lambda group: (any(each.begun for each in group), len(group)), reverse=True)
     rank_of = [(any(each.begun for each in group), len(group)) for group in ordered]
     right = ordered[0] if rank_of[0] > rank_of[1] else []
     status = BAD_HARDWARE
     if not right:
-        # No group of nodes is more likely to be right. If all have the same kind of file system, each node has a folder
-        # of its own, which is a mistake in the recipe. If the kinds differ, some node lacks the mount.
+        # Here, no group of nodes is more likely to be right. If all have the same kind of file system, each node has a
+        # folder of its own, which is a mistake in the recipe. If the kinds differ, some node lacks the mount.
         kinds = {view.file_system.split(' ')[0] for view in views}
         status = CONFIG_ERROR if len(kinds) == 1 and not any(view.begun for view in views) else FAILED
     findings = []
@@ -121,7 +121,7 @@ def file_system_of(path: Path) -> str:
     for line in lines:
         source, point, kind, *_ = line.split(' ')
         point = point.replace('\\040', ' ')
-        # Of several mounts at the same point, the last one hides the others.
+        # Take the last of several mounts at the same point (>=), which hides the others.
         if path.is_relative_to(point) and len(point) >= found[0]:
             found = (len(point), f'{kind} {source}')
     return found[1]
@@ -140,7 +140,7 @@ def check_bucket(url: str) -> Iterator[Finding]:
         same, tag = object_store.read(marker, retry=RETRY) == content, object_store.head(marker, retry=RETRY).tag
         refusals = {'If-None-Match': _refuses(marker, if_absent=True), 'If-Match': _refuses(marker, if_tag=f'{tag}0')}
         ignored = [name for name, refused in refusals.items() if not refused]
-        # If the store ignored a condition, the object was overwritten, and its etag is no longer `tag`.
+        # Skip this if the store ignored a condition: it has overwritten the object, whose etag is no longer `tag`.
         accepts = ignored or not _refuses(marker, if_tag=tag)
         object_store.delete(marker, retry=RETRY)
     except (OSError, UserError) as error:
@@ -228,7 +228,7 @@ def marker_name() -> str:
 
 WRITE_SPEED = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
-"""Seconds of writing, by `deep`; after that, the current chunk is completed."""
+"""Seconds of writing, by `deep`; the chunk that is being written then is completed."""
 MOST_BYTES = {False: 2**28, True: 2**31}
 
 
@@ -263,7 +263,7 @@ class SaveTime:
 
 
 def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: bool) -> list[Finding]:
-    """Measure, longer if `deep`, the write speed of the run's storage; all ranks return the same findings.
+    """Measure the write speed of the run's storage (longer if `deep`); all ranks return the same findings.
 
     Rank 0 writes; with sharded checkpoints, one rank per node writes at the same time. If saves seem too slow, the
     finding is only a warning, because the duration of real saves is known only in training.
@@ -285,7 +285,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     if faults:
         return [Finding(WRITE_SPEED, False, faults[0], FAILED)]
     known = [each for each in speeds if isinstance(each, float)]
-    # Each node writes an equal share of a sharded checkpoint, so the slowest node determines the speed.
+    # The slowest node determines the speed, since all nodes write equal parts of a sharded checkpoint.
     total = min(known) * len(known)
     measured = f'{recipe.run_place}: {total / 1e9:.3g} GB/s'
     if len(known) > 1:
@@ -293,7 +293,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     if checkpoint_bytes is None:
         return [Finding(WRITE_SPEED, True, measured)]
     notice = float(os.environ.get(environment.NOTICE_SECONDS, 'inf'))
-    # Other ranks wait for a save in a collective, which has a timeout. In launched jobs, the watchdog's limit is lower.
+    # Ranks wait for a save in a collective, which has a timeout. In launched jobs, the watchdog's limit is lower.
     limit = (float(recipe.trainer.get('dist_timeout') or collective_timeout()), 'trainer.dist_timeout')
     if environment.HANG_SECONDS in os.environ:
         limit = min(limit, (longest_limit(hang_seconds_of()), 'hang_seconds of the job'))

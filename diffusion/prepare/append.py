@@ -1,9 +1,9 @@
 """Add a delivery of images to a finished dataset with new shards and indexes; old shards stay unchanged.
 
 The delivery is converted in a work folder, as for a new dataset, and compared with the dataset's images. Its shards and
-tables are then put into the dataset, where nothing refers to them until the record is replaced (`dataset_record`), and
-after it the indexes. If the process is killed, each bucket is either in the old or in the new state, and running the
-same command again finishes the work. If another process changes the dataset meanwhile, the comparison is repeated.
+tables are then put into the dataset. They take effect when the record (`dataset_record`) and after it the indexes are
+replaced. If the process is killed, each bucket is either in the old or in the new state, and running the same command
+again finishes the work. If another process changes the dataset meanwhile, the comparison is repeated.
 """
 
 import logging
@@ -47,7 +47,7 @@ REMOVED = 'removed'
 PRESENT = 'already in the dataset'
 """Label in the report for images that the dataset already has under the same key; they do not count as rejected."""
 COMPUTED = 'columns_from'
-"""Setting that is a path; a dataset records the file's hash instead of the path."""
+"""Setting with a file's path; a dataset records the file's hash instead."""
 BASE = 'base'
 """File in the work folder with the version of the dataset with which the delivery was compared."""
 
@@ -119,7 +119,7 @@ class _Addition(Preparation):
     def execute(self, share: Share | None) -> PrepareReport | None:
         """Run all remaining steps; return the report, or None after converting only one machine's share."""
         start = time.monotonic()
-        # An earlier command, `--append` or another one, may have been killed before it replaced the indexes.
+        # Finish the change of an earlier command, such as `--append`, that was killed before it replaced the indexes.
         finish_change(self.dataset)
         self.source = at_planned_version(self.source, self.work)
         plan = self.remaining_plan()
@@ -146,7 +146,7 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove an earlier start's work with the same settings if the dataset has it or its input changed."""
+        """Remove the work of an earlier start with the same settings if it was added since or its input changed."""
         if not self.work.plan.exists():
             return
         saved = SavedPlan.read(self.work.plan)
@@ -314,8 +314,8 @@ def reject_known(catalog: Catalog, earlier: EarlierImages) -> tuple[NamedCount, 
     """Reject a delivery's images whose keys are or were in the dataset.
 
     Returns:
-        The images that the dataset already has with the same pixels, which do not count as rejected, and the number of
-            images rejected because their key belongs to an image with different pixels.
+        The images that the dataset already has under the same key with the same pixels (these do not count as
+            rejected), and the number of images rejected because their key belongs to an image with different pixels.
     """
     kept = catalog.kept
     same_key = earlier.find_keys(catalog.key_hashes()[kept])

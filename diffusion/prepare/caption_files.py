@@ -16,7 +16,7 @@ from diffusion.prepare.source import CaptionText, Entry, Unfit, captions_in, cap
 from diffusion.storage.text_tables import csv_rows
 
 FILE_COLUMNS = ('file', 'file_name')
-"""Names of the column with image paths; `file_name` is the name in Hugging Face's imagefolder format."""
+"""Accepted names of the column with image paths; `file_name` is used by Hugging Face's imagefolder format."""
 CAPTION_COLUMNS = ('captions', 'caption', 'text')
 """Names of the caption column, in order of precedence; `text` is the name in Hugging Face's imagefolder format."""
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
@@ -52,7 +52,7 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
     """Yield rows of a caption file with columns `file` and `caption` (or, except in CSV, `captions`).
 
     The imagefolder names `file_name` and `text` are accepted too. A row without a usable caption or path has `problem`
-    set. Rows of a JSONL file may lack some of `caption_columns`; none means the common names.
+    set. Rows of a JSONL file may lack some of `caption_columns`. Without `caption_columns`, the common names are used.
     """
     wanted = (FILE_COLUMNS, caption_columns or CAPTION_COLUMNS)
     columns: dict[str, None] = {}

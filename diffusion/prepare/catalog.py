@@ -102,7 +102,7 @@ class Catalog:
         return found[self.split[self.samples.image[found]] == split]
 
     def first_sample(self, image: int | np.integer) -> int:
-        """Return the number of an image's sample in its smallest bucket, given the image's row."""
+        """Return the row in `samples` of the sample in the first (smallest) bucket of the image in this row."""
         return int(np.searchsorted(self.samples.image, image))
 
     def stored_sample(self, number: int | np.integer) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class Catalog:
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
-        """Return the captions of the images in these sorted rows: for each part, one list per image."""
+        """Return, part by part, a list of captions for each of `images` (catalog rows, sorted)."""
         return self._lists('captions', images)
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
-        """Return the number of captions per source column for the images in these rows, if columns are recorded."""
+        """Return the number of captions per source column (if recorded); `images` are catalog rows."""
         total: Counter[str] = Counter()
         for found in self._lists('caption_columns', images):
             counts = found.flatten().value_counts()
@@ -150,7 +150,7 @@ class Catalog:
         return self.reject_duplicates(kept[dropped], lambda index: self.key(int(kept[repeats[dropped[index]]])))
 
     def reject_duplicates(self, rows: np.ndarray, original: Callable[[int], str]) -> list[tuple[int, str]]:
-        """Reject duplicates, given their row numbers and a function that returns the key of the i-th one's original.
+        """Reject the images in `rows` as duplicates; `original(i)` returns the key of the i-th one's original.
 
         Return (row number, key of the original) for the first `NAMES_SHOWN` duplicates, for the report.
         """
@@ -159,7 +159,7 @@ class Catalog:
         return shown
 
     def reject(self, rows: np.ndarray, reason: str, names: Sequence[str] | None = None) -> None:
-        """Mark images as rejected for a reason; in the report, `names` replaces the keys of the first `NAMES_SHOWN`."""
+        """Mark images as rejected for a reason; the report shows the first of `names`, or else their keys."""
         self.split[rows] = REJECTED
         if len(rows):
             keys = [self.key(int(row)) for row in rows[:NAMES_SHOWN]] if names is None else names

@@ -198,7 +198,7 @@ class PartJob:
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
-        """Return True if there are enough images to call the columns' function (one, if there is no function)."""
+        """Return True if enough images are pending to call the user's column function (without one, one image)."""
         if self.settings.columns_from is None:
             return bool(pending)
         pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)
@@ -228,7 +228,7 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Add the image's name to any exception in the block other than a rejection (such an exception is a bug)."""
+        """Add the image's name to any exception in the `with` block except rejections: other exceptions are bugs."""
         try:
             yield
         except Unfit:
@@ -237,7 +237,7 @@ class PartJob:
             raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
-        """Yield the part's images with captions; pass each one's name to `note` first, in case it kills the process."""
+        """Yield the part's images with captions; `note` gets each name first, in case the image kills the process."""
         # `_write` reads and writes in one loop. This wrapper marks an OSError from the source, which is retried, so
         # that it differs from an OSError in the work folder (such as a full disk), which is not retried.
         try:

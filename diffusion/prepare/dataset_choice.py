@@ -94,11 +94,11 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
         return {}
     header = '\n'.join(lines[:end])
     if len(header) > MAX_HEADER_BYTES:
-        raise UserError(f'{where}: its YAML header has {len(header)} characters; shorten a local copy')
+        raise UserError(f'{where}: its YAML header has {len(header)} characters; shorten it in a local copy')
     try:
         # YAML aliases could expand to gigabytes, and no card needs them.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
-            raise UserError(f'{where}: its YAML header has aliases; remove them from a local copy')
+            raise UserError(f'{where}: its YAML header has aliases; remove them in a local copy')
         content = yaml.safe_load(header)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f'{where}: its YAML header is not valid ({" ".join(str(error).split())})') from error
@@ -203,7 +203,7 @@ class Chooser:
 
     def _saved_folders(self, files: list[File]) -> list[str]:
         """Return the sorted folders written by `save_to_disk`, each with a trailing slash."""
-        # Other programs also write files named state.json.
+        # Require Arrow files beside it: other programs also write files named state.json.
         saved = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
         saved |= {file.name.removesuffix(INFO).rstrip('/') for file in files if f'/{file.name}'.endswith(f'/{INFO}')}
         states = (file.name.removesuffix(STATE) for file in files if f'/{file.name}'.endswith(f'/{STATE}'))
@@ -231,7 +231,7 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Raise UserError if no split is named as training but others are, which leaves the unnamed files in doubt."""
+        """Raise UserError if there are splits but no training split: it is unclear what the other files are for."""
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
                 f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files without a split, such as '
@@ -240,7 +240,7 @@ class Chooser:
 
     def _config(self, files: Sequence[File]) -> tuple[DataFiles, dict[str, list[File]]]:
         """Return the configuration to read, and the files that match the card's patterns for it, by split."""
-        # If the card lists no configurations, treat folders CONFIG/SPLIT as such, as in the Hub's own Parquet copies.
+        # If the card lists no configurations, take them from folders CONFIG/SPLIT, as in the Hub's own Parquet copies.
         paths = (file.name.split('/') for file in files if file.name.lower().endswith(parquet.SUFFIX))
         folders = {
             path[0]
@@ -267,7 +267,7 @@ class Chooser:
                 )
 
     def _layout(self, files: Sequence[File]) -> str:
-        """Return the layout with the most bytes; beside tables, which may refer to them, images need captions."""
+        """Return the layout with the most bytes; image files without captions count only without another layout."""
         found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
             beside = texts_beside(found['folder'], files, self.caption_suffix)

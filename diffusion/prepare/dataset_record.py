@@ -4,7 +4,7 @@
     deliveries/00000-1f0c8a6e/          one folder per delivery: the input of one preparation or append
         images.parquet                  keys and hashes of its images, and the shards that hold them (image_record)
         shards.json                     index entries of its shards by bucket
-        parts.json                      names and stamps of the parts of its input
+        parts.json                      names and version stamps of the parts of its input
         report.json                     its report
     removed-9d3c1e44.parquet            hashes of the keys and pixels of removed images
 
@@ -63,7 +63,7 @@ class DatasetRecord:
     removed_count: int = 0
     """Number of removed images, not counting held-out ones."""
     removed_held_out: int = 0
-    """If this is a training set with a held-out dataset beside it, number of images removed from the latter."""
+    """Number of images removed from the held-out dataset beside this training set, if there is one."""
     indexes: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of each version of a bucket's index.json, oldest first. Latents record the index they were made from."""
     kept: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class RecordedDataset:
         return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
 
     def commit(self, record: DatasetRecord) -> None:
-        """Replace the record: a change takes effect. Raise PreconditionFailed if the record changed since `refresh`."""
+        """Replace the record, so that a change takes effect; PreconditionFailed if it has changed since `refresh`."""
         self.folder.replace(RECORD, record.content(), self.version)
         self.refresh()
 

@@ -22,7 +22,7 @@ KEYWORDS = {
     'test': ('test', 'testing', 'eval', 'evaluation'),
 }
 _SPLIT_OF_WORD = {word: split for split, words in KEYWORDS.items() for word in words}
-# As in `datasets`, a word must be preceded by a separator, a digit or the start, and followed by one of these or the
+# As in `datasets`, a word must come after a separator, a digit or the start, and before a separator, a digit or the
 # end.
 _WORD = re.compile(rf'(?:^|[-._ 0-9])({"|".join(sorted(_SPLIT_OF_WORD, key=len, reverse=True))})(?=$|[-._ 0-9])', re.I)
 _SHARDED = re.compile(r'data/([\w.]+)-\d{5}-of-\d{5}[^/]*')
@@ -103,7 +103,7 @@ def split_in(name: str) -> str | None:
 def group_by_split(
     files: Iterable[Named], name: Callable[[Named], str], *, by_file: bool = True
 ) -> tuple[dict[str, list[Named]], list[Named]]:
-    """Group files by the splits named in their paths; return these, and the files without a split if others have one.
+    """Group files by the splits named in their paths; return the groups, and files without a split if others have one.
 
     Args:
         name: Returns a file's path relative to the dataset.

@@ -25,7 +25,7 @@ RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width'
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON types: NaN and infinity become None, decimals and durations numbers, others text."""
+    """Convert a value to JSON types: NaN and infinity become None, decimals and durations numbers, other types text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def file_problem(path: str) -> str | None:
 def compute_columns(
     path: str, images: Sequence[Image.Image], captions: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return each image's columns, as JSON values, from the function in the user's file, whose errors propagate."""
+    """Return each image's columns (JSON values), computed by the function in the user's file; its errors propagate."""
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):
         raise UserError(

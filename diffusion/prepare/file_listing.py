@@ -26,7 +26,7 @@ from diffusion.storage.bucket_interface import ObjectInfo
 from diffusion.storage.places import is_url
 
 IN_MEMORY = 300_000
-"""Maximum number of files to sort in memory; so many files take 120 MB."""
+"""Maximum number of files to sort in memory; this number of files takes 120 MB."""
 BLOCK = 2000
 
 
@@ -86,7 +86,7 @@ MAX_EXPANDED = 1_000_000
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """List files sorted by name, or in the order of the braces in `location`, and skipped files.
+    """Return the files, sorted by name or in the order of the braces in `location`, and the skipped files.
 
     Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped.
 
@@ -143,7 +143,7 @@ def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
 
 @contextmanager
 def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
-    """Yield a local path of a file; objects, of `size` bytes if given, are copied to TMPDIR for the `with` block."""
+    """Yield a local path of a file; an object (of `size` bytes, if known) is copied to TMPDIR for the `with` block."""
     if not is_url(url):
         yield Path(url)
         return

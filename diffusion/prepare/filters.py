@@ -104,7 +104,7 @@ class Filters:
     min_caption: int = MIN_LENGTH
     """Minimum caption length in characters; shorter captions are dropped, and images without any left are rejected."""
     max_caption: int = MAX_LENGTH
-    """Maximum caption length in characters, as for `min_caption`; 10,000 is about 10 times the longest model prompt."""
+    """Maximum caption length in characters; longer captions are dropped. Models accept about 1,000 at most."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'

@@ -70,7 +70,7 @@ class FolderSource:
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
 
-        A long list of files is kept in TMPDIR, or in memory with a caption file, whose rows may refer to any image.
+        A long list of files is kept in TMPDIR; with a caption file, in memory, since its rows may refer to any image.
         """
         if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
             listed, others = list_files(self.location, None)
@@ -221,7 +221,7 @@ class FolderSource:
         return entry
 
     def _paired_in_order(self, files: Iterable[File], passed_over: dict[str, NamedCount]) -> Iterator['_ImageFile']:
-        """Yield each image with the unread caption files beside it; count other files in `passed_over`.
+        """Yield each image with the caption files beside it (not yet read); count other files in `passed_over`.
 
         Files need not be held in memory, because in sorted order, files with the same stem are close together.
         """

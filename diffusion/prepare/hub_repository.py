@@ -1,4 +1,4 @@
-"""Datasets on the Hugging Face Hub: names, file listings at one commit, and downloads verified against these."""
+"""Datasets on the Hugging Face Hub: names, file listings at one commit, and downloads verified against the listing."""
 
 import hashlib
 import os
@@ -74,7 +74,7 @@ class Hub:
     """Environment variable with the token; None means HF_TOKEN or the token saved by `hf auth login`."""
 
     def list_repository(self, name: str, revision: str | None) -> tuple[str, list[File]]:
-        """Return the commit of a revision (None: main), and its files, stamped `sha256:HASH` or `git:BLOB`."""
+        """Return the commit of a revision (None: main), and its files with stamps `sha256:HASH` or `git:BLOB`."""
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:
@@ -87,7 +87,7 @@ class Hub:
         info = _ask(lambda: self._get_json(f'{api}{where}')[0], url, name, revision)
         commit = info.get('sha') if isinstance(info, dict) else None
         if not isinstance(commit, str) or not re.fullmatch(r'[0-9a-f]{40}', commit):
-            raise DataError(f'{url}: the answer of {api} has no commit; is HF_ENDPOINT a Hub, or a proxy in between?')
+            raise DataError(f'{url}: the answer of {api} has no commit; check that HF_ENDPOINT is a Hub, not a proxy')
         found: list[File] = []
         query: str | None = 'recursive=true&expand=false'
         while query is not None:
@@ -140,7 +140,7 @@ class Hub:
         where = {'repo_type': 'dataset', 'revision': name.revision, 'endpoint': endpoint()}
         address = hf_hub_url(name.repository, name.path, **where)
         ranges = {'Range': f'bytes={max(0, file.size - size)}-'}
-        # Servers that do not support ranges send the whole file.
+        # Keep only the end: servers that do not support ranges send the whole file.
         return _ask(lambda: self._get(address, ranges).content[-size:], file.url, name.repository, name.revision)
 
     def _download(self, file: File, folder: Path) -> Path:
@@ -250,10 +250,10 @@ def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | Non
             try:
                 return request()
             except LocalEntryNotFoundError as error:
-                # huggingface_hub raises this for any failed metadata request, as if the file were missing.
+                # Raise the cause: huggingface_hub raises this for any failed metadata request, even if the file exists.
                 raise error.__cause__ or ConnectionError(str(error)) from None
             except RuntimeError as error:
-                # hf_xet, which transfers large files, raises only this class.
+                # hf_xet, which transfers large files, raises only this class, even for network errors.
                 raise ConnectionError(str(error)) from error
         except Exception as error:
             reason = _refusal(error, name, revision)

@@ -37,7 +37,7 @@ class HuggingFaceSource:
     """One split of a Hugging Face dataset: `org/dataset[@revision]`, a `hf://datasets/` path or pattern, or a folder.
 
     A folder is either a repository snapshot from `hf download` or a dataset saved by `save_to_disk`. Files of other
-    splits and configurations are skipped and counted. Images have the same keys as in the layout's own source.
+    splits and configurations are skipped and counted. Images have the same keys as from the layout's own source.
     """
 
     location: str
@@ -128,7 +128,7 @@ class HuggingFaceSource:
             ) from error
 
     def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> Sequence[Part]:
-        """Split image files into parts, with captions from beside them or from metadata files."""
+        """Split image files into parts, with captions from files beside them or from metadata files."""
         images, others = choice.files, [*dataset.hidden, *choice.others]
         paired = texts_beside(images, dataset.files, self.caption_suffix)
         beside = [file for each in paired.values() for file in each.values()]
@@ -186,7 +186,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return a planned image and its captions as Hub files; the image's stamp combines the stamps of all."""
+    """Return a planned image and its caption files as Hub files; the planned stamp combines all their stamps."""
     if not is_on_hub(image.get('url', '')):
         return []
     beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')

@@ -41,7 +41,7 @@ def decode_image(
         max_pixels: Maximum width times height, checked against the file's header before decoding.
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
         svg_side: Minimum length in pixels of the shorter side of a rendered SVG drawing.
-        resized_to: Returns the largest (width, height) to which an image of the given width and height will be resized;
+        resized_to: Function of an image's width and height that returns the largest size to which it will be resized;
             much larger JPEGs are decoded at a reduced size.
 
     Raises:

@@ -51,7 +51,7 @@ class PerceptualHash(NamedTuple):
 
 
 def perceptual_hash(image: Image.Image) -> PerceptualHash:
-    """Return a 64-bit hash of which few bits change if the image is resized, recompressed or slightly edited.
+    """Return a 64-bit hash that changes in only a few bits if the image is resized, recompressed or slightly edited.
 
     pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): take the DCT of a 32 x 32
     thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each value above their median.
@@ -85,8 +85,8 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
     repeated = np.full(len(exact), -1)
     found = _greedy(perceptual[distinct], max_distance)
     repeated[distinct[found >= 0]] = distinct[found[found >= 0]]
-    # A replaced image is a duplicate of its replacement or, if the replacement is itself a duplicate, of that one's
-    # original.
+    # A replaced image is a duplicate of its replacement or, if the replacement is itself a duplicate, of the
+    # replacement's original.
     root = first[first]
     return np.where(repeated[root] >= 0, repeated[root], np.where(root == np.arange(len(exact)), -1, root))
 
@@ -123,7 +123,7 @@ def check_distance(max_distance: int) -> None:
 
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
-    """Return the lowest rows of the DCT matrix as integers, [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
+    """Return the DCT matrix's rows for the lowest frequencies as integers, [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
     # Values have 14 bits, so that no sum overflows int64.
     frequencies, samples = np.arange(LOW_FREQUENCIES)[:, None], np.arange(THUMBNAIL_SIDE) + 0.5
     cosines = np.cos(np.pi / THUMBNAIL_SIDE * frequencies * samples)
@@ -184,7 +184,7 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the same as `_near_pairs`, but compare only hashes that are equal in some of `blocks` blocks of bits."""
+    """Return the same as `_near_pairs`, comparing only hashes that are equal in some of the `blocks` blocks of bits."""
     # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
     # adjacent, and compare each hash with earlier hashes in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
@@ -252,7 +252,7 @@ class KeyTable:
 
 
 def _fastest_blocks(distance: int, per_mask: float, per_collision: float) -> int:
-    """Return the number of blocks with the lowest estimated time, given two parts of the time per mask in ns."""
+    """Return the number of blocks with the lowest estimated time; `per_mask` and `per_collision` are times in ns."""
 
     # More blocks mean more masks (each needs a sort), but smaller groups and thus fewer comparisons.
     def nanoseconds(blocks: int) -> float:
@@ -287,7 +287,7 @@ def _within(differences: np.ndarray, distance: int) -> np.ndarray:
 def _masks(distance: int, blocks: int) -> list[np.uint64]:
     """Return a bit mask for each choice of `blocks - distance` out of `blocks` blocks of the 64 bits.
 
-    Near hashes are equal under at least one (Manku et al. 2007, Detecting near-duplicates for web crawling).
+    Near hashes are equal under at least one mask (Manku et al. 2007, Detecting near-duplicates for web crawling).
     """
     edges = [round(64 * block / blocks) for block in range(blocks + 1)]
     of_block = [(1 << stop) - (1 << start) for start, stop in pairwise(edges)]

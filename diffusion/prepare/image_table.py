@@ -53,7 +53,7 @@ class Columns:
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
     """Return a table's columns; common names are matched case-insensitively.
 
-    The file's suffix determines how img2dataset can read it, if the table has URLs instead of images.
+    If the table has URLs instead of images, the error message shows how to download them from a file with `suffix`.
     """
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)
@@ -142,7 +142,7 @@ def raise_if_io_error(error: BaseException) -> None:
 
 
 def paths_inside(path: str, folder: str) -> list[str]:
-    """Return the candidates for a row's path, which may be relative to the table's folder or to the dataset's root.
+    """Return the possible files for a row's path, which may be relative to the table's folder or the dataset's root.
 
     Raise Unfit if the path is absolute or leads outside the dataset; backslashes may be separators.
     """
@@ -242,7 +242,7 @@ def row_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    # `to_pylist` cannot convert every time value, because Python's datetime has no nanoseconds.
+    # Convert times to text first: `to_pylist` cannot convert all of them, because Python has no nanoseconds.
     arrays = [
         array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
         for array in batch.columns

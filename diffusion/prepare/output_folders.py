@@ -102,7 +102,7 @@ class StoreOutput:
         return _parsed_report(self.folder.fetch(REPORT, again=True)) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
-        # If a plan exists, the objects are shards uploaded by an earlier start.
+        # Accept existing objects if a plan exists: they are shards uploaded by an earlier start.
         if not self.work.plan.exists() and self.folder.sizes():
             raise UserError(
                 f'{self.folder}: is not empty; remove its objects, give another out, or add --append to add to it'

@@ -57,7 +57,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         sizes: Size of each sample in bytes.
     """
     name = mds.shard_name(shard)
-    # The time distinguishes this part from one that another preparation in this process wrote to the same folder.
+    # Pass the time, since another preparation in this process may have written other shards to the same folder.
     url, headers = _stored_shards(folder, (folder / mds.INDEX).stat().st_mtime_ns)
     truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
     if url is None:
@@ -72,7 +72,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         return
 
     def read(span: tuple[int, int]) -> list[bytes]:
-        """Return the samples in a half-open range of numbers, with one request."""
+        """Read the samples numbered from span[0] up to, but excluding, span[1] with one request."""
         first, last = span[0], span[1] - 1
         begin, end = offsets[first], offsets[last] + sizes[last]
         try:
@@ -93,7 +93,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
 
 
 def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return the number of each request's first sample, followed by the total number of samples."""
+    """Divide samples into requests; return the number of each one's first sample, then the number of samples."""
     cuts = [0]
     for number in range(1, len(offsets)):
         end = offsets[number - 1] + sizes[number - 1]
@@ -150,7 +150,7 @@ def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder)
         entries = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
-        # A lifecycle rule of the bucket may have deleted shards.
+        # Check the shards too: a lifecycle rule of the bucket may have deleted them.
         shards = (entry['raw_data'] for entry in entries)
         complete = all(sizes.get(shard['basename']) == shard['bytes'] for shard in shards)
     except (zipfile.BadZipFile, FileNotFoundError, KeyError, json.JSONDecodeError):

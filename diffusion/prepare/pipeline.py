@@ -147,7 +147,7 @@ class Preparation:
         return reports[0] if same else None
 
     def check_outputs(self) -> None:
-        """Check first that the datasets can be written, and that no held-out image becomes a training image."""
+        """Check, before any work, that the datasets can be written and no held-out image becomes a training image."""
         for split in self.splits:
             self.outputs[split].check()
         if HELD_OUT not in self.splits and not self.settings.is_remote:

@@ -81,7 +81,7 @@ def _scaled(shape: Shape, size: int, largest: int, step: int) -> Shape:
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
 """MDS encodings by column; `width` and `height` are the stored image's, in pixels."""
 CAPTION_COLUMNS = 'caption_columns'
-"""Column that names the source column of each caption, in datasets with captions from several columns."""
+"""Column with the source column of each caption; only in datasets with captions from several columns."""
 LANGUAGE_COLUMNS = ('language', 'LANGUAGE', 'lang')
 """Metadata columns that may contain the captions' language, in order of precedence."""
 PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})
@@ -146,7 +146,7 @@ def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
 def make_samples(
     candidate: Candidate, computed: Mapping[str, Any], *, settings: PrepareSettings, buckets: Buckets
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return (bucket name, sample) from the smallest resolution to the largest; each encodes the image separately."""
+    """Return (bucket name, sample) per resolution, from small to large; the image is encoded separately for each."""
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
     assert entry.image is not None
     metadata = entry.metadata | dict(computed)

@@ -214,7 +214,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
 def _without_rows(
     dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
 ) -> Delivery:
-    """Write a delivery's tables without some images; return the delivery with the new tables' names."""
+    """Write a delivery's tables without the images in `rows`; return the delivery with the new tables' names."""
     folder = delivery.images.rpartition('/')[0]
     new = replace(
         delivery,
@@ -235,7 +235,7 @@ def _without_rows(
 def _without_samples(
     dataset: RecordedDataset, delivery: Delivery, selection: Selection, token: str
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
-    """Rewrite a delivery's shards without the images; return entries by bucket, old paths and removed captions."""
+    """Rewrite shards without the selected images; return entries by bucket, old paths and removed captions."""
     new: dict[str, list[dict[str, Any]]] = {}
     old: list[str] = []
     captions: set[str] = set()
@@ -251,7 +251,7 @@ def _without_samples(
 
 
 def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> None:
-    """Write the table of removed images, adding those of a selection, without their keys."""
+    """Write the table of removed images, which has no keys, including the images of a selection."""
     tables = [_removed_table(dataset)]
     for delivery, rows in zip(dataset.record.deliveries, selection.rows, strict=True):
         tables.append(read_rows(dataset.path(delivery.images), rows).select(list(HASHES)))
@@ -283,7 +283,7 @@ def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndar
 
 
 MANIFEST = 'manifest.json'
-"""File beside latents that identifies the index of the images from which they were made (`data.latents`)."""
+"""File beside latents with the hash of the index of the images they were made from (`data.latents`)."""
 STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 
 
@@ -301,7 +301,7 @@ def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> I
 
 
 def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each run whose recipe reads a dataset or a subfolder of one, and the streams that do so."""
+    """Yield each run whose recipe reads a dataset (or a subfolder of one): its name, and the streams that read it."""
     if not runs_dir.is_dir():
         raise UserError(f'--runs-dir: {runs_dir} is not a folder; give the runs_dir of the recipes')
     for path in sorted(runs_dir.glob('*/recipe.yaml')):

@@ -50,7 +50,7 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
-    """Return thumbnails of the first rejected images that can be decoded, with their keys and originals, by reason."""
+    """Return thumbnails by rejection reason: the first decodable images, with key and, for duplicates, original."""
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
     for folder in catalog.parts:
@@ -83,7 +83,7 @@ def clip_token_counts(captions: Sequence[str]) -> np.ndarray:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    # Build the tokenizer here: importing transformers, whose tokenizer training uses, takes seconds. That tokenizer
+    # Build our own tokenizer: importing transformers, whose tokenizer training uses, takes seconds. That tokenizer
     # also fixes broken Unicode (ftfy), which does not matter for counts.
     tokens, merges = vocabulary()
     pairs = [(first, second) for first, _, second in (merge.partition(' ') for merge in merges)]
@@ -97,7 +97,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
-    """Return histograms of the images in these rows, with sizes before resizing, for the preparation report."""
+    """Return histograms, for the report, of sizes before resizing and of captions; `images` are catalog rows."""
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))
     return {
@@ -123,7 +123,7 @@ def long_captions_note(statistics: Mapping[str, Any]) -> str | None:
 
 
 def some_captions(catalog: Catalog, images: np.ndarray) -> list[str]:
-    """Return at most COUNTED_CAPTIONS captions, from evenly spaced images among these rows."""
+    """Return at most COUNTED_CAPTIONS captions of evenly spaced images; `images` are catalog rows."""
     chosen = _at_equal_distances(images)
     found = [caption for part in catalog.captions(chosen) for caption in part.flatten().to_pylist()]
     return list(_at_equal_distances(found))

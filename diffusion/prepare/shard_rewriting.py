@@ -64,7 +64,7 @@ def rewrite_shards(
     scratch: Path,
     token: str,
 ) -> tuple[list[dict[str, Any]], list[str], set[str]]:
-    """Write copies of the shards `holding` samples that have one of the keys, under new names, without these samples.
+    """Copy the shards in `holding` under new names, without the samples that have one of the keys.
 
     Return the new index entries, the paths of the old shards, and the captions of the removed samples.
     """
@@ -95,7 +95,7 @@ def rewrite_shards(
 def rewrite_shard(
     path: Path, entry: Mapping[str, Any], keys: Collection[str], target: Path
 ) -> tuple[dict[str, Any] | None, set[str]]:
-    """Write a copy of a shard to a new file without the samples that have one of the keys, unless none is left.
+    """Copy a shard to a new file without the samples that have one of the keys; write no file if no sample is left.
 
     Return the new shard's index entry (None if no sample is left), and the captions of the removed samples.
     """

@@ -219,7 +219,7 @@ class PartList(Sequence[Part]):
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.heads: list[Part] = []
-        """The parts with an empty `where`."""
+        """The parts in order, with `where` left empty."""
         self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._starts = array('q')

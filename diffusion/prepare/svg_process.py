@@ -46,7 +46,7 @@ class Rejected(Exception):
 def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     """Render a drawing as a PNG with transparency whose shorter side has at least `side` pixels.
 
-    Raise Rejected if it contains text, refers to another file or is too large, and others if it is not valid SVG.
+    Raise Rejected if it contains text, refers to another file or is too large; other exceptions if it is not valid SVG.
     """
     check(svg)
     text = svg.decode('utf-8-sig')

@@ -70,7 +70,7 @@ class WorkFolder:
         self.complete = path / 'complete'
         """Copy of the report; exists once the datasets are complete and only need to be moved to the outputs."""
         self.append = path / 'append'
-        """Empty file; exists if this is an addition to a dataset (`prepare --append`), from before the plan."""
+        """Empty file, created before the plan if the work is an addition to a dataset (`prepare --append`)."""
 
     def store_parts(self, url: str) -> None:
         """Record an object store folder for shards of converted parts; `remove` and `clear` delete its content."""
@@ -88,7 +88,7 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder in the `with` block, not against other shares; add its name to an OSError in the block."""
+        """Lock the folder (except against other shares) in the `with` block; add its name to OSErrors in the block."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:

@@ -4,9 +4,9 @@ The process pool survives the death of a worker: it retries the job, and if the 
 item. By contrast, if a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work,
 without reporting which job the worker was running.
 
-Several machines need the input at the same location, and a shared work folder (NFS, Lustre), except shares with
-`PrepareSettings.parts` in an object store. For engines other than Ray, call `prepare(settings, run=function)`; in Spark
-`lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
+Several machines need the input at the same location, and a shared work folder (NFS, Lustre) unless they convert shares
+with `PrepareSettings.parts` in an object store. For engines other than Ray, call `prepare(settings, run=function)`; in
+Spark `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
 
 import multiprocessing
@@ -119,7 +119,7 @@ class _Worker:
     def send(self, job: WorkerJob) -> None:
         self.job = job
         self._note.value = b''
-        # If the process died between two jobs, `receive` raises EOFError, and the job is retried.
+        # Ignore it if the process died between two jobs: `receive` raises EOFError, and the job is retried.
         with suppress(ConnectionError):
             self.pipe.send(job)
 

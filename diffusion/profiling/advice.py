@@ -16,7 +16,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     'copies': ('memcpy', 'memset', 'copy', 'clone', 'contiguous', 'aten::cat', 'catarray', 'fill', 'zero_'),
     'activations and sums': ('silu', 'gelu', 'elementwise', 'aten::add', 'aten::mul', 'aten::sum', 'reduce_kernel'),
 }
-"""Substrings of kernel and operator names for each kind of work; the first kind that matches counts."""
+"""Substrings of kernel and operator names for each kind of work; a name has the first kind that matches."""
 
 
 class Kernel(NamedTuple):
@@ -69,7 +69,7 @@ class ProfileMeasurements:
             each
             for each in self.kernels
             if kind_of(each.name) == 'norms'
-            and 'float' in each.name  # norms in lower precision match too, since their statistics are in float32
+            and 'float' in each.name  # also in names of 16-bit norms, whose statistics are float32
             and not any(dtype in each.name for dtype in ('BFloat16', 'Half'))
         ]
         return sum(each.seconds for each in wide) / self.step_seconds

@@ -99,7 +99,7 @@ class _Stage:
 
 
 class Recorder:
-    """Timer for stages on a GPU, using CUDA events at the ends of stages that are read later, so the host never waits.
+    """Timer for stages on a GPU: it records a CUDA event at the end of each stage and reads it later, without waiting.
 
     Attributes:
         on: True while recording.
@@ -290,17 +290,17 @@ class Breakdown(Callback):
             if callback is not self:
                 for name in hooks_of(callback):
                     self._time_method(callback, name, stage_of(callback))
-        # Composer has no event right after the optimizer step. Without this hook, what it does between the step and
-        # BATCH_END, such as learning rate schedules, would count as `optimizer`.
+        # Composer has no event right after the optimizer step. Without this hook, what Composer does between the step
+        # and BATCH_END, such as learning rate schedules, would count as `optimizer`.
         for optimizer in state.optimizers:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
-        # The model reports its encoder stage through a global listener, which costs one function call without a
-        # listener.
+        # The model reports its encoder stage through a global listener; while there is none, this costs one function
+        # call.
         stage_hooks.set_listener(self.timeline)
         self._undo.append(lambda: stage_hooks.set_listener(None))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        self._enter(DATA_WAIT)  # the loader starts its workers in the first batch
+        self._enter(DATA_WAIT)  # the first batch starts the workers
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._enter(DATA_WAIT)
@@ -309,7 +309,7 @@ class Breakdown(Callback):
         self._enter(OTHER)
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Composer copies each microbatch to the device right before its forward pass.
+        # Count microbatches: Composer copies each one to the device right before its forward pass.
         self._microbatches_left = number_of_microbatches(state)
         self._enter(COPY)
 
@@ -350,11 +350,11 @@ class Breakdown(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.report is None and self._batches:
-            self._report(state, logger)  # the run was shorter than one window
+            self._report(state, logger)  # a run shorter than one window has no report yet
         self._detach()
 
     def close(self, state: State, logger: Logger) -> None:
-        # `fit_end` is not called if training ends with an exception.
+        # Restore the methods here too: `fit_end` is not called if training ends with an exception.
         self._detach()
 
     def _enter(self, stage: str) -> None:

@@ -31,7 +31,7 @@ METHODS = ('cpu', 'numpy', 'tolist')
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
 """Path fragments of code whose tensors are only on the host: loaders, optimizers' step counters, completed copies."""
 PACKAGES = ('diffusion', 'composer')
-"""Packages whose innermost frame is reported; without one, the innermost frame outside PyTorch is reported."""
+"""Packages whose innermost stack frame is reported; if there is none, the innermost one outside PyTorch is."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
 
 
@@ -107,7 +107,7 @@ def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
 def _count_calls(found: Counter[Site]) -> Iterator[None]:
     """Count the calls that would synchronize if their tensors were on a GPU."""
 
-    # A dispatch mode sees every operation. Methods such as Tensor.cpu() do not dispatch any for CPU tensors, so they
+    # A dispatch mode sees every operation. Methods such as Tensor.cpu() dispatch no operation for CPU tensors, so they
     # are replaced on the Tensor class while the context is active, in this process only.
     class CountOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -63,8 +63,8 @@ class Phases(Callback):
         # synchronizations slow down a step.
         done = state.timestamp.batch.value - self.breakdown.skip
         if done == self.batches:
-            # This callback runs after the breakdown, which has just made its report. A window longer than the run
-            # prevents a second report, which would cover batches under the profiler.
+            # This callback runs after the breakdown, which has just made its report. Make its window longer than the
+            # run to prevent a second report, which would cover batches under the profiler.
             self.report = self.breakdown.report
             self.breakdown.window = 2 * self.length
             self.profiler.start()

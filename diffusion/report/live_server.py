@@ -21,12 +21,12 @@ from diffusion.report.report_source import Page, ReportSource
 
 POLL_SECONDS = 5.0
 BUCKET_SECONDS = 60.0
-"""Interval for runs in an object store: files are copied there about once per minute, and each read costs money."""
+"""Interval between reads of an object store: runs copy files there about once per minute, and each read costs money."""
 LOCAL_HOSTS = ('127.0.0.1', 'localhost', '::1')
 
 
 class ServedPage:
-    """Page whose content is read when a request needs it, but at most once per `seconds`."""
+    """Page whose content is read when a request needs it, but at most once per interval of `seconds`."""
 
     def __init__(self, source: ReportSource, seconds: float) -> None:
         self.source, self.seconds = source, seconds

@@ -81,7 +81,7 @@ def _finite(value: Any) -> Any:
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Return a Content-Security-Policy: only these scripts and styles, and connections only to the page's server."""
+    """Return a Content-Security-Policy that allows only these scripts and styles, and the page's own server."""
     rules = {
         'default-src': "'none'",
         'script-src': ' '.join(_hash(each) for each in scripts),

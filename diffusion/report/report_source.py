@@ -41,7 +41,7 @@ def _points_per_curve(lengths: Sequence[int], total: int) -> int:
     low, high = MIN_POINTS, MAX_POINTS
     while low < high:
         middle = (low + high + 1) // 2
-        # A downsampled curve also has averages, one per two points.
+        # Count 3/2 points: a downsampled curve also has averages, one per two points.
         points = sum(length if length <= middle else middle * 3 // 2 for length in lengths)
         low, high = (middle, high) if points <= total else (low, middle - 1)
     return low

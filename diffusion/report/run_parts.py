@@ -20,9 +20,9 @@ from diffusion.runs.run_status import RECEIPT
 from diffusion.storage.places import Listing, Place
 
 MAX_CHECKPOINTS = 100
-"""Receipts are read for this many of the newest checkpoints."""
+"""Number of the newest checkpoints whose receipts are read."""
 TIERS = {'': 'storage of the run', 'memory_': 'memory of the nodes', 'disk_': 'disks of the nodes'}
-"""Places of checkpoints, by the prefix of the metrics of their saves."""
+"""Places to which a run saves checkpoints, by the prefix that the metrics of these saves have."""
 _NAME = re.compile(r'ba(\d{1,15})')
 _PIN = re.compile(r'ba(\d{1,15})\.pinned')
 _DAMAGED = re.compile(r'ba(\d{1,15})\.damaged')
@@ -198,7 +198,7 @@ def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
 
 
 def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the keys whose values differ between recipes without secrets: `key`, and each recipe's `values`."""
+    """Return each key whose values differ between recipes (without secrets): `key`, and `values` by recipe."""
     recipes = [flattened(recipe_values(text)) for text in texts]
     keys = [key for key in dict.fromkeys(key for each in recipes for key in each) if key not in NOT_COMPARED]
     rows = [(key, [_text(each[key]) if key in each else None for each in recipes]) for key in keys]
@@ -211,7 +211,7 @@ def _text(value: Any) -> str:
 
 
 MAX_POINTS = 400
-"""Maximum number of points of the axis; between points, hours are interpolated."""
+"""Maximum number of points of the axis of hours; between points, hours are interpolated."""
 HOUR = 3600
 
 

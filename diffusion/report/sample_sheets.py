@@ -20,7 +20,7 @@ MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Possible sizes in pixels of an image on a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""Maximum number of sheets whose images are made smaller to fit; further sheets are left out."""
+"""Up to this number of sheets, images are made smaller until all sheets fit; further sheets may be left out."""
 MAX_FIGURES = 64
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
@@ -117,7 +117,7 @@ class SheetReader:
 
 
 def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a PNG sheet's figures with the keys of their images, and these as WebP of up to `side` pixels, by key."""
+    """Return a PNG sheet's figures with keys of their images, and the images as WebP (up to `side` pixels) by key."""
     encoded: dict[str, bytes] = {}
     with Image.open(io.BytesIO(content)) as opened:
         text = getattr(opened, 'text', {})[FIGURES]

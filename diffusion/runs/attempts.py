@@ -30,7 +30,7 @@ _upload = threading.Lock()
 _reconciled: set[Path] = set()
 """Local copies that this process has compared with the object in the store."""
 _MAX_BYTES = 2**24
-"""Number of bytes read from the end of attempts.jsonl, enough for the records of weeks."""
+"""Maximum number of bytes to read from the end of attempts.jsonl, enough for the records of weeks."""
 STUCK_ATTEMPTS = 3
 """Number of consecutive attempts that fail at the same batch, over at least STUCK_SECONDS, after which the run is given
 up."""
@@ -61,8 +61,7 @@ class Attempt:
     Attributes:
         number: Index of the attempt within the run, from 0.
         end: Time when the attempt ended, or the time of its last record if the end was not recorded.
-        first: Number of batches that the run had completed when the attempt's first batch began; None if no batch
-            began.
+        first: Number of batches that the run had completed when the attempt's first batch began; None if none began.
         first_at: Time when the first batch of the attempt began.
         last: Number of batches that the run had completed when the attempt ended.
         last_at: Time when the last batch of the attempt ended.
@@ -153,7 +152,7 @@ def append_attempt(run: Path | str, event: str, attempt: Attempt, clock: Clock |
     # Create the file only when an attempt begins: if the file system is no longer mounted, a new file would make the
     # empty mount point look like a run.
     create = os.O_CREAT if event == 'begin' else 0
-    # With os.fsync, the record survives the loss of the node.
+    # Call os.fsync, so that the record survives the loss of the node.
     descriptor = open_own_file(Path(run, ATTEMPTS), create | os.O_APPEND | os.O_WRONLY)
     try:
         os.write(descriptor, line.encode())
@@ -211,7 +210,7 @@ def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
     common = in_store[:-1] if in_store and in_store[-1].get('event') == 'progress' else in_store
     if len(on_disk) < len(in_store) or on_disk[: len(common)] != common:
         return in_store
-    # Both may end with a progress record of the same attempt.
+    # Compare the times, since both may end with a progress record of the same attempt.
     times = [records[-1].get('at') if records else 0.0 for records in (in_store, on_disk)]
     stored_at, local_at = (time if isinstance(time, int | float) else 0.0 for time in times)
     return on_disk if local_at >= stored_at else in_store
@@ -252,7 +251,7 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
 def record_fault(run: Path | str, machine: str, detail: str) -> None:
     """Record a machine's hardware fault in the run's folder; any node of a job may call this."""
     # Write one file per fault: nodes that append to the same file on a network file system overwrite each other's
-    # lines. With schedulers without a shared exit file (jobset, sagemaker, skypilot), nothing else records the machine.
+    # lines. Where there is no shared exit file (jobset, sagemaker, skypilot), only this file records the machine.
     at = time.time()
     name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
     content = json.dumps({'at': at, 'machine': machine, 'detail': detail})
@@ -268,22 +267,22 @@ def _assign_faults(found: list[Attempt], files: Place) -> None:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         # Choose the attempt nearest in time: a restart may begin within seconds of the fault, but clocks may differ by
-        # more. A fault before the first attempt belongs to a deleted record.
+        # more. If a fault is before the first attempt, the record of its attempt was deleted.
         begun = [each for each in found if each.begin <= at + _CLOCK_SKEW_SECONDS]
         attempt = min(begun, key=lambda each: max(each.begin - at, at - each.end), default=None)
-        # If the fault is on another node, the first node sees only consequences: a stop request or a failed collective.
+        # If another node is faulty, the first node has recorded only a consequence, such as a failed collective.
         if attempt is not None and attempt.cause in ('preempted', 'crash', 'lost'):
             attempt.cause, attempt.machine, attempt.detail = 'hardware', machine, f'{machine}: {detail}'
 
 
 def restarts_used(earlier: Sequence[Attempt]) -> int:
-    """Return the number of restarts used up by consecutive attempts that failed without progress of the run.
+    """Return the number of restarts used up by the last consecutive attempts that failed without progress.
 
-    Preemptions do not count. Progress, an attempt that resumes from a newer checkpoint, resets the number to 0.
+    Preemptions do not count. An attempt that resumes from a newer checkpoint than before resets the number to 0.
     """
     used, furthest = 0, None
     for attempt in earlier:
-        # An attempt that starts at a later batch than all previous ones shows progress, except the very first.
+        # An attempt made progress if it starts at a later batch than all previous ones (not counting the first).
         if attempt.first is not None and (furthest is None or attempt.first > furthest):
             used, furthest = (0 if furthest is not None else used), attempt.first
         used += attempt.launched and attempt.cause not in ('preempted', 'done')
@@ -312,8 +311,8 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
             f'({last[-1].detail}); replace or repair the machine, and delete this file'
         )
     last = earlier[-STUCK_ATTEMPTS:]
-    # Preemptions and bad hardware do not show that the run is broken, since it may get further on other machines. After
-    # a 'mistake', a run is not restarted by default.
+    # Other causes do not show that the run is broken: after a preemption or bad hardware, it may get further on other
+    # machines. After a 'mistake', it is not restarted by default.
     failed = all(attempt.cause in ('crash', 'killed', 'hang', 'lost') for attempt in last)
     if len(last) < STUCK_ATTEMPTS or not failed or len({attempt.last for attempt in last}) > 1:
         return None
@@ -371,7 +370,7 @@ def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str
         found.ending += ending
         found.down += down
         if later:
-            # Also charge the next attempt's startup to the cause, which made that attempt necessary.
+            # The cause also made the next attempt necessary, so add that attempt's startup.
             lost[attempt.cause] += ending + down + redone + _starting(later[0])
     return found, dict(lost)
 

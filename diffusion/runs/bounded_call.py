@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar('T')
 
 STORAGE_SECONDS = 10.0
-"""Maximum time to wait for shared storage, which may itself be the cause of a hang."""
+"""Maximum time to wait for shared storage, which may itself be what hangs."""
 
 
 def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:

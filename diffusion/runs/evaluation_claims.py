@@ -3,7 +3,7 @@
 A claim is a file or object in the run's folder, such as `evaluations/ba1600.claim-1`. It can be created only if it does
 not exist, so exactly one watcher succeeds. The owner keeps rewriting the claim. The evaluation has failed if the
 claim's lease has expired without a rewrite, or if the owner has released it or is known to be dead. The next watcher
-then creates `ba1600.claim-2`, so the number counts the tries.
+then creates `ba1600.claim-2`, so the suffix is the number of the try.
 """
 
 import json
@@ -69,7 +69,7 @@ class EvaluationClaims:
         self._lease_seconds, self._job = lease_seconds, job
 
     def tries(self) -> dict[str, int]:
-        """Return the number of the last claim for each checkpoint that has any."""
+        """Return the number of each checkpoint's newest claim, which is the number of tries so far, by checkpoint."""
         found: dict[str, int] = {}
         for name in self._files.list(EVALUATIONS).files:
             if claim := _CLAIM.fullmatch(name):
@@ -77,7 +77,7 @@ class EvaluationClaims:
         return found
 
     def take(self, checkpoint: str, tries: int) -> Claim | None:
-        """Claim a checkpoint and return the claim; return None if another watcher holds a claim or was faster."""
+        """Claim a checkpoint and return the claim; return None if another watcher was faster or holds a claim."""
         if tries and not self.has_ended(checkpoint, tries):
             return None
         owner = Owner.current(os.environ)
@@ -90,13 +90,13 @@ class EvaluationClaims:
         return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:
-        """Return True if a claim was released or has expired, or its owner has ended and no job runs elsewhere."""
+        """Return True if a claim was released, has expired, or its owner is dead and no job evaluates elsewhere."""
         name = f'{checkpoint}.claim-{tries}'
         text = (self._files.read(f'{EVALUATIONS}/{name}') or b'').decode(errors='replace')
         try:
             content = json.loads(text)
             renewed, lease = float(content['renewed']), float(content['lease_seconds'])
-        except (ValueError, KeyError, TypeError):  # half written by a killed process, or being rewritten now
+        except (ValueError, KeyError, TypeError):  # half written by a process that was killed, or just being rewritten
             listed = self._files.list(EVALUATIONS).files.get(name)
             renewed, lease, content = (listed and listed.modified) or time.time(), self._lease_seconds, {}
         if time.time() - renewed > lease:

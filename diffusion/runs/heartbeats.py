@@ -6,7 +6,7 @@ a save, and dumps its stacks on `STACK_DUMP_SIGNAL`. If the variable is not set,
 format, because other machines read it.
 
 The timeout of collectives is longer than every time limit of the watchdog, so that the watchdog ends a hanging run
-first: a collective that times out fails on the ranks that wait, not on the rank that hangs.
+first: a collective that times out fails on the ranks that wait in it, which would hide the rank that hangs.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ HANG_SECONDS = 900.0
 MEDIAN_STEPS = 10
 """A run counts as hanging only after this number of median batch times without a heartbeat."""
 SLOW_WORK_FACTOR = 4
-"""Factor by which the time limit is longer in the first batch, saves and evaluations. Also the upper bound on all
-limits, as a multiple of HANG_SECONDS."""
+"""Factor by which the time limit is longer in the first batch, saves and evaluations. No limit is more than this
+multiple of HANG_SECONDS."""
 COLLECTIVE_MARGIN_SECONDS = 60.0
 """Time by which the timeout of collectives exceeds the watchdog's longest time limit, for the nodes to collect the
 stacks of their ranks."""
@@ -63,7 +63,7 @@ class Beat(NamedTuple):
 def write_heartbeat(path: Path, content: str = '') -> None:
     """Replace a heartbeat file atomically, with time.monotonic() as the modification time; ignore failed writes."""
     # Set the modification time to time.monotonic(), because an adjusted system clock or a suspended machine must not
-    # end a healthy run. On a full disk, the content cannot be written but the time can be set: the run does not hang.
+    # end a healthy run. Set it even if the content cannot be written, as on a full disk: the run does not hang.
     now = time.monotonic()
     unfinished = path.with_name(f'.{path.name}')
     with contextlib.suppress(OSError):
@@ -108,10 +108,10 @@ def write_rank_heartbeat(
 
 
 def report_hardware_fault(text: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Report a hardware fault that ends the run to the node entry point; every rank calls this with the same text."""
+    """Tell the node entry point that a hardware fault ends the run; every rank calls this with the same text."""
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
-        with contextlib.suppress(OSError):  # ignore faults: the exit status is sufficient
+        with contextlib.suppress(OSError):  # ignore a failed write: the exit status is sufficient
             Path(folder, HARDWARE_FAULT).write_text(text, encoding='utf-8')
 
 
@@ -176,7 +176,7 @@ class Watchdog:
         # The first batch waits for downloads and the compiler, and a save or an evaluation may take many batch times.
         slow_work = self._newest.doing == SAVING or self._newest.batch == self._newest.first
         limit = max(typical, self.hang_seconds) * (SLOW_WORK_FACTOR if slow_work else 1)
-        # Bound the limit, because the timeout of collectives, which must exceed it, is set before the first batch.
+        # Bound the limit: the timeout of collectives, set before the first batch, must be longer than any limit.
         return min(limit, longest_limit(self.hang_seconds))
 
 
@@ -202,7 +202,7 @@ def hang_seconds_of(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def collective_timeout(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the default timeout of a rank's collectives in seconds: longer than every limit of its watchdog.
+    """Return the default timeout of a rank's collectives in seconds: longer than every limit of the watchdog.
 
     `environ` is the rank's environment. Only ranks that the node entry point has started have a watchdog.
     """
@@ -213,8 +213,8 @@ def collective_timeout(environ: Mapping[str, str] = os.environ) -> float:
 
 def early_timeout_warning(dist_timeout: float, hang_seconds: float) -> str | None:
     """Return a warning if a recipe's collective timeout is shorter than the watchdog's longest limit, else None."""
-    # Only warn, because the run is safe: a collective that times out ends it with status 1, and the nodes save the
-    # stacks of the ranks that still run.
+    # Only warn, because no hang goes unnoticed: a collective that times out ends the run with status 1, and the nodes
+    # save the stacks of the ranks that still run.
     longest = longest_limit(hang_seconds)
     if dist_timeout > longest:
         return None

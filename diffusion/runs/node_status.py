@@ -27,7 +27,7 @@ BUCKET_INTERVAL_SECONDS = 30.0
 """The same interval for an object store, which charges for requests: 120 writes per hour and node, each a PUT and a GET
 request, cost 0.0006 USD in S3."""
 _JOIN_SECONDS = 3.0
-"""Maximum wait for the last write, so that a thread that hangs does not delay the end of the run."""
+"""Maximum wait for the last write, so that storage that hangs does not delay the end of the run."""
 STARTING, TRAINING, EVALUATING, SAVING, ENDED = 'starting', 'training', 'evaluating', 'saving', 'ended'
 
 
@@ -64,7 +64,7 @@ class NodeStatus:
     written: float = 0.0
 
     def silent_seconds(self, modified: float | None) -> float:
-        """Return the time since the node's last batch; `modified` is None if the storage does not report the time."""
+        """Return the time since the node's last batch; `modified` is the time of the file, or None if unknown."""
         same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
         written = self.written if modified is None else modified
         age = time.monotonic() - self.written_at if same_clock else time.time() - written
@@ -75,7 +75,7 @@ def position_of_node(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     """Return the index of this rank's node and the number of nodes; None if this is not the first rank of its node."""
     rank, world = int(environ.get('RANK', '0')), int(environ.get('WORLD_SIZE', '1'))
     if NODE_VARIABLE in environ:
-        # Nodes of a local job share one machine, where LOCAL_RANK numbers the ranks of all nodes together.
+        # Nodes of a local job share one machine, so LOCAL_RANK numbers the ranks of all nodes together.
         node, nodes = map(int, environ[NODE_VARIABLE].split('/'))
         return (node, nodes) if rank == node * (world // nodes) else None
     local_world = int(environ.get('LOCAL_WORLD_SIZE', '1'))
@@ -95,7 +95,7 @@ class StatusWriter:
         self.last_batch_at = time.monotonic()
         """Time when the last batch ended, on the monotonic clock."""
         self._created = False
-        """True once the status has been written, which means that the folder existed."""
+        """True once the status has been written, so that its folder exists."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._write_until_done, name='status', daemon=True)
 
@@ -140,7 +140,7 @@ def read_statuses(run: Path | str) -> list[tuple[NodeStatus, float]]:
     for name, version in files.list(FOLDER).files.items():
         if not name.startswith('node-'):
             continue
-        with contextlib.suppress(OSError, ValueError, TypeError):  # the file was just replaced, or is not ours
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it is being replaced, or is not a status file
             status = NodeStatus(**json.loads(files.read(f'{FOLDER}/{name}') or b''))
             found.append((status, status.silent_seconds(version.modified)))
     # Ignore files left behind by an earlier attempt with more nodes; the newest file has the current number of nodes.

@@ -1,4 +1,4 @@
-"""Messages to people about a run, through a webhook that receives JSON (Slack's too) or a command.
+"""Messages to people about a run, through a webhook that receives JSON (such as Slack's) or a command.
 
 A recipe names the environment variables that hold the URL and the command line. Neither is written to a file, so a
 recipe contains no secrets, and a recipe from someone else cannot run commands.
@@ -37,7 +37,7 @@ PAUSES_SECONDS = (1.0, 3.0)
 CLOSE_SECONDS = 12.0
 """Maximum wait for undelivered messages at the end of a process, enough for a request that times out and a retry."""
 GOODPUT_AFTER_SECONDS = 1800.0
-"""Age of a run at which its goodput is first compared with `goodput_below`; every start is unproductive."""
+"""Age of a run at which its goodput is first compared with `goodput_below`; before, startup makes it low."""
 
 
 class NotDelivered(Exception):

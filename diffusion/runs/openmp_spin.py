@@ -18,9 +18,9 @@ def shorten_spin(environ: MutableMapping[str, str] = os.environ, loaded: Contain
 
     If torch is already loaded, this does nothing, because libgomp reads the variable only when it is loaded.
     """
-    # libgomp's default is 300,000 checks, 3 to 15 ms. If other processes need the cores, a spinning thread occupies the
-    # core that the thread it waits for needs, and a batch takes several times as long. On GPU machines too, ranks and
-    # loader workers share cores. The short spin does not change results.
+    # libgomp's default is 300,000 checks, 3 to 15 ms. If processes share cores, as ranks and loader workers do on GPU
+    # machines too, a spinning thread may occupy the core of the very thread that it waits for, and a batch takes
+    # several times as long. The short spin does not change results.
     if 'torch' not in loaded and SPIN_VARIABLE not in environ and POLICY_VARIABLE not in environ:
         environ[SPIN_VARIABLE] = str(SPIN_COUNT)
 

@@ -1,7 +1,7 @@
 """Identity of a run's folder in `run.json`, used to detect checkpoints and folders of other runs.
 
-The file is written once, at the first start of the run. Each save checks that the path still leads to this file: it
-does not if the file system is no longer mounted or the folder was moved.
+The file is written once, at the first start of the run. Each save checks that the path still leads to this file, in
+case the file system is no longer mounted or the folder was moved.
 """
 
 import datetime
@@ -92,7 +92,7 @@ def open_bucket_run(url: str) -> str:
     place = StorePlace(url)
     content = place.read(RUN_FILE)
     if content is None:
-        place.create(RUN_FILE, run_file_content(uuid4().hex))  # does nothing if another process was faster
+        place.create(RUN_FILE, run_file_content(uuid4().hex))  # has no effect if another process wrote it first
         content = place.read(RUN_FILE) or b''
     return parse_run_id(content.decode(errors='replace'), place.locate(RUN_FILE))
 

@@ -33,18 +33,18 @@ LOCK = 'run.lock'
 RELEASED = '{"owner": null, "released": true}\n'
 """Content of a lock object that no job holds."""
 ONCE = RetryPolicy(tries=1, timeout_seconds=5.0)
-"""Retry policy of refreshes: no retries, since the next refresh follows soon, and a short timeout."""
+"""Retry policy of refreshes: a short timeout, and no retries, since the next refresh follows soon."""
 LOCK_HELD_VARIABLE = 'DIFFUSION_RUN_LOCK'
-"""Environment variable by which workers know that the node entry point holds the lock for them."""
+"""Environment variable that tells workers that the node entry point holds the lock for them."""
 _JOB_ID_VARIABLES = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
 """Scheduler variables that keep their value when a job is restarted."""
 REFRESH_SECONDS = 5.0
 BUCKET_REFRESH_SECONDS = 15.0
-"""Interval for refreshing a lock object, longer because stores charge for requests: one PUT and three GET requests per
-refresh, or about 0.0015 USD per hour in S3. The owner looks dead only after eight failed refreshes."""
+"""Interval for refreshing a lock object. It is longer than for a file because stores charge for requests: one PUT and
+three GETs per refresh, about 0.0015 USD per hour in S3. The owner looks dead only after eight failed refreshes."""
 STALE_SECONDS = 120.0
 """Time without a change of the lock after which an owner on another machine counts as dead. It is long because a file
-system that is busy with a checkpoint may be slow."""
+system may be slow during the write of a checkpoint."""
 POLL_SECONDS = 0.5
 ACQUIRE_TRIES = 10
 """Number of tries to take a free lock; a try fails only if another job has just taken and released the lock."""
@@ -56,7 +56,7 @@ minutes that the other nodes of this attempt wait."""
 
 
 class LockContent(NamedTuple):
-    """Content read from a lock."""
+    """Content of a lock, as last read."""
 
     text: str
     version: str = ''
@@ -76,7 +76,7 @@ class RunLock:
         self.path = self._place().locate(LOCK)
 
     def read(self, *, patient: bool = False) -> LockContent | None:
-        """Return the content; None if there is no lock, UNREADABLE if it is a file and the storage fails.
+        """Return the content; None if there is no lock; UNREADABLE if the lock is a file and the storage fails.
 
         Raises:
             OSError: The object cannot be read.
@@ -111,14 +111,14 @@ class RunLock:
         if self.in_bucket:
             place.replace(LOCK, text.encode(), None if expected is None else expected.version)
         else:
-            # A reader may see a partial write, which counts as a changed content without an owner.
+            # A reader may see a partial write, which it takes for changed content without an owner.
             place.write(LOCK, text, in_place=True)
 
     def release(self, expected: LockContent) -> None:
         """Release the lock, whose content is `expected`; raises the same errors as `write`."""
         if self.in_bucket:
-            # Overwrite instead of deleting, because stores have no delete that is conditional on an etag: a later
-            # attempt of this job may take the lock just before the deletion.
+            # Overwrite instead of deleting: a later attempt of this job may take the lock just before the deletion, and
+            # stores have no delete that is conditional on an etag.
             self.write(RELEASED, expected)
         else:
             self._place().delete([LOCK])
@@ -155,7 +155,7 @@ class Owner:
     """Boot id and PID namespace. Processes with equal values can see each other."""
     pid: int
     started: str
-    """Start time of the process in ticks since boot, which distinguishes it from a later process with the same id."""
+    """Start time of the process in ticks since boot, which tells it from a later process with the same id."""
     since: float
     """Time when the process took the lock, in seconds since 1970."""
 
@@ -176,7 +176,7 @@ class Owner:
         )
 
     def is_later_attempt_of(self, other: 'Owner') -> bool:
-        """Return True if this owner is a later attempt of the same job, which means that `other` must have ended."""
+        """Return True if this owner is a later attempt of the job of `other`, which must therefore have ended."""
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
 
     def may_be_same_job_as(self, other: 'Owner') -> bool:
@@ -226,7 +226,7 @@ def hold_run_lock(
         yield this_owner
     finally:
         done.set()
-        # Storage that does not respond must not prevent this process from ending. The lock then expires.
+        # Wait only briefly: storage that does not respond must not keep this process alive (the lock then expires).
         thread.join(STORAGE_SECONDS)
         if not thread.is_alive():
             within_limit(lambda: _release(lock, this_owner))
@@ -241,7 +241,7 @@ def _acquire(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> N
         try:
             return lock.write(_content(this_owner, 0), found, patient=True)
         except PreconditionFailed:
-            # Another job was faster, so check its owner next. Or the store does not recognize its own etags.
+            # Another job was faster, so check that owner next; or the store does not recognize its own etags.
             time.sleep(_interval(lock, REFRESH_SECONDS, BUCKET_POLL_SECONDS))
         if stopped():
             raise RunLocked(f'{lock.path}: asked to stop while waiting for the lock', retry=True)
@@ -282,21 +282,21 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
         OSError: The storage has not responded for STALE_SECONDS.
     """
     content, refreshed, announced = lock.read(patient=True), False, False
-    begin = changed = responded = time.monotonic()  # set after the read, whose retries may take minutes
+    begin = changed = responded = time.monotonic()  # do not count the read, whose retries may take minutes
     while content is not None and content.text != RELEASED:
         other = parse_owner(content.text)
         if other is not None and other.token == this_owner.token:
-            return content  # this process wrote it, but the store's response was lost
+            return content  # this process took the lock, but the store's response was lost
         if other is not None and (this_owner.is_later_attempt_of(other) or other.is_alive() is False):
             return content
-        # Any change of the content shows that the owner is alive, even if the content is a partial write. The
-        # modification time shows nothing, because it is from another machine's clock.
+        # Any change of the content shows that the owner is alive, even a partial write. Do not use the modification
+        # time, which is from another machine's clock.
         now, current = time.monotonic(), lock.poll(content)
         if current is not None and not current.readable:
-            # While the storage does not respond, the owner cannot refresh the lock either.
+            # Count no time in which the storage does not respond: the owner cannot refresh the lock then either.
             changed = time.monotonic()
             if now - responded > STALE_SECONDS:
-                raise OSError(f'{lock.path}: cannot be read since {STALE_SECONDS:.0f} s')
+                raise OSError(f'{lock.path}: cannot be read for {STALE_SECONDS:.0f} s')
         else:
             responded = now
             if current != content:
@@ -308,7 +308,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
             elif now - changed > STALE_SECONDS:
                 return content
         if other is not None and (refreshed or other.is_alive()):
-            # The owner is alive. Wait only if it is an earlier attempt of this job, which is about to end.
+            # The owner is alive. Wait only for an earlier attempt of this job, which is about to end.
             if stopped() or now - begin > _max_wait(this_owner, other):
                 raise RunLocked(
                     f'{lock.path}: {other}, trains this run; wait for it to end, or set another run name (name=...). '
@@ -354,19 +354,19 @@ def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
 
 def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
     """Rewrite a lock, or exit if another job has taken it over; raises the same errors as `RunLock.write`."""
-    # If another job writes between this read and write, the second try finds the other owner.
+    # Try twice: if another job writes between read and write, the second try finds that job as the owner.
     for _ in range(2):
         content = lock.read()
         other = None if content is None else parse_owner(content.text)
         if other is not None and other.token != this_owner.token:
             # This process was considered dead, for example because its machine was suspended. The folder now belongs to
-            # the other job, and any further write would damage its run. os._exit skips all cleanup, which might write a
+            # the other job, whose run any further write would damage. os._exit skips all cleanup, which might write a
             # checkpoint or delete the other job's lock. CONFIG_ERROR prevents a retry that would compete for the
             # folder.
             print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         if content is not None and content.text == RELEASED:
-            # Another job must have taken over the lock and ended: this process releases it only after its last refresh.
+            # Another job must have taken the lock and ended: this process releases it only after the last refresh.
             reason = 'another job took over the lock and has ended; this process exits'
             print(f'error: {lock.path}: {reason}', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)

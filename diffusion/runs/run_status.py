@@ -20,15 +20,15 @@ from diffusion.storage.text_tables import parse_json_lines
 # Files that training writes. Their names are repeated here because the modules that write them import PyTorch.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
 _TAIL_BYTES = 2**16
-"""Number of bytes read from the end of metrics.jsonl, enough for the metrics of many batches."""
+"""Number of bytes to read from the end of metrics.jsonl, enough for the metrics of many batches."""
 SILENT_SECONDS = 60.0
 """Minimum time without a batch after which a running job counts as silent."""
 SILENT_BATCHES = 10
 """A job counts as silent only after this number of average batch times without a batch."""
 WATCH_SECONDS = 12.0
-"""Time to watch a lock for changes if its owner on another machine may be dead. Owners rewrite it every 5 seconds."""
+"""Time to watch a lock for changes if its owner is on another machine. A live owner rewrites it every 5 seconds."""
 BUCKET_WATCH_SECONDS = 40.0
-"""The same time for a lock object, which is rewritten every 15 seconds, or less often if the store is slow."""
+"""The same time for a lock in an object store, rewritten every 15 seconds, or less often if the store is slow."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ def inspect_run(run: Path | str) -> RunReport:
     recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
     traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
     if not is_url(run):
-        # Use the files' modification times. For objects, only the times in their content are available.
+        # Use the files' modification times. Objects have none here, so only the times in their content are used.
         paths = [Path(run, name) for name in known] + ([] if newest is None else [Path(newest)])
         traces = [time for path in paths if (time := _modified(path)) is not None]
     report = RunReport(
@@ -115,7 +115,7 @@ def inspect_run(run: Path | str) -> RunReport:
         report.cause = recorded[-1].cause if recorded else None
         return report
     if recorded and recorded[-1].status is None:
-        report.attempts[-1]['cause'] = 'running'  # without an end record, its cause is 'lost'
+        report.attempts[-1]['cause'] = 'running'  # `read_attempts` sets the cause 'lost' without an end record
     token = '' if owner is None else owner.token
     training = recorded[-1].first is not None if recorded and recorded[-1].launched else True
     current = [(each, age) for each, age in found if each.owner in ('', token) and each.doing != node_status.ENDED]
@@ -150,7 +150,7 @@ def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) ->
     seconds = newest.seconds_per_batch
     limit = max(SILENT_SECONDS, SILENT_BATCHES * (seconds or 0.0))
     if is_url(report.run):
-        limit += node_status.BUCKET_INTERVAL_SECONDS  # a status may be older than the last batch by this much
+        limit += node_status.BUCKET_INTERVAL_SECONDS  # a status may be that much older than the last batch
     report.state = 'silent' if silent > limit else 'running'
     report.batch = max(status.batch for status, _ in current)
     report.total_batches = newest.total_batches
@@ -179,7 +179,7 @@ def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
     alive = owner.is_alive()
     if alive is not None:
         return alive
-    # The owner rewrites the lock every few seconds. An old time may be due to different clocks, so watch for changes.
+    # Watch for changes, since the owner rewrites the lock every few seconds: clocks differ, so times prove little.
     if lock.in_bucket:
         modified, refresh, watch = _written(content), run_lock.BUCKET_REFRESH_SECONDS, BUCKET_WATCH_SECONDS
     else:
@@ -248,7 +248,7 @@ def _last_loss(metrics: bytes | None) -> tuple[int, float] | None:
     """Return the same as `last_loss`, given the end of a metrics file's content."""
     for values in reversed(parse_json_lines(metrics or b'')):
         step, loss = values.get('step'), values.get(TRAIN_LOSS)
-        if isinstance(step, int) and isinstance(loss, float):  # else other metrics
+        if isinstance(step, int) and isinstance(loss, float):  # other lines have other metrics
             return step + 1, loss
     return None
 

@@ -17,12 +17,12 @@ REPEAT_SECONDS = 0.5
 """Minimum time between two SIGINT signals that count as two Ctrl-C. A single Ctrl-C can arrive twice: from the
 terminal, which signals the whole process group, and from a launcher that forwards it."""
 _START_SECONDS = 20.0
-"""Time after which a process that receives a stop signal during startup is forced to end. An orderly end may have to
-wait for the delivery of messages (`notify.CLOSE_SECONDS`) and for the run's storage."""
+"""Time after which a process that receives a stop signal during startup is forced to end. It is long because an orderly
+end may wait for the delivery of messages (`notify.CLOSE_SECONDS`) and for the run's storage."""
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """Raised on a stop signal before training has begun. As a KeyboardInterrupt, it passes through libraries."""
+    """Raised on a stop signal before training has begun. As a KeyboardInterrupt, it passes `except Exception`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f'stopped before the first batch on {signal.Signals(number).name}; nothing is lost')
@@ -62,8 +62,8 @@ class RepeatedInterrupt:
 class SignalThread:
     """Thread that calls a function for every signal, even while the main thread is blocked outside Python.
 
-    Python runs signal handlers in the main thread between two bytecode instructions, so not while it is blocked in a
-    collective or a kernel, which may be why the user presses Ctrl-C. The signals must have a Python handler.
+    Python runs signal handlers in the main thread between two bytecode instructions, so not while that thread is
+    blocked in a collective or a kernel: just when a user may press Ctrl-C. The signals must have a Python handler.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
@@ -103,7 +103,7 @@ _pipes: set[int] = set()
 
 
 def _leave_pipes() -> None:
-    # A forked process, such as a data loader worker, shares the pipe: its signals would look like the parent's.
+    # A forked process, such as a loader worker, must leave the pipe: its signals would look like the parent's.
     if _pipes:
         _pipes.clear()
         signal.set_wakeup_fd(-1)
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_leave_pipes)
 
 @contextlib.contextmanager
 def stopping_early() -> Iterator[None]:
-    """Raise StoppedEarly on a stop signal in the `with` block, until a callback takes over the signals."""
+    """Context manager that raises StoppedEarly on a stop signal, until a callback takes over the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,7 +128,7 @@ def stopping_early() -> Iterator[None]:
             raise StoppedEarly(number)
 
     def end_if_blocked(number: int) -> None:
-        # The main thread may be blocked in C++, waiting for other nodes, where no handler runs.
+        # End the process from a timer: no handler runs while the main thread waits for other nodes in C++.
         if number in previous and signal.getsignal(number) in (stop, composer_handler()) and not timers:
             received.append(number)
             timers.append(threading.Timer(_START_SECONDS, _end, (number,)))

@@ -69,7 +69,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, path: Path, *, aside: Path | None = None, create_folder: bool = True) -> None:
-    """Rename a flushed folder to `path`, replacing an existing folder; if this fails, that one is restored.
+    """Rename a flushed folder to `path`; an existing folder is replaced, or restored if the rename fails.
 
     Args:
         aside: Temporary path for the replaced folder, which stays there if the process is killed between the two

@@ -39,7 +39,7 @@ FolderListing = tuple[list[str], list[ObjectInfo]]
 class Client(Protocol):
     """Base class of object store clients; a client may be used by one thread at a time, in the process that created it.
 
-    File uploads to S3 call the `wait` of `policy`, the current user's, and stop if it raises.
+    `policy` belongs to the current user of the client; file uploads to S3 call its `wait`, and stop if it raises.
     """
 
     policy: RetryPolicy = RetryPolicy()
@@ -49,7 +49,7 @@ class Client(Protocol):
         ...
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the folders (keys without slash) and objects in a folder, whose key is empty or ends with a slash."""
+        """Return folders (keys without slash) and objects in a folder, whose own key is empty or ends with a slash."""
         ...
 
     def head(self, location: Location) -> ObjectInfo:
@@ -76,7 +76,7 @@ class Client(Protocol):
         ...
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Abort unfinished uploads of this age, by the store's clock, to `location` and below it; yield their keys.
+        """Abort uploads to `location` or below it that began this long ago (store's clock); yield their keys.
 
         Only S3 needs this: Google and Azure delete unfinished uploads after a week.
         """

@@ -82,7 +82,7 @@ class DirectFile(io.RawIOBase):
             try:
                 written += self._file.write(self._buffer[written : self._filled])
             except OSError as error:
-                # The device has larger blocks, or a short write ended inside a block.
+                # Go on without direct I/O: the device has larger blocks, or a short write ended inside a block.
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
                 self._may_be_direct = False

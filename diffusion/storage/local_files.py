@@ -1,7 +1,7 @@
 """Access to local and shared folders: files with fixed names, private folders, and access checks.
 
-Files are opened without following links. Otherwise, another user of a shared folder could put a link to one of this
-user's files in their place, so that the next write would change that file, or a pipe, which would block the program.
+Files are opened without following links. Otherwise, another user of a shared folder could replace them: by a link to
+one of this user's files, which the next write would then change, or by a pipe, which would block the program.
 """
 
 import os
@@ -121,8 +121,8 @@ LAUNCH = 'launch'
 def working_folder(url: str, purpose: str = 'runs') -> Path:
     """Return the working folder on this node's local disk for the run at a URL; it may not exist yet.
 
-    It is in a folder `purpose`, which separates training from read-only downloads, inside $DIFFUSION_WORKING_FOLDER if
-    set, otherwise inside ~/.cache/diffusion.
+    Its parent folder is named `purpose`, to separate training from read-only downloads, and is in
+    $DIFFUSION_WORKING_FOLDER if set, otherwise in ~/.cache/diffusion.
     """
     scheme, _, rest = url.partition('://')
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]

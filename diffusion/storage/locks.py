@@ -46,7 +46,7 @@ def hold_path_lock(path: Path, wait: Callable[[], None]) -> contextlib.AbstractC
 
 @contextlib.contextmanager
 def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
-    """Hold a lock on a file, which is created, during the `with` block; if the file system has no locks, yield False.
+    """Hold a lock on a file during the `with` block, creating the file; yield False if the file system has no locks.
 
     Args:
         wait: Called every 20 to 250 ms while another process holds the lock; it may raise an exception to end the wait.

@@ -83,7 +83,7 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Divide samples, given their sizes in bytes, into ranges per shard; one above the limit gets its own shard."""
+        """Divide samples of these sizes (bytes) into one range per shard; one above the limit gets its own shard."""
         assert self.size_limit is not None
         # Each sample takes 4 more bytes for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])

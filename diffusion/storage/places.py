@@ -87,7 +87,7 @@ class Place(Protocol):
     def create(self, name: str, content: str | bytes, *, alone: bool = False) -> bool:
         """Write a small file unless it exists; of several concurrent calls, exactly one succeeds and returns True.
 
-        With `alone`, no other process calls this at the same time, so a store needs no conditional writes.
+        `alone` states that no other process calls this at the same time, so that a store needs no conditional writes.
         """
         ...
 

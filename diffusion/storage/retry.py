@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 2.0
 PAUSE_FACTOR = 4.0
 LONGEST_PAUSE_SECONDS = 30.0
-"""Three attempts bridge an outage of 5 to 10 s, and four attempts one of 20 to 40 s, depending on jitter."""
+"""With these pauses, 3 attempts bridge an outage of 5 to 10 s, and 4 attempts one of 20 to 40 s (random pauses)."""
 DEADLINE_SECONDS = 600.0
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -133,7 +133,7 @@ class RetryPolicy:
 def is_transient(error: Exception, url: str) -> bool:
     """Return True if a retry may succeed, False if the error came from neither the store nor the network.
 
-    Raise UserError if the store rejects the request, PreconditionFailed for a condition, OSError for the local disk.
+    Raise UserError if the store rejects the request, PreconditionFailed if a condition is unmet, OSError for the disk.
     """
     if isinstance(error, DamagedDownload):
         return True
@@ -193,7 +193,7 @@ def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str
             404: 'there is no such file; check the path',
         }.get(status or 0)
     credentials = CREDENTIALS[scheme]
-    # Azure raises ClientAuthenticationError for missing credentials and also, with a status, for a rejected request.
+    # Check for a status: Azure raises ClientAuthenticationError for rejected requests too, but with a status.
     if any(type(link).__name__ in NO_CREDENTIALS and _status(link) is None for link in links):
         return f'there are no credentials ({text}); {credentials}'
     if any(type(link).__name__ in INVALID_SETTINGS for link in links):

@@ -48,8 +48,8 @@ class S3Client(Client):
         options: dict[str, Any] = {}
         source = botocore.session.get_session()
         source.register_component('data_loader', _model_loader(source.get_config_variable('data_path')))
-        # An instance's metadata service throttles requests if many processes start at the same time. By default,
-        # botocore tries only once, and would then continue without credentials.
+        # Try several times: an instance's metadata service throttles requests if many processes start at the same time.
+        # By default, botocore tries only once, and then continues without credentials.
         if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:
             source.set_config_variable('metadata_service_num_attempts', 4)
         session = boto3.Session(botocore_session=source)
@@ -72,7 +72,7 @@ class S3Client(Client):
         )
         self.client: Any = session.client('s3', config=config, **settings)
         self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
-        # This Streaming variable has comma-separated names of requester-pays buckets.
+        # Streaming defines this variable: the comma-separated names of requester-pays buckets.
         payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
@@ -108,7 +108,7 @@ class S3Client(Client):
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
         """Upload an object in one request; large files without a condition are uploaded in parts."""
-        # This Streaming variable has a canned ACL, such as bucket-owner-full-control.
+        # Streaming defines this variable: a canned ACL, such as bucket-owner-full-control.
         extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
         conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
         if conditions and self.google:
@@ -118,7 +118,7 @@ class S3Client(Client):
             )
         if isinstance(content, Path) and not conditions:
             return self._call(self._upload, content, location, extra)
-        # boto3's upload_file does not support conditions, but a single put_object does, for files of up to 5 GiB.
+        # Use put_object, which is limited to 5 GiB: boto3's upload_file does not support conditions.
         with contextlib.nullcontext(content) if isinstance(content, bytes) else content.open('rb') as body:
             self._call(
                 self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions

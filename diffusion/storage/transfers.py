@@ -23,7 +23,7 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""A client's own timeout exceeds the policy's by this time; it ends the thread of an abandoned download."""
+"""Seconds by which a client's own timeout, which ends the thread of an abandoned download, exceeds the policy's."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
 """Pool of unused clients, by process, store and timeout. Creating a client takes 0.1 to 0.5 s."""
@@ -78,8 +78,8 @@ class Stopped(Exception):
 def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
     """Call all tasks in threads; on the first error, end the other tasks and raise the error.
 
-    No task is running any more when this returns. A task must not call this function. Each task gets the retry policy
-    to use, whose `wait` ends it when another task has failed; the caller's `wait` is called in this thread.
+    No task is running any more when this returns. A task must not call this function. Each task gets a retry policy,
+    whose `wait` ends the task when another one has failed; the `wait` of `retry` is called in this thread.
     """
     stopped = threading.Event()
 
@@ -97,7 +97,7 @@ def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
             retry.wait()
     except BaseException:
         stopped.set()
-        # A request already sent ends no later than the client's timeout.
+        # Wait for the requests already sent, which end no later than the client's timeout.
         wait({future for future in pending if not future.cancel()})
         raise
 

@@ -58,7 +58,7 @@ def check_pipeline(folder: Path) -> str:
     """Check that a folder is a pipeline whose parts are all from diffusers or transformers; return its class.
 
     Raises:
-        UserError: It is an unsupported pipeline, or names other classes; importing these would run foreign code.
+        UserError: The pipeline is not supported, or names other classes, whose import would run foreign code.
     """
     place = folder / MODEL_INDEX
     content = read_json_object(place)
@@ -157,7 +157,7 @@ class EvaluationOptions:
 
 @dataclass
 class CheckpointOptions:
-    """Options for the checkpoint to evaluate."""
+    """Options that select the checkpoint to evaluate."""
 
     checkpoint: CheckpointPlace
     """Folder or URL of a checkpoint, or of a run (its latest checkpoint is used)."""
@@ -233,7 +233,7 @@ def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions)
     recipe = load(recipe_of_checkpoint(checkpoint), ['task=evaluate', *overrides])
     recipe.checkpoint = str(checkpoint)
     if not any(word.startswith('trainer.device=') for word in options.overrides):
-        recipe.trainer.pop('device', None)  # this machine may have another kind of device
+        recipe.trainer.pop('device', None)  # drop the recipe's device: this machine may have another kind
     if given:
         recipe.evaluators = {'image_metrics': recipe.evaluators['image_metrics']}
     return recipe
@@ -304,7 +304,7 @@ def _check_lora(path: str, pipeline: str) -> None:
 
 
 def _check_run(source: Path, options: GenerateOptions) -> None:
-    """Raise UserError if the source of `diffusion generate` is an incomplete export (a LoRA or a single file)."""
+    """Raise UserError if the source of `diffusion generate` is an export that is only a LoRA or a single file."""
     if options.lora is not None:
         raise UserError(f'--lora: {source} is not an exported pipeline; a run uses its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
@@ -328,13 +328,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return error messages, by key, for sampling settings that an exported pipeline with this scheduler cannot use."""
+    """Return error messages, by key, for `given` settings that an exported pipeline with this scheduler cannot use."""
     flow, name = is_flow_scheduler(config), given.get('noise_scheduler')
     problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
     if name is None or 'noise_scheduler' in problems:
         return problems
     is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
-    # Schedulers for flow matching accept only velocities, and lack the method with which U-Net pipelines scale inputs.
+    # Schedulers for flow matching accept only velocities, and cannot scale the inputs, as pipelines of U-Nets require.
     family = exported_pipelines()[pipeline]
     refuses_flow_match = family.u_net or config.get('prediction_type') == 'sample'
     is_other = scheduler_class_name(name, flow=flow) != config.get('_class_name')

@@ -34,7 +34,7 @@ IMAGES, ANSWERS = 'images', 'answers'
 
 
 def build_page(settings: CompareSettings) -> None:
-    """Generate missing images, and write the page and its key (which image is from which model).
+    """Generate missing images, and write the page and its key, which tells which image is from which model.
 
     Images are kept in the page's folder, so a call after an interruption generates only the missing images.
 
@@ -53,7 +53,7 @@ def build_page(settings: CompareSettings) -> None:
         equal[prompt] = a.size == b.size and bool(np.array_equal(np.asarray(a), np.asarray(b)))
         return a, b
 
-    # Write the page last, to show that the folder is complete.
+    # Write the page last: a folder with a page counts as complete.
     write_atomically(settings.out / KEY, key.to_json())
     with atomic_file(settings.out / PAGE) as unfinished, unfinished.open('w', encoding='utf-8') as page:
         for chunk in page_chunks(key.comparison, pairs, images):

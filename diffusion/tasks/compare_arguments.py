@@ -40,7 +40,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison page, as in `BuildOptions`. `source` is where the prompts are from, for the key."""
+    """Settings of a comparison page, as in `BuildOptions`. `source` is the prompts' source, as written to the key."""
 
     a: ComparedModel
     b: ComparedModel
@@ -133,7 +133,7 @@ def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions)
         missing = 'A and B: are missing' if build.a is None else 'B: is missing'
         raise UserError(f'{missing}; give two of run, checkpoint, exported pipeline and folder of images')
     if serve.serve:
-        raise UserError(f'--serve: serves the page that is built, --out; remove {serve.serve!r}')
+        raise UserError(f'--serve: serves the page that is built in --out; remove {serve.serve!r}')
     for option, example in (('prompts', 'prompts.txt'), ('out', 'page')):
         if getattr(build, option) is None:
             raise UserError(f'--{option}: is missing; add for example --{option} {example}')
@@ -159,7 +159,7 @@ def compare_settings(options: BuildOptions) -> CompareSettings:
         raise UserError('--prompts: one prompt gives no confidence interval; use at least 2, or better 50 or more')
     checks = max(2, min(6, len(chosen) // 5)) if options.checks is None else options.checks
     if checks > len(chosen):
-        raise UserError(f'--checks: {checks} is more than the {len(chosen)} prompts; use at most that')
+        raise UserError(f'--checks: {checks} is more than the {len(chosen)} prompts; use at most as many')
     prompts = [texts[index] for index in chosen]
     one, other = (_model(name, place, texts, chosen, options) for name, place in (('A', a), ('B', b)))
     if one.place.resolve() == other.place.resolve():
@@ -188,12 +188,12 @@ def _check_out(out: Path) -> None:
 def _model(
     name: str, place: str, prompts: Sequence[str], chosen: Sequence[int], options: BuildOptions
 ) -> ComparedModel:
-    """Return side `name` (`A` or `B`) of a comparison, given all prompts of the file and the indices of those used."""
+    """Return side `name` (`A` or `B`) of a comparison, given all prompts of the file and the indices to use."""
     path = Path(place)
     try:
         if '://' not in place and not path.exists():
             raise UserError(f'{place}: does not exist; check the path')
-        # A run's folder contains images too: its loss curve and samples.
+        # Test for a run first: a run's folder contains images too, such as its loss curve and samples.
         is_run = '://' in place or (path / RECIPE).is_file() or (path.is_dir() and bool(list_checkpoints(path)))
         if not is_run and not is_export(path) and has_images(path):
             files = numbered_images(path, prompts)

@@ -17,11 +17,11 @@ from diffusion.tasks.exported_pipeline import ExportedPipeline
 from diffusion.training import components
 
 BATCH_SIZE = 8
-"""Number of images generated at once, which is also the most that an interruption loses."""
+"""Number of images generated at once; an interruption loses at most this number of images."""
 
 
 def generate_images(side: ComparedModel, settings: CompareSettings, folder: Path) -> GeneratedImages:
-    """Generate those images of one side that are not yet in a folder; raise UserError if the model cannot."""
+    """Generate the images of one side that a folder lacks; raise UserError if the model takes no prompts."""
     given = {'guidance_scale': settings.guidance_scale, 'num_inference_steps': settings.num_inference_steps}
     chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     chosen |= {'seed': settings.seed, 'batch_size': BATCH_SIZE}
@@ -33,7 +33,7 @@ def generate_images(side: ComparedModel, settings: CompareSettings, folder: Path
         with claimed_checkpoint(side.place, 'comparison') as checkpoint:
             recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
             recipe.checkpoint = str(checkpoint)
-            recipe.trainer.pop('device', None)  # this machine may have another kind of device
+            recipe.trainer.pop('device', None)  # drop the recipe's device: this machine may have another kind
             components.check_device(recipe)
             trained, which, _ = trained_model(recipe)
         if not isinstance(trained, LatentDiffusion):
@@ -42,6 +42,6 @@ def generate_images(side: ComparedModel, settings: CompareSettings, folder: Path
         sampling, label = Sampling(**recipe.generate.sampling | chosen), f'{side.source}, {which} weights'
         model = get_device(recipe.trainer.get('device')).module_to_device(trained)
     images = GeneratedImages.below(folder, settings.prompts, sampling, label)
-    for _ in images.own_batches(model):  # writes the missing images
+    for _ in images.own_batches(model):  # each iteration writes a batch of the missing images
         pass
     return images

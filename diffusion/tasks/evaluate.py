@@ -27,11 +27,11 @@ from diffusion.training import components
 log = logging.getLogger(__name__)
 
 MIN_TIMEOUT_SECONDS = 1800.0
-"""Minimum timeout of collectives, since a rank may have to generate one more batch of images than the others."""
+"""Minimum timeout of collectives: the other ranks may wait for a rank that generates one more batch of images."""
 
 
 class TrainedModel(NamedTuple):
-    """Model with the weights of a checkpoint, their kind, and the name of the checkpoint, such as `ba1600`."""
+    """Model with the weights of a checkpoint, the kind of weights, and the checkpoint's name, such as `ba1600`."""
 
     model: ComposerModel
     weights: Weights
@@ -49,7 +49,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
         model = components.build_model(recipe)
         if recipe.lora is not None:
             components.add_lora(recipe, model)
-        # The loaded tensors may be memory-mapped, so copy them while the file is open.
+        # Copy the tensors while the file is open, since they may be memory-mapped.
         load_weights(model, weights, str(checkpoint))
         return TrainedModel(model, which, checkpoint.name)
 
@@ -66,11 +66,11 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     dist.initialize_dist(get_device(recipe.trainer.get('device')), timeout)
     model, which, name = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
-    # The recipe's other Trainer keywords are for training.
+    # Keep only these Trainer keywords of the recipe: the others are for training.
     kept: dict[str, Any] = {key: recipe.trainer[key] for key in ('device', 'precision') if key in recipe.trainer}
     loggers = [ProgressLine()] if has_terminal(recipe.trainer.get('progress_bar', True)) else []
     kept |= {'progress_bar': False, 'loggers': loggers}
-    # Composer warns about a Trainer without an optimizer. This one never steps, so it allocates no state.
+    # Composer warns about a Trainer without an optimizer. This optimizer never steps, so it allocates no state.
     optimizer = components.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=to_data_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()

@@ -59,7 +59,7 @@ def export(
         out: The output folder, which must be new or empty, or a new file. The output is written atomically.
         weights: Averaged or training weights; None exports averaged weights if the checkpoint has them.
         ema_width: Width of a post-hoc EMA to export instead, which is reconstructed from the run's `post_hoc_ema`
-            snapshots. Parts that are not trained are from the checkpoint.
+            snapshots. Untrained parts come from the checkpoint.
         at: Batch of the post-hoc EMA; None means the last snapshot at or before the checkpoint.
         dtype: Precision of the exported weights.
         merge: Merge the run's LoRA into the denoiser's weights, and export the pipeline.
@@ -83,7 +83,7 @@ def export(
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
         average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
-        # The average replaces all trained parameters below, so load the training weights, which every checkpoint has.
+        # Load the training weights, which every checkpoint has: the average replaces all trained parameters below.
         model, which, _ = trained_model(recipe, weights if average is None else 'training')
         if average is not None:
             load_average(model, average)
@@ -114,13 +114,13 @@ def export(
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """Reconstruct an average of any width from the snapshots of a checkpoint's run, at a batch or the last snapshot.
+    """Reconstruct an average of this width from the snapshots of a checkpoint's run, at batch `at` or the last one.
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.
     """
     run = run_of_checkpoint(checkpoint)
-    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ is by Checkpointer, ba40000-rank0.pt by Composer
+    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # Checkpointer: ba40000/; Composer: ba40000-rank0.pt
     if at is None and named:
         batches = [snapshot.batch for snapshot in find_snapshots(run)]
         before = [batch for batch in batches if batch <= int(named[1])]
@@ -204,6 +204,6 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
 
 
 def _cast(part: Part, dtype: torch.dtype) -> Part:
-    # Do not call part.to(): diffusers overrides it with a method that warns about modules these parts do not have.
+    # Do not call part.to(), which diffusers overrides: it would warn about modules that these parts do not have.
     nn.Module.to(part, dtype)
     return part

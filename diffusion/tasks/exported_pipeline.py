@@ -64,8 +64,8 @@ class ExportedPipeline:
     ) -> Tensor:
         """Generate one image per prompt, float32 [B, 3, height, width] in [0, 1].
 
-        The arguments are those of `LatentDiffusion.generate`, except that an export supports no size and no guidance
-        rescale. A seed gives the same initial noise as with a checkpoint.
+        The arguments are those of `LatentDiffusion.generate`, but an export supports neither `size` nor
+        `guidance_rescale`. A seed gives the same initial noise as with a checkpoint.
         """
         assert size is None and guidance_rescale == 0
         pipeline, prompts = self._pipeline, list(prompts)
@@ -90,7 +90,7 @@ def scheduler_like(scheduler: Any, name: str) -> Any:
     config = dict(scheduler.config) | {'_class_name': type(scheduler).__name__}
     if not is_flow_scheduler(config):
         return scheduler_class(name).from_config(scheduler.config)
-    # Schedulers for flow matching alone use other names for these settings than schedulers for both.
+    # Schedulers that support only flow matching use other names for these settings than all others.
     shift = config.get('flow_shift', config.get('shift', 1.0))
     flow = {
         'num_train_timesteps': config['num_train_timesteps'],

@@ -73,7 +73,7 @@ def run_generate(options: GenerateOptions) -> None:
     with claimed_checkpoint(source, 'generate') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
-        recipe.trainer.pop('device', None)  # this machine may have another kind of device
+        recipe.trainer.pop('device', None)  # drop the recipe's device: this machine may have another kind
         settings = recipe.generate
         settings.prompts, settings.out = list(options.prompts), options.out
         settings.seed, settings.negative_prompt, settings.weights = options.seed, options.negative, options.weights

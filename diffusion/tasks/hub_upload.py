@@ -21,7 +21,7 @@ POLICY = RetryPolicy(tries=6, timeout_seconds=60.0)
 OF_THE_HUB = {'.gitattributes', CARD}
 """Files that do not count as content: an export may be uploaded to a repository that has only these files."""
 REFUSED_FILES = 'LFS batch API returned errors'
-"""Start of huggingface_hub's message if the Hub refuses a file, for example because the storage is full."""
+"""Start of huggingface_hub's error message if the Hub refuses a file, for example because the storage is full."""
 Answer = TypeVar('Answer')
 
 
@@ -29,7 +29,7 @@ def check_access(repository: str, *, public: bool) -> None:
     """Check, before exporting, that the export can be uploaded to a repository, which need not exist.
 
     Raises:
-        UserError: No token is set, it does not permit writing there, or the repository has another visibility.
+        UserError: There is no token, it does not permit writing there, or the repository's visibility is the wrong one.
         ExternalError: The Hub did not answer.
     """
     page = f'{constants.ENDPOINT}/{repository}'
@@ -107,7 +107,7 @@ def _ask(request: Callable[[], Answer], repository: str) -> Answer:
                 # Ignore the Hub's warnings about the front matter, such as an unknown license.
                 warnings.simplefilter('ignore')
                 return request()
-        except RuntimeError as error:  # a failed upload; the cause has the reason
+        except RuntimeError as error:  # a failed upload: raise its cause, which has the reason
             raise error.__cause__ or error from None
         except ValueError as error:
             if not str(error).startswith(REFUSED_FILES):

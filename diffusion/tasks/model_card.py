@@ -22,7 +22,7 @@ from diffusion.tasks.argument_checks import LORA_WEIGHTS, read_json_object
 
 CARD = 'README.md'
 AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
-"""Kinds of exports other than pipelines, whose kind is the name of their class."""
+"""Kinds of exports other than pipelines. (The kind of a pipeline is the name of its class.)"""
 
 
 def model_card(
@@ -156,7 +156,7 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
 
 
 def _data(recipe: Recipe) -> list[str]:
-    # Include precompute's streams, since latents were made from images in other streams.
+    # Include precompute's streams: if the run trains on latents, these may be the images that were encoded.
     streams = [*recipe.streams.items(), *recipe.precompute.streams.items()]
     reports = {name: report for name, stream in streams if (report := _report_of(stream)) is not None}
     names = [*recipe.streams]
@@ -215,7 +215,7 @@ def _sources(recipe: Recipe) -> list[str]:
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
     for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
         source = kwargs.get(key, defaults.get(key))
-        # Skip other sources: one without a revision that is not the default may be a folder on the training machine.
+        # Skip all others: a source that is not the default and has no revision may be a folder on the training machine.
         has_revision = kwargs.get(revision) not in (None, defaults.get(revision))
         if _is_repository(source) and (source == defaults.get(key) or has_revision):
             found.append(str(source))

@@ -2,7 +2,7 @@
 
 Each of `precompute.streams` becomes a folder of the same name in `precompute.out`, with one subfolder per image shape
 if it has several; samples keep their order. Shards contain the raw output of the VAE's encoder, so the same latents
-work with any normalization and posterior sampling stays random. Caption dropout is applied in training.
+work with any normalization, and training can draw new samples of the posterior. Caption dropout is applied in training.
 
 A shard contains a fixed range of samples, encoded in batches that never cross shards. Therefore its bytes do not depend
 on the device that writes it, the number of devices, or interruptions.
@@ -56,7 +56,7 @@ from diffusion.training.expand_streams import by_shape
 log = logging.getLogger(__name__)
 
 MIN_TIMEOUT_SECONDS = 3600.0
-"""Minimum timeout of collectives, since a device that has finished waits in a barrier for those with more shards."""
+"""Minimum timeout of collectives: a device that has finished waits in a barrier for the devices with more shards."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StageOutput:
     """Output folder of one stage (one stream and image shape), and the state for resuming the stage."""
 
     final: Place
-    """Output folder. A local folder is renamed to this when complete; in an object store, the index is written last."""
+    """Final output folder. A local folder gets this name when complete; in an object store, the index comes last."""
     begun: Place
     """Folder with the state of an unfinished job: the job's plan, and the index entries of finished shards."""
     shards: ShardWriter
@@ -115,7 +115,7 @@ class PrecomputeStage:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Settings that determine the bytes of the output shards. A job resumes only if these are equal."""
+        """Settings that determine the bytes of the output shards. A job resumes only if they are unchanged."""
         settings = {'samples': self.samples, 'samples_per_shard': self.per_shard, 'index_sha256': self.source}
         return settings | {'manifest': vars(self.manifest), 'columns': dict(self.output.shards.format.columns)}
 
@@ -147,9 +147,9 @@ def precompute(recipe: Recipe) -> None:
     if dist.get_global_rank() == 0:
         for stage in stages:
             pin_plan(stage.output.begun, stage.plan, where='precompute.out')
-    dist.barrier()  # no rank may write shards before rank 0 has checked the plan of an unfinished job
+    dist.barrier()  # wait until rank 0 has checked the plan of an unfinished job: before, no rank may write shards
     _encode(recipe, dataset, model, stages)
-    dist.barrier()  # rank 0 needs the shards of all ranks for the index
+    dist.barrier()  # wait for the shards of all ranks, which rank 0 needs for the index
     if dist.get_global_rank() == 0:
         for stage in stages:
             _finish(stage)
@@ -234,7 +234,7 @@ def _scratch(recipe: Recipe) -> Path:
 
 
 def _is_done(stage: PrecomputeStage) -> bool:
-    """Return True if a stage's output exists; raise UserError if it has other settings or other content."""
+    """Return True if a stage's output exists; raise UserError if that output has other settings or other content."""
     final = stage.output.final
     if not stage.output.is_there():
         return False
@@ -260,7 +260,7 @@ def _encode(
     """Encode and write this rank's part of the missing shards; no batch mixes samples of two shards."""
     todo = [(stage, number) for stage in stages for number in stage.missing]
     # All ranks must list the same missing shards. Without this barrier, a rank might list them after another rank had
-    # written one, and the strided split below would assign shards twice or not at all.
+    # written a shard, and the split over ranks below would assign shards twice or not at all.
     dist.barrier()
     if dist.get_global_rank() == 0 and todo:
         log.info('shards to encode: %d, on %d devices', len(todo), dist.get_world_size())
@@ -268,8 +268,8 @@ def _encode(
     batches = [_batches(stage.ids(number), recipe.precompute.batch_size) for stage, number in assigned]
     workers = recipe.loader.num_workers
     workers = default_num_workers(dist.get_local_world_size()) if workers is None else workers
-    # Use a plain DataLoader over indices, which reads exactly the samples of the missing shards, in order. Iterating
-    # over the StreamingDataset would pad and drop samples to make ranks equal.
+    # Use a plain DataLoader over indices, which reads exactly the samples of the missing shards, in order. A loop over
+    # the StreamingDataset would pad or drop samples, to give each rank the same number.
     loader = DataLoader(
         EncoderInputs(dataset),
         collate_fn=_collate,
@@ -343,7 +343,7 @@ def _encoded(
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
-                # Raise a UserError, which is not retried, because the same image would give the same values again.
+                # Raise a UserError, after which no scheduler retries: the same image would give the same values again.
                 raise UserError(
                     f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
                     'use precompute.dtype=float32'
@@ -364,7 +364,7 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
     """Return the text encoders' outputs for each sample's captions, by column, with one array per sample.
 
     The arrays are embeddings [captions, L, D] and, if the encoders provide it, pooled text [captions, P]. If the model
-    masks padding, they are the embeddings of only the tokens [sum of lengths, D], and the captions' lengths.
+    masks padding, the arrays are the embeddings without padding [sum of lengths, D], and the captions' lengths.
     """
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
     outputs = [model.embed(part) for part in flat.split(settings.batch_size)]
@@ -432,12 +432,12 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
 
 
 def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
-    """Return the stored part of the posterior; an autoencoder without variance has only the mean."""
+    """Return the part of the posterior to store: only the mean if the autoencoder predicts no variance."""
     return settings.posterior if has_variance(model.vae) else 'mean'
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the samples of a shard of about `shard_mb` MB, in whole batches; captions count as 512 bytes."""
+    """Return the number of samples, in whole batches, of a shard of about `shard_mb` MB; a caption counts 512 bytes."""
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':

@@ -1,7 +1,7 @@
 """`diffusion watch`: evaluate each of a run's checkpoints once, as they appear, with any number of watchers.
 
 A watcher has no state of its own: the checkpoints and results in the run's folder or bucket show what remains to be
-done. Each evaluation is a separate process, whose failure does not affect the watcher or the training.
+done. Each evaluation is a separate process; if it fails, the watcher and the training continue.
 """
 
 import json
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_TRIES = 3
 RENEWALS_PER_LEASE = 5
 WATCHED = 'DIFFUSION_WATCHED'
-"""Environment variable that makes an evaluation end when the process that started it is killed."""
+"""Environment variable that makes an evaluation end when the watcher that started it is killed."""
 LOG_LINES = 20
 
 Policy = Literal['every', 'latest']
@@ -74,9 +74,9 @@ class _Evaluation:
     process: subprocess.Popen[bytes]
     log: Path
     kept: ExitStack
-    """Prevents the run from removing the checkpoint until this is closed."""
+    """Stack that keeps the run from removing the checkpoint until the stack is closed."""
     renewal: ExitStack
-    """Renews the claim until this is closed."""
+    """Stack that renews the claim until the stack is closed."""
 
 
 class Watcher:
@@ -167,7 +167,7 @@ class Watcher:
             return
         kept, renewal = ExitStack(), ExitStack()
         checkpoint = f'{self._place}/{name}'
-        if not is_url(self._place):  # in a bucket, the run checks the evaluation's claim itself
+        if not is_url(self._place):  # no file is needed for a run in a bucket, which checks the evaluation's own claim
             kept.enter_context(holding_claim(Path(checkpoint), 'evaluation'))
         if not self._exists(name):
             log.warning('%s: was removed by its run before its evaluation began; skipped', name)
@@ -186,7 +186,7 @@ class Watcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # End it if this watcher dies, because another watcher will then evaluate the same checkpoint.
+                # End it if this watcher dies: another one will then evaluate the same checkpoint.
                 preexec_fn=die_with_parent,
                 env=os.environ | {WATCHED: '1'},
             )
@@ -212,7 +212,7 @@ class Watcher:
             each.renewal.close()
             status = each.process.returncode
             if status == 0 and self.settings.elsewhere:
-                # From now on the claim is not renewed, and it expires with its lease.
+                # Its claim is no longer renewed: if the lease ends without results, the evaluation is repeated.
                 log.info('%s: job submitted', each.checkpoint)
                 self._submitted.append(each)
                 continue
@@ -246,7 +246,7 @@ class Watcher:
         log.error('%s: evaluation failed with status %d, log %s:\n%s', each.checkpoint, status, each.log, shown)
 
     def _pin_best(self) -> None:
-        """Pin the checkpoints with a metric's best values, so that the run keeps them, and unpin the others."""
+        """Pin the checkpoints with the best values of a metric, so that the run keeps them, and unpin the others."""
         if self.settings.keep_best is None:
             return
         metric, count = self.settings.keep_best
@@ -261,7 +261,7 @@ class Watcher:
             present = self._files.read(pin)
             if name in best and present is None:
                 self._files.write(pin, '')
-            elif name not in best and present == b'':  # only pins by watchers are empty; keep the user's
+            elif name not in best and present == b'':  # keep the user's pins, which are not empty
                 self._files.delete([pin])
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 

@@ -92,7 +92,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
         command = launch_command(options.launch, spec.name, run, options.overrides, nodes)
     else:
         if options.max_nodes is not None:
-            raise UserError('--max-nodes: sizes the jobs of --launch; add that, or remove it')
+            raise UserError('--max-nodes: is for the jobs of --launch; add --launch, or remove --max-nodes')
         command = evaluation_command([*options.overrides, *option_words(evaluation)], options.processes)
     lease = seconds_of(options.lease or (LOCAL_LEASE if options.launch is None else JOB_LEASE))
     return WatchSettings(
@@ -111,7 +111,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
 
 
 def nodes_of_job(spec: JobSpec, most: int) -> int:
-    """Return the number of nodes for an evaluation: the free nodes, but at least the job spec's and at most `most`."""
+    """Return the nodes for an evaluation: all free ones, but at least the job spec's number and at most `most`."""
     try:
         free = free_nodes(spec)
     except ExternalError as error:

@@ -140,8 +140,8 @@ class AdamW(torch.optim.AdamW):
         if not lists[0]:
             return
         if self._collected.pop(id(group), None) is not None:
-            # A shared counter would be incremented once per weight, and even for weights that this step does not
-            # update.
+            # Give each weight its own counter: a shared one would be incremented once per weight, and even for weights
+            # that this step does not update.
             for weight in group['params']:
                 self.state[weight]['step'] = self.state[weight]['step'].clone()
             lists[5] = [self.state[weight]['step'] for weight in group['params'] if weight.grad is not None]
@@ -162,7 +162,7 @@ class Collected(NamedTuple):
     """This device's tensors of a parameter group, as collected by an earlier step."""
 
     state: Any
-    """The optimizer's `state`, which is a different object after a checkpoint has been loaded."""
+    """The optimizer's `state` at that time; loading a checkpoint replaces the object."""
     weights: list[Tensor]
     shards: list[Tensor]
     """Local shards of `weights`; the same list object as `weights` if none is a DTensor."""

@@ -60,7 +60,7 @@ class BlockGraphs:
         denoiser.register_forward_hook(self._end)
 
     def _wrap(self, block: nn.Module) -> None:
-        """Replace a block's `forward` with a function in which the current pass records its arguments or replays it."""
+        """Make a block's `forward` let the current pass record its arguments or replay the block."""
         plain = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class BlockGraphs:
             return
         key = signature(leaves)
         found = self._passes.get(key)
-        if found is None or not found.is_noted:  # not recorded if that forward pass failed
+        if found is None or not found.is_noted:  # record again if the last forward pass failed
             if key in self._passes or len(self._passes) < MAX_SHAPES:
                 self._passes[key] = self._current = _Pass(self._memory)
             else:
@@ -104,11 +104,11 @@ class BlockGraphs:
 
 
 class _Replayed:
-    """A replayed forward pass; the autograd graph of its results keeps a reference to it."""
+    """A replayed forward pass, kept alive by the autograd graph of its results."""
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        """Indices of the blocks whose backward pass is still pending; the next block is last."""
+        """Indices of the blocks whose backward pass is still pending; the next one to run is last."""
 
 
 class _SharedMemory:
@@ -249,7 +249,7 @@ class _Call:
         self._with_history = []
 
     def capture_forward(self) -> None:
-        private_attribute(self._inputs[0], '_version')  # raises if this PyTorch lacks it
+        private_attribute(self._inputs[0], '_version')  # raises UserError if this PyTorch lacks `_version`
         self._places = [each.data_ptr() for each in self._tensors]
         self._forward_graph = CudaGraph(self._forward, self._memory.pool, type(self.block).__name__)
         self._outputs = [each.detach() for each in self._with_history]
@@ -287,7 +287,7 @@ class _Call:
         return [*of_inputs, *self._weight_gradients]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
-        """Return the block's result in its original structure, with these outputs as its tensors."""
+        """Return the block's result in its original structure, with `outputs` as its tensors."""
         if self._is_tensor:
             return outputs[0]
         given = iter(outputs)
@@ -338,14 +338,14 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.replayed.waiting.pop() != ctx.place:
             raise UserError(
-                f'speed.cuda_graphs: the backward pass of {type(ctx.call.block).__name__} is not in the order in which '
-                f'it was captured. {TO_FIX}'
+                f'speed.cuda_graphs: the backward pass of {type(ctx.call.block).__name__} ran in another order than '
+                f'the one captured. {TO_FIX}'
             )
         return None, None, None, *ctx.call.replay_backward(gradients)
 
 
 class CudaGraph:
-    """CUDA graph of a function that reads and writes fixed memory addresses; the function is called once.
+    """CUDA graph captured from a single call of a function that reads and writes fixed memory addresses.
 
     Args:
         name: Class of the captured block, for messages.
@@ -362,7 +362,7 @@ class CudaGraph:
         try:
             work()
         except Exception as error:
-            with suppress(RuntimeError):  # capture_end ends the capture, and raises because the capture is invalid
+            with suppress(RuntimeError):  # capture_end raises, since the capture is invalid
                 self._graph.capture_end()
             raise UserError(f'speed.cuda_graphs: {name} cannot be captured ({error}). {TO_FIX}') from error
         self._graph.capture_end()
@@ -379,7 +379,7 @@ def capturing(memory: _SharedMemory) -> Iterator[None]:
     random_state, collects = torch.cuda.get_rng_state(), gc.isenabled()
     torch.cuda.synchronize()
     gc.collect()
-    gc.disable()  # freeing memory during a capture may be forbidden, so no garbage collection
+    gc.disable()  # freeing memory may be forbidden during a capture
     try:
         stream: Any = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -393,7 +393,7 @@ def capturing(memory: _SharedMemory) -> Iterator[None]:
 
 @contextmanager
 def _replaced(block: nn.Module, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Inside the context, let a block compute with other parameters."""
+    """Inside the context, let a block compute with aliases in place of its parameters."""
     places = [
         (module, name, parameter, aliases[parameter])
         for module in block.modules()
@@ -422,7 +422,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]
 
 
 def signature(leaves: Sequence[Any]) -> Signature:
-    """Return a key of arguments that can share a graph: their values, or shapes, strides and dtypes of tensors."""
+    """Return a key that is equal if arguments can share a graph: values, or shapes, strides and dtypes of tensors."""
     return tuple(
         (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, Tensor) else repr(each)
         for each in leaves

@@ -37,12 +37,12 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
     if not kept:
         raise UserError(
             f'streams.{name}: none of its {len(counts)} shapes has the {smallest} samples of a batch; '
-            'prepare it with fewer shapes, or use a smaller global_batch'
+            'prepare the data with fewer shapes, or use a smaller global_batch'
         )
     if len(kept) < len(counts):
         skipped = [f'{shape} ({count})' for shape, count in counts.items() if shape not in kept]
         log.warning(
-            'streams.%s: skipped shapes that do not fill a batch of %d: %s; prepare it with fewer shapes to use them',
+            'streams.%s: skipped shapes that do not fill a batch of %d: %s; prepare data with fewer shapes',
             *(name, smallest, ', '.join(skipped)),
         )
     total = sum(kept.values())

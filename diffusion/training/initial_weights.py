@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 DENOISER = 'denoiser.'
 """Prefix of the denoiser's tensor names in a LatentDiffusion."""
 TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
-"""Text encoder settings that affect its output but not the shapes of its weights."""
+"""Settings of a text encoder that affect its output but not the shapes of its weights."""
 
 
 class SourceWeights(NamedTuple):
@@ -56,8 +56,8 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
     wraps the model.
 
     Raises:
-        UserError: The source does not exist, is damaged, lacks these weights or has another architecture. Raised on
-            every rank.
+        UserError: The source does not exist, is damaged, lacks the requested weights or has another architecture.
+            Raised on every rank.
         ExternalError: The Hub did not respond for several minutes. Raised on every rank.
         OSError: The source cannot be read for several minutes. Raised on every rank.
     """
@@ -164,7 +164,7 @@ def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | No
             stored, own = getattr(loaded.config, name, None), getattr(encoder.config, name, None)
             if stored != own:
                 raise UserError(
-                    f'{source}: {name} of {subfolder} is {stored}, expected {own}; use model settings like it'
+                    f'{source}: {name} of {subfolder} is {stored}, expected {own}; adapt the model settings'
                 )
         weights |= _prefixed(f'text_encoder.encoders.{index}.', loaded.state_dict())
     return weights

@@ -43,8 +43,7 @@ def layout_of(weight: Tensor) -> Layout:
             f'muon: a weight of shape {list(weight.shape)} has placements {weight.placements}, but Muon needs whole '
             'rows on one dimension of the mesh; shard with fully_shard alone, or use AdamW'
         )
-    # All replicas of a hybrid mesh compute the same results, since an exchange between them would use the slower
-    # network.
+    # Let all replicas of a hybrid mesh compute the same results: an exchange between them would use the slower network.
     group = weight.device_mesh.get_group(sharded[0]) if sharded else None
     several = group is not None and dist.get_world_size(group) > 1
     return Layout(group if several else None, sharded=several)

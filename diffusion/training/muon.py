@@ -216,9 +216,9 @@ class Muon(Optimizer):
 
     def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
         """Store the `parts` of a group that is about to be added, by the group's index."""
-        # Do not store them in the group itself: a checkpoint restores the group's keys, but a run may change `parts` on
-        # resume. Composer removes all groups for FSDP2 and adds them again in the same order, so their indices do not
-        # change.
+        # Do not store `parts` in the group itself: a checkpoint restores the group's keys, but a run may change `parts`
+        # on resume. Composer removes all groups for FSDP2 and adds them again in the same order, so their indices do
+        # not change.
         parts = param_group.get('parts')
         if parts is None:
             return
@@ -248,7 +248,7 @@ class Muon(Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, Any], weights: list[Tensor], parts: list[int]) -> None:
-        """Update a group's weights with their orthogonalized momentum; `parts` has the matrices per weight."""
+        """Update a group's weights with their orthogonalized momentum; weight i consists of parts[i] matrices."""
         if any(each.ndim < 2 for each in weights):
             # FSDP1 has replaced the weights with flat shards since the optimizer was built.
             raise UserError('muon: the matrices were flattened, as FSDP1 does; use FSDP2 or DDP')
@@ -318,7 +318,7 @@ def _orthogonalize_parts(weights_NRC: Tensor, *, parts: int, steps: int) -> Tens
 
 
 def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Tensor], int]]:
-    """Yield lists of weights with equal shapes and parts, up to the maximum size, and the parts; equal on all ranks."""
+    """Yield lists of weights of equal shape and `parts`, up to a maximum size, and that number; same on all ranks."""
     groups: dict[Any, list[Tensor]] = {}
     for weight, number in zip(weights, parts, strict=True):
         sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None

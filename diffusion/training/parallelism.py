@@ -43,7 +43,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
     if settings.strategy == 'ddp':
         return None
     if settings.replicas > 1 and not torch.cuda.is_available():
-        # To reduce over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
+        # FSDP2 in torch 2.7 cannot reduce over replicas on CPUs: it asserts that a CUDA stream event exists.
         raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
     ignore_views_of_fsdp2()
     with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 def set_group_timeouts(seconds: float) -> None:
     """Set the timeout for collectives in all process groups of this process, such as those of FSDP's device mesh."""
     # When torch creates the groups of a mesh with replicas, it ignores the default group's timeout and uses its own, 10
-    # minutes for NCCL. A hanging run would then be ended by a collective in them before the watchdog acts.
+    # minutes for NCCL. A hanging run would then be ended by a timeout in one of these groups, before the watchdog acts.
     if not torch.distributed.is_initialized():
         return
     for group in list(private_names._world.pg_map):
@@ -104,7 +104,7 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Stand-in for the model in `settle_buckets`: a module without inputs that returns a zero of all parameters."""
+    """Stand-in for the model in `settle_buckets`: without inputs, it returns a zero that depends on all parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def fuse_attention(denoiser: Any) -> None:
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Replace the denoiser's norms, `except_blocks` those that torch.compile fuses, by norms in the autocast dtype."""
+    """Make the denoiser's norms compute in autocast's dtype; `except_blocks` leaves out those in compiled blocks."""
     blocks = blocks_of(denoiser) if except_blocks else []
     keep = {layer for block in blocks for layer in block.modules()}
     replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
@@ -138,8 +138,8 @@ def configure_dynamo(*, graphs: int) -> None:
     config: Any = dynamo_config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Norms in blocks that share code have different epsilons. An epsilon that is a variable causes a graph break (torch
-    # 2.7).
+    # Compile floats as constants: norms in blocks that share code have different epsilons, and an epsilon that is a
+    # variable causes a graph break (torch 2.7).
     config.specialize_float = True
     # Dynamo would split graphs at DDP's buckets to overlap their reduction, but blocks are already smaller than that.
     config.optimize_ddp = False

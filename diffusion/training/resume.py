@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
-    """Return the changes, all of them allowed, since the recipe of a checkpoint; a collective.
+    """Return the changes since the recipe of a checkpoint, after checking that all are allowed; a collective.
 
     Args:
         checkpoint: The checkpoint to resume from; None if Composer's own saver loaded it.
@@ -60,7 +60,7 @@ def _check_saver(trainer: Mapping[str, Any], run_dir: Path) -> None:
     if not trainer.get('autoresume') or not place.is_file():
         return
     before = (read_yaml(place).get('trainer') or {}).get('save_folder')
-    # A local folder only counts if it has files. A remote folder is not listed, so it counts because it may have
+    # A local folder only counts if it has files. A remote folder always counts: it is not listed, and may have
     # checkpoints.
     if before not in (None, folder) and ('://' in before or any(Path(before).glob('*'))):
         raise UserError(
@@ -84,12 +84,12 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     saved = recipe_values(read_yaml(place))
     if saved.unknown:
         log.warning(
-            '%s: written by another version; not compared, since this version does not know them: %s',
+            '%s: written by another version; settings are not compared if this version does not know them: %s',
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
-    # For changes that are only allowed before averaging starts, the checkpoint must be read. If Composer saved it, it
-    # is not available here, so such changes are rejected.
+    # Read the checkpoint if a change is only allowed before averaging starts. A checkpoint of Composer is not available
+    # here, so such changes are rejected.
     starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
     fixed = refused(known, averaging=starts and (checkpoint is None or has_averages(read_content(checkpoint)['state'])))
     if fixed:
@@ -111,7 +111,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
     """Return the changes between a recipe's saved values and its current values.
 
     A value from an environment variable is compared by the variable's name. If the recipe contained the literal value
-    before, it is unchanged as long as the variable has that value.
+    before, it counts as unchanged as long as the variable has that value.
     """
     by_name = changes(saved, recipe_values(parse_yaml(to_yaml(recipe))).values)
     by_value = {change.key for change in changes(saved, recipe_values(plain_values(recipe)).values)}

@@ -35,7 +35,7 @@ def reduce_step_overhead(trainer: Trainer) -> None:
 
     Callbacks and loggers are not called for events for which they do nothing; the order of all other calls stays the
     same. Composer searches for FSDP modules once instead of in each step. If a profiler or Composer's debug log is on,
-    events are not changed.
+    callbacks and loggers are still called for all events.
     """
     # A step takes 22 to 70 ms on 128 GPUs, which are idle while the host prepares the next step.
     trainer.state.__class__ = _StateOfKnownModel
@@ -75,7 +75,7 @@ def _call_only_handlers(engine: Engine) -> None:
     def run_event(event: Event | str) -> Any:
         event = Event(event)
         if event not in EVENTS_OF_A_STEP:
-            # Composer's own checks that the engine is open and that there is data run at FIT_START.
+            # Composer's method also checks, at FIT_START, that the engine is open and that there is data.
             return run_any_event(event)
         traces = run_algorithms(event) if engine.state.algorithms else {}
         run_callbacks(event)

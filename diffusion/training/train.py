@@ -126,8 +126,8 @@ def fit(trainer: Trainer) -> None:
 def build_trainer(recipe: Recipe) -> Trainer:
     """Build a recipe's Trainer with model, data and callbacks, ready for `fit`."""
     components.check_device(recipe)
-    # The checkpointer and datasets communicate before the Trainer is built, which would otherwise initialize
-    # distributed.
+    # Initialize distributed now instead of in the Trainer: the checkpointer and datasets communicate before it is
+    # built.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), dist_timeout(recipe.trainer))
     text = to_yaml(recipe)
@@ -152,7 +152,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         if model.image_encoder is not None:
             loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
             model.use_stored_features()
-    # If Composer saves checkpoints, it may later find one of its own and replace these weights with it.
+    # If Composer saves checkpoints, it may later find one of its own and replace these weights with its weights.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)
     if recipe.lora is not None:
@@ -190,7 +190,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         **_trainer_keywords(recipe.trainer),
     )
     if isinstance(model, LatentDiffusion):
-        # FSDP has moved the sharded weights to the GPU, but not the frozen parts.
+        # Move the frozen parts: FSDP has only moved the sharded weights to the GPU.
         model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
     set_group_timeouts(dist_timeout(recipe.trainer))
     for saver in trainer.state.callbacks:
@@ -316,12 +316,12 @@ def _trainer_keywords(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dist_timeout(trainer: Mapping[str, Any]) -> float:
-    """Return the timeout for collectives in seconds: `trainer.dist_timeout`, or longer than the watchdog's limits."""
+    """Return the timeout for collectives in seconds: `trainer.dist_timeout`, or a time above the watchdog's limits."""
     return trainer.get('dist_timeout') or collective_timeout()
 
 
 def _console(trainer: Mapping[str, Any], loggers: Mapping[str, Component]) -> list[LoggerDestination]:
-    """Build the progress logger: a status line in a terminal, or log lines elsewhere or if that is turned off."""
+    """Build the progress logger: a status line in a terminal unless that is turned off, else log lines."""
     if trainer.get('log_to_console') or 'console_lines' in loggers:
         return []
     return [ProgressLine() if has_terminal(trainer.get('progress_bar', True)) else ConsoleLines()]

@@ -29,7 +29,7 @@ from diffusion.storage.places import is_url
 _MAX_DETAIL = 300
 """Maximum length of an error message in the record, in characters."""
 INTERRUPT_SECONDS = 1.0
-"""Maximum wait for recording a second Ctrl-C, and for its message, because the process must end immediately."""
+"""Maximum time for recording a second Ctrl-C, and for its message, because the process must end immediately."""
 
 
 @dataclass
@@ -53,10 +53,10 @@ class TrainingRun:
     def held(self) -> Iterator[None]:
         """Hold the run's lock, record the attempt, send messages, and copy files to the store during a `with` block.
 
-        For the runs that it starts, the node entry point does this, except for the files and some messages.
+        If the node entry point started this process, it does all of this except for the files and some messages.
         """
         is_rank_zero = os.environ.get('RANK', '0') == '0'
-        # Rank 0's working folder contains the recipe, metrics and images.
+        # Copy the recipe, metrics and images from rank 0's working folder.
         copied = mirrored(self.place) if is_rank_zero and is_url(self.place) else contextlib.nullcontext()
         if is_rank_zero and LOCK_HELD_VARIABLE not in os.environ:
             with hold_run_lock(self.place), copied as self._mirror, self._recorded():
@@ -73,7 +73,7 @@ class TrainingRun:
         """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it."""
         try:
             number = len(attempts.read_attempts(self.place))
-        except UserError:  # there is no record before the first attempt
+        except UserError:  # before the first attempt, there is no record
             number = 0
         devices = int(os.environ.get('WORLD_SIZE', '1'))
         self.attempt = attempt = Attempt(number, self._clock.now(), launched=False, devices=devices)
@@ -106,7 +106,7 @@ class TrainingRun:
             elif isinstance(callback, Checkpointer):
                 callback.failed_saves.on_failure = partial(self.notifier.send, 'checkpoint_failed')
                 if self._mirror is not None and isinstance(callback.storage, BucketStorage):
-                    # Upload them before each checkpoint, so that a run that resumes elsewhere has its metrics.
+                    # Upload small files before each checkpoint, so that a run that resumes elsewhere has its metrics.
                     callback.storage.before_publish = partial(try_to_push, self._mirror, MIRROR_RETRY)
 
     def _record_progress(self, attempt: Attempt) -> None:
@@ -130,7 +130,7 @@ class TrainingRun:
 def outcome_of(error: BaseException, hide: Callable[[str], str] = str) -> tuple[int, str, str]:
     """Return the exit status, cause (a key of `attempts.CAUSES`) and detail of a run that ended with this exception."""
     number = signal_of_exit(error)
-    if number is not None:  # raised by Composer's signal handler while the Trainer is built
+    if number is not None:  # Composer's signal handler raised this while the Trainer was built
         error = StoppedEarly(number)
     lines = hide(str(error)).splitlines() or ['']  # hide secrets before the text is truncated
     if isinstance(error, Preempted | StoppedEarly):

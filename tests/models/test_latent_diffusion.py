@@ -374,7 +374,7 @@ def test_captions_that_fill_the_text_encoder_are_counted_once(builder, sizes, sm
     batch[batch_keys.IMAGE_SIZES] = torch.tensor([[64, 64, 0, 0, 64, 64]] * 4)
     for _ in range(2):
         model(batch)
-    wanted = f'{{}}: 2 of 4 fill all {length} tokens of the text encoder; longer ones are cut to that'
+    wanted = f'{{}}: 2 of 4 fill all {length} tokens of the text encoder; longer ones are cut to that length'
     assert [each for each in caplog.messages if 'fill all' in each] == [wanted.format('captions of the first batch')]
     model.generate(texts[:1], num_inference_steps=1)
     for _ in range(2):

@@ -135,7 +135,7 @@ def test_columns_get_weights_that_their_captions_share(columns: list[str], weigh
     sample = {'caption_columns': columns}
     present = {name: weights[name] for name in set(columns) & set(weights)}
     if not present:
-        with pytest.raises(BadSample, match='give one of its columns a weight'):
+        with pytest.raises(BadSample, match='add a weight for one of the columns of its captions'):
             caption_chances(sample, weights)
         return
     chances = caption_chances(sample, weights)

@@ -413,7 +413,7 @@ def test_outage_of_the_store_is_no_evidence_that_an_owner_is_dead(bucket_run, st
 def test_store_that_stops_responding_ends_the_wait_with_an_error(bucket_run, store):
     other_owner(bucket_run)
     lock = PolledLock(bucket_run, lambda: store.fail('run.lock', 500))
-    with pytest.raises(OSError, match=r's3://home/runs/run/run\.lock: cannot be read since'):
+    with pytest.raises(OSError, match=r's3://home/runs/run/run\.lock: cannot be read for'):
         run_lock._wait_until_free(lock, Owner.current({}), lambda: False)
 
 

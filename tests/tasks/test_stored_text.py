@@ -144,5 +144,5 @@ def test_text_stored_without_padding_is_refused_by_a_model_that_attends_to_it(tm
     precompute(load(path, ['task=precompute']))
     streams = {'small': {'local': str(tmp_path / 'latents' / 'small'), 'resolution': 32}}
     # The same text encoder: its initial weights follow from the seed.
-    with pytest.raises(UserError, match='stored without padding, to which the model attends; set model.mask_padding'):
+    with pytest.raises(UserError, match='stored without padding, but the model attends to it; set model.mask_padding'):
         losses(tmp_path, tiny_recipe, 'unmasked', model=model, dataset={'name': 'latents'}, streams=streams)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 """Environment variable that names this node's failure domain, such as its rack."""
 EXCHANGE_FAILED = errno.EPROTO
-"""Error number for a failed exchange with a peer, after which messages that nobody received may remain in the group."""
+"""Error number for a failed exchange with a peer, which may leave messages in the tier's group that nobody received."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
 STALE_SECONDS = 3600.0
@@ -46,8 +46,8 @@ class NodeTier:
     Args:
         folder: The run's folder on this node; it must not be on a file system shared by nodes.
         replicate: True keeps a copy of each file on another node.
-        recipe_text: The resolved recipe. When resuming from a checkpoint with another recipe, each node gets all of its
-            files.
+        recipe_text: The resolved recipe. When resuming from a checkpoint with another recipe, each node gets all of the
+            checkpoint's files.
     """
 
     def __init__(self, name: str, folder: Path, run_id: str, *, replicate: bool = False, recipe_text: str = '') -> None:
@@ -76,7 +76,7 @@ class NodeTier:
         return self.node_ranks[0] == dist.get_global_rank()
 
     def kept_bytes(self, written: Sequence[int]) -> int:
-        """Return the bytes of this rank's and its peer's files, given the bytes that each rank writes."""
+        """Return the size in bytes of this rank's and its peer's files, given the bytes that each rank writes."""
         return written[dist.get_global_rank()] + (0 if self._peers is None else written[self._peers.source])
 
     def open(self, *, begun: bool) -> None:
@@ -86,7 +86,7 @@ class NodeTier:
             UserError: The folder cannot be created, or belongs to another user. Raised on every rank.
             OSError: A node's disk is broken. Raised on every rank.
         """
-        # A node shares the prefix of its Slurm address, such as `core.rack2.node7`, with its neighbors.
+        # The prefix of a Slurm address, such as core.rack2 in `core.rack2.node7`, is shared by neighboring nodes.
         block = os.environ.get('SLURM_TOPOLOGY_ADDR', '').rpartition('.')[0]
         domain = os.environ.get(DOMAIN_VARIABLE) or block
         here = f'{os.uname().nodename} {self.folder.absolute()}'
@@ -180,7 +180,7 @@ class NodeTier:
                 log.warning('%s: not removed (%s)', self.folder, error)
 
     def close(self) -> None:
-        """Allow another run on this node to remove the checkpoints later."""
+        """Release the folder's lock, so that another run on this node can remove the checkpoints later."""
         if self._lock is not None:
             with suppress(OSError):
                 os.utime(self.folder)
@@ -198,7 +198,7 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
         found = NodeTier(name, root / run_id, run_id, replicate=tier.replicate, recipe_text=recipe_text)
         try:
             found.open(begun=begun)
-        except OSError as error:  # the disk is broken; raised on all ranks
+        except OSError as error:  # a broken disk; all ranks raise the error
             if dist.get_global_rank() == 0:
                 log.warning('%s: not used in this run (%s)', found.place, error)
             continue

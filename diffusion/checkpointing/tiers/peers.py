@@ -103,7 +103,7 @@ def exchange_files(
 
 
 def send_file(path: Path, record: FileRecord, to: int, group: ProcessGroup | None) -> None:
-    """Send a file to a rank, which must call `receive_file`; both raise OSError if it cannot be read."""
+    """Send a file to a rank, which must call `receive_file`; both raise OSError if the file cannot be read."""
     files = {path.name: record}
     with closing(_Outgoing(path.parent, files, lambda: None)) as outgoing:
         for chunk_size in _chunk_sizes(files):
@@ -159,7 +159,7 @@ def _tensor(data: bytes | bytearray) -> Tensor:
 
 
 class _Files:
-    """Files in a folder, one of them open, and how many of its bytes are missing; `error` keeps the first error."""
+    """Files in a folder, one of them open with a number of remaining bytes; `error` keeps the first error."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

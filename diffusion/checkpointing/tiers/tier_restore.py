@@ -197,8 +197,8 @@ def plan_transfers(
 ) -> list[_Transfer]:
     """Return the transfers that give each node its missing files, in an order that is equal on all ranks.
 
-    The first rank of each node sends and receives; `held` has the node's intact files under this rank. If several nodes
-    have a file, they take turns sending it.
+    The first rank of each node sends and receives; `held` has each node's intact files under that rank. If several
+    nodes have a file, they take turns sending it.
     """
     transfers: list[_Transfer] = []
     for node in nodes:

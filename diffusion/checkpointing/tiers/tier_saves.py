@@ -73,8 +73,8 @@ class TierSaves:
     def make_way(self, logger: Logger) -> None:
         """Publish the running save if it is complete, otherwise give it up.
 
-        A save to the run's storage needs its memory, and training should not wait. The thread may continue to exchange
-        files for a while; no other save to a tier starts until then.
+        A save to the run's storage needs the memory of this save's snapshot, and training should not wait. The thread
+        may continue to exchange files for a while; no other save to a tier starts until then.
         """
         if self._running is None or self._gives_up:
             return
@@ -104,7 +104,7 @@ class TierSaves:
             tier.close()
 
     def clear(self) -> None:
-        """Remove the checkpoints in all tiers, which the run no longer needs."""
+        """Remove the checkpoints in all tiers; called when the run no longer needs them."""
         self.abandon()
         if tiers := self._all_tiers():
             dist.barrier()

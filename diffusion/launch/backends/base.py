@@ -44,11 +44,11 @@ class Backend(Protocol):
     Options: type
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
-        """Return the mistakes in a job spec that the scheduler would refuse, or would accept and misinterpret."""
+        """Return the mistakes in a job spec that the scheduler would either refuse or accept but misinterpret."""
         ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
-        """Return the files that describe the jobs to the scheduler. They depend on nothing but the jobs."""
+        """Return the files that describe the jobs to the scheduler. The same jobs always give the same files."""
         ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
@@ -104,12 +104,12 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         ours[environment.STANDBY] = '1'
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
-    # The contract's variables come last, so that the user's cannot replace them. (job_checks refuses such names too.)
+    # The contract's variables come last, so that none of the user's replaces one (job_checks refuses such names too).
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}
 
 
 def deep_merge(base: Any, changes: Any) -> Any:
-    """Return `base` with `changes` merged in recursively: None removes a key, and other values replace old ones."""
+    """Return `base` with `changes` merged in recursively: None removes a key, other values replace the old ones."""
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
     result = dict(base)

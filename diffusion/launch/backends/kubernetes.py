@@ -25,8 +25,8 @@ PRIORITY = 'kueue.x-k8s.io/priority-class'
 RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
 """Pod label with the number of restarts of the JobSet."""
 SCHEDULER_RESTARTS = 20
-"""Ratio of the JobSet's maxRestarts, which counts all failures except preemptions and bad hardware, to the job spec's
-`max_restarts`, which counts consecutive failures without progress."""
+"""Ratio of the JobSet's maxRestarts to the job spec's `max_restarts`. JobSet counts all failures except preemptions and
+bad hardware; the job spec limits only consecutive failures without progress."""
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
@@ -115,7 +115,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return mistakes in manifests according to published schemas (requires the `kubernetes` extra) or else kubectl."""
+    """Return the mistakes in manifests, found with published schemas (extra `kubernetes`) or else by kubectl."""
     found = []
     for text in rendered.files.values():
         try:
@@ -204,7 +204,7 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
     final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
     if restart.max_restarts == 0:
         return {'maxRestarts': 0, 'rules': [final]}
-    # Every FailJob rule of a Job gives the reason PodFailurePolicy; only the message says which rule matched.
+    # Match the message, since only it says which rule applied: the reason is PodFailurePolicy for every FailJob rule.
     patterns = [f'matching FailJob rule at index {index}$' for index in range(len(_uncounted_rules(jobs)))]
     uncounted = {
         'name': 'retry-without-limit',
@@ -213,8 +213,8 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
         'onJobFailureMessagePatterns': patterns,
     }
     # JobSet cannot tell which attempts made progress. The node entry point of a training run can, and exits with 78
-    # when max_restarts is exceeded. JobSet's limit is therefore needed only for jobs whose node entry point cannot
-    # start, and for other tasks, which do not record attempts.
+    # when max_restarts is exceeded. JobSet's limit is therefore needed only if the node entry point cannot start, and
+    # for tasks other than training, which do not record attempts.
     return {'maxRestarts': restart.max_restarts * SCHEDULER_RESTARTS, 'rules': [uncounted, final]}
 
 
@@ -223,9 +223,9 @@ def _uncounted_rules(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     restart = jobs[0].spec.restart
     if restart.max_restarts == 0:
         return []
-    # The node entry point exits with these statuses after a preemption, a hang or a hardware fault. Only training runs
-    # count their attempts; any other job would restart forever on a node with bad hardware. All stages have the same
-    # rules, because JobSet identifies a rule by its index.
+    # The node entry point exits with these statuses after a preemption, a hang or a hardware fault. Use them for
+    # training runs only, which count their attempts: any other job would restart forever on a node with bad hardware.
+    # All stages have the same rules, because JobSet identifies a rule by its index.
     trains = all(job.task == 'train' for job in jobs)
     codes = [code for code in (PREEMPTED, BAD_HARDWARE) if trains and restart.actions()[code] != 'stop']
     disruption = {'action': 'FailJob', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
@@ -238,7 +238,7 @@ def _exit_rule(operator: str, codes: Sequence[int]) -> dict[str, Any]:
 
 
 def _pod_failure_policy(job: Job, uncounted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a Kubernetes Job's podFailurePolicy, which lists the failures for which the JobSet has a rule."""
+    """Return a Kubernetes Job's podFailurePolicy: it lists the failures to which the JobSet's failure policy reacts."""
     restart = job.spec.restart
     codes = restart.codes('stop')
     operator = 'In'
@@ -277,7 +277,7 @@ def _pod(job: Job) -> dict[str, Any]:
     shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
     # A podFailurePolicy requires restartPolicy Never.
     pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
-    # A queued job's priority is a Kueue workload priority class, set by a label, not a priority class of its pods.
+    # With a queue, the priority is that of Kueue's workload, which a label sets; without, it is that of the pods.
     if spec.schedule.priority is not None and spec.schedule.queue is None:
         pod['priorityClassName'] = str(spec.schedule.priority)
     if options.service_account is not None:
@@ -354,8 +354,8 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
     try:
         JobsetV1alpha2JobSet.model_validate(manifest, extra='forbid', by_alias=True, by_name=False)
     except ValidationError as error:
-        # Use these models only for JobSet's own keys. They lack Kubernetes's int-or-string types, so they refuse valid
-        # quantities and ports in the template of a Job. kubernetes-validate checks that part.
+        # Use these models only for JobSet's own keys, and kubernetes-validate for the template of a Job: the models
+        # lack Kubernetes's int-or-string types, so they would refuse valid quantities and ports there.
         found = [
             Problem(_path(*each['loc']), 'unknown key; remove it' if each['type'] == 'extra_forbidden' else each['msg'])
             for each in error.errors()

@@ -26,7 +26,7 @@ from diffusion.storage.places import is_url
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
-"""Time that the other nodes have to end after one has failed."""
+"""Time that the other nodes have to end after one node has failed."""
 ORDERLY = {PREEMPTED, BAD_HARDWARE}
 """Exit statuses of nodes whose ranks saved a checkpoint together before they ended."""
 
@@ -83,7 +83,7 @@ class LocalJob:
     def _restarts_used(self, status: int) -> int:
         """Return the number of consecutive attempts without progress, given the exit status of the last attempt."""
         self._failures += status != PREEMPTED
-        # Only training runs record their attempts, and only this record shows which attempts made progress.
+        # Use the record of attempts, which only training runs have: only it shows which attempts made progress.
         with contextlib.suppress(UserError, OSError):
             run = self.job.run_dir
             run = run if is_url(run) else Path(self.job.spec.workdir or '', run)
@@ -92,7 +92,7 @@ class LocalJob:
 
     def _attempt(self, count: int) -> int:
         """Start all nodes of the job once, wait for them, and return the job's exit status."""
-        # Create a new exit file per attempt, because an earlier attempt's lines do not explain the end of this one.
+        # Create a new exit file per attempt, because an earlier attempt's lines do not explain the end of a later one.
         with tempfile.TemporaryDirectory(prefix='diffusion-job-') as folder:
             exits = Path(folder, 'exits')
             variables = {environment.ATTEMPT: str(count), environment.EXIT_FILE: str(exits)}
@@ -125,14 +125,14 @@ class LocalJob:
                 self._terminate()
                 self._print('stopping: the ranks finish their batch and save a checkpoint')
             if self._end_requested:
-                # On SIGINT, the nodes print what is lost and end at once. They ignore a SIGINT that comes too soon
-                # after the SIGTERM, which this process may have forwarded late, so send it again on every tick.
+                # On SIGINT, the nodes print what is lost and end at once. They ignore a SIGINT that comes shortly after
+                # the SIGTERM, which this process may have forwarded late, so send SIGINT in every iteration.
                 deadline = deadline if interrupted else now + GRACE_SECONDS
                 interrupted = True
                 self._terminate(signal.SIGINT)
-            # Like a scheduler, end all nodes when one fails. A node that was preempted or has a hardware fault has
-            # taken part in a save, so the others get the full notice to finish it; after any other failure, no
-            # collective save can succeed.
+            # Like a scheduler, end all nodes when one fails. A node that was preempted or has a hardware fault ends
+            # after a save by all nodes, so the others get the full notice time to finish it. After any other failure,
+            # such a save cannot succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
                 notice = self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS
@@ -158,8 +158,8 @@ class LocalJob:
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
     """Combine the exit statuses `reported` in the nodes' exit file and the processes' `codes` into the job's."""
-    # A user error on any node would recur on every retry. Otherwise the first failed node is the cause, and the others
-    # ended because of it. A node that failed without reporting was killed.
+    # Prefer a user error on any node, which would recur on every retry. Otherwise use the first failed node's status:
+    # the others ended because of that node. A node that failed without reporting was killed.
     if CONFIG_ERROR in reported:
         return CONFIG_ERROR
     return next((status for status in reported if status), FAILED if any(codes) else 0)

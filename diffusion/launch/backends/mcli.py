@@ -88,7 +88,7 @@ def validate(rendered: Rendered) -> list[Problem]:
     found = []
     for text in rendered.files.values():
         with warnings.catch_warnings():
-            # mcli only warns about unknown keys, which are mistakes here.
+            # Unknown keys are mistakes, but mcli only warns about them: turn its warnings into errors.
             warnings.simplefilter('error', UserWarning)
             try:
                 FinalRunConfig.finalize_config(RunConfig.from_dict(yaml.safe_load(text), show_unused_warning=True))

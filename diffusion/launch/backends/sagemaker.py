@@ -46,7 +46,7 @@ class Options:
     region: str | None = None
     """AWS region. Null means that of the AWS profile."""
     instance_type: str | None = None
-    """Instance type. Null means the type with eight GPUs of the requested model."""
+    """Instance type. Null means the type that has eight GPUs of the requested model."""
     volume_gb: int = 500
     """Disk size in GB, for machines without local disks."""
     subnets: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ def validate(rendered: Rendered) -> list[Problem]:
         document = json.loads(text)
         requests = [document]
         if 'Steps' in document:
-            # Steps of a pipeline have no TrainingJobName, which the service model requires.
+            # The service model requires a TrainingJobName, which the steps of a pipeline lack: add one.
             requests = [{'TrainingJobName': step['Name'], **step['Arguments']} for step in document['Steps']]
         for request in requests:
             report = ParamValidator().validate(request, shape)
@@ -223,7 +223,7 @@ def _request(job: Job) -> dict[str, Any]:
             'ContainerArguments': job.arguments,
         },
         'ResourceConfig': {key: value for key, value in resources.items() if value is not None},
-        # MaxWaitTime includes the run time: a spot job may wait for machines for as long as its time limit.
+        # A spot job may wait for machines as long as it may run. (SageMaker's MaxWaitTime includes the run time.)
         'StoppingCondition': {'MaxRuntimeInSeconds': limit, **waiting},
         'EnableManagedSpotTraining': spot,
         'OutputDataConfig': {'S3OutputPath': options.output},

@@ -30,7 +30,7 @@ ACCELERATORS = {
     'v100-16gb': 'V100',
 }
 KILLED = 137
-"""Exit status of nodes that SkyPilot kills when another node of the job ends. Recovery on it would restart all jobs."""
+"""Exit status of nodes that SkyPilot kills because another node ended. A retry on it would restart every failed job."""
 
 
 @dataclass
@@ -223,7 +223,7 @@ def _resources(job: Job) -> dict[str, Any]:
     options: Options = spec.options
     schedule, restart = spec.schedule, spec.restart
     codes = restart.codes('retry', 'elsewhere')
-    # All other failures have status 1. max_restarts_on_errors is 0 because SkyPilot counts preemptions against it too;
+    # Status 1 stands for all other failures. max_restarts_on_errors is 0 because SkyPilot would also count preemptions;
     # the node entry point counts restarts without progress instead (MAX_RESTARTS).
     codes = sorted({*codes, *([1] if restart.otherwise == 'retry' else [])}) if restart.max_restarts else []
     recovery = {'strategy': options.recovery, 'max_restarts_on_errors': 0, 'recover_on_exit_codes': codes}

@@ -108,8 +108,8 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     for job in jobs:
         dependency = _dependency_options(job_id) if job.after else ()
         command = ['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')]
-        # sbatch exports its whole environment to the job. If it runs inside a requeued job, it would pass on that job's
-        # restart count, as if the new job had already been restarted.
+        # Reset the restart count: sbatch exports its whole environment to the job. If it ran inside a requeued job, the
+        # new job would get that job's count, as if it had been restarted itself.
         job_id = call(command, install=INSTALL, env={'SLURM_RESTART_COUNT': '0'})
         job_id = job_id.partition(';')[0]  # --parsable may append the cluster's name
         lines.append(f'{job.name}: Slurm job {job_id}')

@@ -37,20 +37,20 @@ hang or bad hardware, the nodes are checked first, or other nodes are used."""
 PORT_SECONDS = 10.0
 STANDBY = 'diffusion.launch.standby.process'
 ANSWER_SECONDS = 3.0
-"""Maximum time to wait for a standby process's answer. It first checks the files of its modules, which takes
-milliseconds on a local disk."""
+"""Maximum time to wait until a standby process agrees to take over. It first checks if the files of its modules have
+changed, which takes milliseconds on a local disk."""
 STANDBY_AFTER_BATCHES = 2
-"""Number of batches after which an attempt's standby processes are started, so that they do not slow down its start."""
+"""Number of batches after which an attempt's standby processes are started, to keep its start fast."""
 _OWN_PACKAGES = ('diffusion', 'torch', 'composer')
 MAY_CHANGE = (*RANK_VARIABLES, 'TORCH_NCCL_DEBUG_INFO_TEMP_FILE', 'TORCH_NCCL_DEBUG_INFO_PIPE_FILE')
-"""Variables that no library reads before it creates a process group; this package's own (DIFFUSION_*) are read when
-needed. Any other variable may be read at import (OMP_NUM_THREADS, MKL_*, CUDA_VISIBLE_DEVICES, HF_*, TORCH_*) or at
-Python's start (PYTHONPATH, LD_PRELOAD)."""
+"""Variables that may differ between attempts, because no library reads them before it creates a process group (this
+package's own, DIFFUSION_*, may differ too). Others may be read at import (OMP_NUM_THREADS, MKL_*, CUDA_VISIBLE_DEVICES,
+HF_*, TORCH_*) or at Python's start (PYTHONPATH, LD_PRELOAD)."""
 
 
 def modules_of(recipe: Recipe) -> list[str]:
     """Return the modules of this package and its libraries that training with a recipe imports."""
-    # Exclude the modules in `imports`: the user may change them between attempts, and they may have side effects.
+    # Exclude the user's modules in `imports`: they may change between attempts, and may have side effects.
     named = [('model', recipe.model), ('dataset', recipe.dataset), ('eval_dataset', recipe.eval_dataset)]
     named += [('optimizer', recipe.optimizer), ('scheduler', recipe.scheduler)]
     for kind in ('algorithm', 'callback', 'logger', 'evaluator'):
@@ -106,7 +106,7 @@ class Standby:
         return '' if code is None else f'ended with {code}'
 
     def take_over(self, environ: Mapping[str, str], output: IO[bytes] | None) -> str:
-        """Become a rank of a new attempt with stdout `output` (None: this process's); return why this fails, or ''."""
+        """Turn the process into a rank with stdout `output` (None: this process's); return why this fails, or ''."""
         problem = self.poll()
         if problem or not self.ready:
             return problem or 'has not imported everything yet'
@@ -187,7 +187,7 @@ class StandbyPool:
     def start_rank(
         self, local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
     ) -> subprocess.Popen[bytes]:
-        """Turn a standby process into the rank, or else start a new process; same arguments as `workers.start_rank`."""
+        """Turn a standby process into the rank, or else start a process; arguments as for `workers.start_rank`."""
         if local_rank == 0:
             self.taken = 0
         self._waiting = []
@@ -204,7 +204,7 @@ class StandbyPool:
     def close(self) -> None:
         self._waiting = []
         for standby in self._standbys.values():
-            standby.signal_end()  # signal all first: a process may not end until its file system responds
+            standby.signal_end()  # signal all before waiting, since each may end only when its file system responds
         while self._standbys:
             self._standbys.popitem()[1].kill()
 
@@ -282,7 +282,7 @@ class InPlaceRestarts:
             return 'the ranks have begun no batch'
         if furthest is not None and attempt.last <= furthest:
             return f'two attempts in a row ended at batch {attempt.last} or before'
-        # Refuse if the recipe has changed: the new ranks would read it again, but this process keeps the old settings.
+        # Refuse if the recipe has changed: the new ranks would use the new one, but this process the old one.
         path, *overrides = self._command[1:]
         try:
             recipe = call_with_limit(lambda: load(path, overrides, environ=self._environ), STORAGE_SECONDS, None)
@@ -296,7 +296,7 @@ class InPlaceRestarts:
 
 def wait_for_port(port: int) -> None:
     """Wait at most PORT_SECONDS until no process on this machine listens on a port."""
-    # The first rank's data loader workers inherit its rendezvous socket, and end shortly after it.
+    # The port may stay in use briefly: rank 0's loader workers inherit its socket and exit shortly after rank 0.
     until = time.monotonic() + PORT_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_server(('', port)):

@@ -19,7 +19,7 @@ from pathlib import Path
 import diffusion
 
 NICE = 15
-"""Nice value of the imports. If no core is idle, they get 3.5% of a rank's CPU time: minutes instead of 5 s."""
+"""Nice value of the imports. If no core is idle, they get 3.5% of a rank's CPU time and take minutes instead of 5 s."""
 MAX_OOM_SCORE = 1000
 OOM_SCORE = Path('/proc/self/oom_score_adj')
 
@@ -64,21 +64,21 @@ def run(command: list[str]) -> None:
     path = os.path.abspath(command[0])
     sys.argv = list(command)
     main_module = sys.modules['__main__'] = types.ModuleType('__main__')
-    # Processes that multiprocessing spawns find the main module by its file.
+    # Set the file, by which processes that multiprocessing spawns find the main module.
     main_module.__file__ = path
     try:
         exec(compile(Path(path).read_bytes(), path, 'exec'), vars(main_module))
     except SystemExit:
         raise
     except BaseException as error:
-        # Print the traceback here: that of an uncaught exception would include this file.
+        # Print the traceback without this file: Python would include it in the traceback of an uncaught exception.
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         sys.exit(1)
     sys.exit(0)
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules at low priority, and make slow calls whose results are cached; return the error, if any."""
+    """Import modules at low priority, and fill caches by slow calls; return the error, if any."""
     found = (finder.find_spec('diffusion', None) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
     if spec is None or spec.origin != diffusion.__file__:
@@ -86,13 +86,13 @@ def _import(modules: list[str]) -> str:
     errors: list[str] = []
 
     def work() -> None:
-        # Linux can set the priority of a single thread. Only root could raise this process's priority again.
+        # Import in a thread of low priority, which Linux supports: only root could raise the process's priority again.
         if sys.platform == 'linux':
             os.setpriority(os.PRIO_PROCESS, 0, NICE)
         try:
             for module in modules:
                 importlib.import_module(module)
-            # Composer's Trainer calls this function, in which py-cpuinfo measures for a second. The result is cached.
+            # Cache the result for Composer's Trainer: in this function, py-cpuinfo measures for a second.
             if environment := sys.modules.get('composer.utils.collect_env'):
                 environment.get_cpu_model()
         except BaseException as error:
@@ -147,7 +147,7 @@ def _set_oom_score(score: int) -> int:
 
 
 def _set_command_line(words: list[str]) -> None:
-    """Change the command that ps, pgrep and `diffusion.launch.liveness` see, to one not longer than the current one."""
+    """Change the command line that ps, pgrep and `diffusion.launch.liveness` see; if it is too long, do nothing."""
     with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux has this file
         # Fields 48 and 49 in proc(5), counted from 1, are the addresses of the arguments. The name may have spaces.
         fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()

@@ -136,7 +136,7 @@ class DenoiserAdapter(ABC):
     """diffusers' mixin that writes a LoRA for the denoiser, and its keyword for the weights; None if there is none."""
 
     def owns(self, denoiser: Any) -> bool:
-        """Return True if a denoiser belongs to this family, for a denoiser class that several families share."""
+        """Return True if a denoiser belongs to this family; needed if several families share a denoiser class."""
         return True
 
     def is_block(self, module: nn.Module) -> bool:
@@ -169,7 +169,7 @@ class DenoiserAdapter(ABC):
     def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
         """Return the arguments that make an exported pipeline generate images as the model was trained to.
 
-        An empty negative prompt is none; a guidance scale of 1 or less turns guidance off.
+        An empty negative prompt counts as none; a guidance scale of 1 or less turns guidance off.
         """
         # Pass None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in
         # training.

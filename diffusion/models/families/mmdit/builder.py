@@ -261,7 +261,7 @@ def tiny_mmdit(
         num_layers=text_layers,
         num_heads=width // 32,
         feed_forward_proj='gated-gelu',
-        dropout_rate=0.0,  # dropout's random numbers would not be keyed by sample
+        dropout_rate=0.0,  # random numbers of dropout would not be keyed by sample
     )
     text = Sd3TextConditioner(
         [CLIPTextModelWithProjection(config) for _ in range(2)],
@@ -294,7 +294,7 @@ def tiny_mmdit(
 def transformer(
     channels: int, text: Sd3TextConditioner, *, depth: int, dual_attention_blocks: int, qk_norm: bool, **sizes: Any
 ) -> SD3Transformer2DModel:
-    """Build an MMDiT for latents with C channels and the outputs of these text encoders."""
+    """Build an MMDiT for latents with `channels` channels and for the outputs of the text encoders `text`."""
     if dual_attention_blocks > depth:
         raise UserError(
             f'dual_attention_blocks: {dual_attention_blocks} is more than depth, {depth}; use at most {depth}'

@@ -93,7 +93,7 @@ class MMDiT(DenoiserAdapter):
         takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
         scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
         vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
-        # The pipeline adds the shift factor to the latents even if it is None, which is AutoencoderKL's default.
+        # Replace None, AutoencoderKL's default, by 0: the pipeline adds the shift factor to latents without a check.
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
         # By default the pipeline generates images of size `sample_size`. In training this value only sets the scale of
         # the position embeddings, which are stored with the weights.

@@ -62,7 +62,7 @@ class PRX(DenoiserAdapter):
         return {'timestep': timesteps, 'encoder_hidden_states': condition.embeds, 'attention_mask': condition.mask}
 
     def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
-        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor  # its sample_size is in pixels
+        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor  # default_sample_size is in pixels
         return pipeline.transformer.config['in_channels'], side, side
 
     def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _latent_pipeline(model: Any) -> Any:
     takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
     name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
     vae = with_folded_statistics(model.vae, pipeline_shifts=True)
-    # The pipeline adds the shift factor to the latents even if it is None, which is AutoencoderKL's default.
+    # Replace None, AutoencoderKL's default, by 0: the pipeline adds the shift factor to latents without a check.
     # AutoencoderDC has no shift factor, and loading it with one would cause a warning.
     if isinstance(vae, AutoencoderKL):
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)

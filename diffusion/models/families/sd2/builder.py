@@ -48,7 +48,7 @@ UNET: dict[str, Any] = {
     'up_block_types': ['UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'],
     'block_out_channels': [320, 640, 1280, 1280],
     'layers_per_block': 2,
-    'attention_head_dim': [5, 10, 20, 20],  # misnamed in diffusers: these are numbers of heads, each of width 64
+    'attention_head_dim': [5, 10, 20, 20],  # despite the name, numbers of heads, each of width 64
     'cross_attention_dim': 1024,
     'use_linear_projection': True,
 }

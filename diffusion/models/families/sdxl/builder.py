@@ -51,7 +51,7 @@ UNET: dict[str, Any] = {
     'block_out_channels': [320, 640, 1280],
     'layers_per_block': 2,
     'transformer_layers_per_block': [1, 2, 10],
-    'attention_head_dim': [5, 10, 20],  # misnamed in diffusers: these are numbers of heads, each of width 64
+    'attention_head_dim': [5, 10, 20],  # despite the name, numbers of heads, each of width 64
     'cross_attention_dim': 2048,
     'use_linear_projection': True,
     'addition_embed_type': 'text_time',

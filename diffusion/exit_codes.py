@@ -28,7 +28,15 @@ CLOSED_PIPE = 141
 
 
 class Preempted(Exception):
-    """Raised when a run was asked to stop and has saved its state."""
+    """Raised when a run was asked to stop and has saved its state.
+
+    Args:
+        by_user: The run was stopped by Ctrl-C.
+    """
+
+    def __init__(self, message: str, *, by_user: bool = False) -> None:
+        super().__init__(message)
+        self.by_user = by_user
 
 
 class HardwareFault(Exception):

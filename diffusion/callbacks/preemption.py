@@ -128,7 +128,9 @@ class Preemption(Callback):
             if saved
             else 'nothing is saved: there is no save_folder'
         )
-        raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {outcome}')
+        by_user = number == signal.SIGINT
+        cause = 'Ctrl-C' if by_user else signal.Signals(number).name
+        raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {cause}; {outcome}', by_user=by_user)
 
     def _notice_left(self) -> float | None:
         notice = worker_notice_seconds(os.environ)

@@ -135,7 +135,7 @@ def read_values(
         RecipeError: A file or an override cannot be read.
     """
     try:
-        return merge_and_resolve(read_chain(Path(path)), overrides, environ)
+        return merge_and_resolve(read_chain(path), overrides, environ)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
 

@@ -15,18 +15,24 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from diffusion.config.interpolation import Interpolation, InvalidInterpolation, Resolved, dotted, escaped, resolve
+from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError, is_wrong_path
+
+
+SHIPPED = 'diffusion:'
+"""Prefix of the names of recipes in this package, where the path of a YAML file is expected."""
+RECIPES = Path(__file__).parents[1] / 'recipes'
 
 
 class UnreadableYAML(UserError):
     """Error for a file or an override that cannot be read."""
 
 
-def read_chain(path: Path) -> list[dict[str, Any]]:
+def read_chain(path: str | Path) -> list[dict[str, Any]]:
     """Read a YAML file and the files that it extends; return their contents without `extends`, the base file first."""
     contents: list[dict[str, Any]] = []
     seen: list[Path] = []
-    current: Path | None = path
+    current: Path | None = locate_yaml(path)
     while current is not None:
         # Compare resolved paths: a file can extend itself under another spelling, such as deep/../a.yaml.
         if _resolved(current) in [_resolved(p) for p in seen]:
@@ -38,8 +44,29 @@ def read_chain(path: Path) -> list[dict[str, Any]]:
         if base is not None and not isinstance(base, str):
             raise UnreadableYAML(f'{current}: extends: {base!r} is not a path; a file can extend one other file')
         contents.insert(0, content)
-        current = current.parent / base if base else None
+        current = locate_yaml(base, current.parent) if base else None
     return contents
+
+
+def locate_yaml(path: str | Path, folder: Path = Path()) -> Path:
+    """Return the path of a YAML file: in `folder`, or in this package for `diffusion:NAME`.
+
+    Raises:
+        UnreadableYAML: No recipe of this package has the name.
+    """
+    name = str(path)
+    if not name.startswith(SHIPPED):
+        return folder / path
+    name = name.removeprefix(SHIPPED).removesuffix('.yaml')
+    if name not in (known := shipped_names()):
+        hint = did_you_mean(name, known)
+        raise UnreadableYAML(f'{path}: no recipe of this package is called {name!r}; {hint}, or see `diffusion recipes`')
+    return RECIPES / f'{name}.yaml'
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the recipes in this package, without suffixes."""
+    return sorted(path.stem for path in RECIPES.glob('*.yaml'))
 
 
 def _resolved(path: Path) -> Path:

@@ -5,6 +5,7 @@ hang. Its exit status tells the scheduler what to do: 0 done, 1 crash, 75 retry,
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from diffusion.launch.exit_file import earlier_attempt_has_begun, end_of_attempt
 from diffusion.launch.failure_stacks import HangListener, StackFolder, attempt_name, keep_stacks
 from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings, fetch_secrets
-from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
+from diffusion.launch.rank_discovery import NodePosition, count_gpus, find_position, free_port, nccl_environment
 from diffusion.launch.standby.in_place import InPlaceRestarts
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers, discarding_lost_output
 from diffusion.runs import attempts, environment, heartbeats, run_lock
@@ -88,13 +89,43 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
     return Node(position, Settings.from_environ(environ), ['run.py', *recipe_words], recipe, environ).check()
 
 
+def run_on_this_machine(command: Sequence[str], recipe: Recipe, processes: int) -> int:
+    """Run a recipe once on this machine alone, for somebody at a terminal; return the exit status.
+
+    After a signal to stop, the ranks may take as long as they need to save.
+
+    Args:
+        command: Arguments of Python that run the recipe.
+    """
+    position = NodePosition('local', 0, 1, processes, '127.0.0.1', free_port())
+    settings = replace(Settings.from_environ({}), notice_seconds=math.inf)
+    node = Node(position, settings, command, recipe, os.environ, interactive=True)
+    status = node.run()
+    node.close()
+    return status
+
+
 class Node:
-    """One node of a job, which runs the job's attempts in sequence. `command` is run.py with its arguments."""
+    """One node of a job, which runs the job's attempts in sequence.
+
+    Args:
+        command: Arguments of Python that run the recipe: run.py with its arguments.
+        interactive: Somebody at a terminal runs this node alone: messages do not name the node, and Ctrl-C is forwarded
+            as it is.
+    """
 
     def __init__(
-        self, position: NodePosition, settings: Settings, command: Sequence[str], recipe: Recipe, environ: Environ
+        self,
+        position: NodePosition,
+        settings: Settings,
+        command: Sequence[str],
+        recipe: Recipe,
+        environ: Environ,
+        *,
+        interactive: bool = False,
     ) -> None:
         self.position, self.settings, self.command = position, settings, list(command)
+        self.interactive = interactive
         self.home = recipe.run_place
         """The run's folder, which all nodes share, or the run's URL in an object store."""
         self._notify_config = recipe.notify
@@ -107,6 +138,8 @@ class Node:
         self.environ = {**environ, run_lock.LOCK_HELD_VARIABLE: '1'} if self.trains else environ
         self.environ = {**self.environ, NODE_VARIABLE: f'{position.rank}/{position.nodes}'}
         self.stop_requested = False
+        self.interrupted = False
+        """True after Ctrl-C."""
         self.end_requested = False
         """True after a second Ctrl-C, which ends the workers without a checkpoint."""
         self._interrupts = RepeatedInterrupt()
@@ -267,6 +300,8 @@ class Node:
             self._restart_agreed = False
             if outcome.status == 0:
                 outcome = self._run_workers(self.command, Path(folder), attempt)
+        if self.interrupted and outcome.cause == 'preempted':
+            outcome = replace(outcome, cause='stopped')
         ended_at = records.clock.now()
         first = None
         if self._in_place is not None and outcome.status and not self.stop_requested:
@@ -276,7 +311,7 @@ class Node:
         attempt.end, attempt.status, attempt.machine = ended_at, end.status, end.machine
         attempt.cause, attempt.detail = end.cause, end.detail
         nothing_begun = self.trains and attempt.first is None and not attempt.detail.startswith('preflight')
-        if nothing_begun and attempt.cause == 'preempted':
+        if nothing_begun and attempt.cause in ('preempted', 'stopped'):
             attempt.detail = 'before the first batch, so there was nothing to save'
         self.outcome = outcome
         records.report_progress(attempt)
@@ -285,7 +320,7 @@ class Node:
         records.append('end', attempt)
         notifier.send_end(attempt)
         within_limit(notifier.check_goodput)
-        if outcome.status:
+        if outcome.status and not (self.interactive and outcome.cause in ('stopped', 'mistake')):  # a rank has said it
             self._print(attempts.describe_attempt(attempt.cause, attempt.detail))
         return outcome
 
@@ -312,7 +347,8 @@ class Node:
         environ = {**self.environ, heartbeats.ATTEMPT_FOLDER_VARIABLE: str(folder)}
         if self.trains:
             environ[NUMBER_VARIABLE] = str(attempt.number)
-            environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
+            if count_gpus(self.environ):  # torch 2.14 prints a warning about one of these variables
+                environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
             if self.position.rank == 0 or stacks.in_bucket:
                 # Only the first node creates a shared folder: other nodes would create a run folder of their own where
                 # the shared folder is not mounted.
@@ -380,10 +416,13 @@ class Node:
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
-                workers.signal(signal.SIGTERM)  # whichever signal came, send SIGTERM, on which workers save
                 if in_place is not None:
                     in_place.standbys.close()  # end the standby processes, which would slow down the save
-                self._announce_save(workers, attempt)
+                if self.interactive and self.interrupted:
+                    workers.signal(signal.SIGINT)  # rank 0 prints what a second Ctrl-C would lose
+                else:
+                    workers.signal(signal.SIGTERM)  # whichever signal came, send SIGTERM, on which workers save
+                    self._announce_save(workers, attempt)
                 deadline = min(deadline, now + self._seconds_to_save())
             if deadline == float('inf') and any(workers.codes()):
                 # The first rank that fails sets the deadline. Ranks that were asked to stop get the full notice: each
@@ -459,7 +498,8 @@ class Node:
         return GRACE_SECONDS if failed else max(1.0, self.settings.notice_seconds - environment.MARGIN_SECONDS)
 
     def _print(self, text: str) -> None:
-        print(f'node {self.position.rank}: {text}', file=sys.stderr, flush=True)
+        name = '' if self.interactive else f'node {self.position.rank}: '
+        print(f'{name}{text}', file=sys.stderr, flush=True)
 
     def _install_signal_handlers(self) -> None:
         for number in handled_signals():
@@ -468,6 +508,7 @@ class Node:
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         # `diffusion launch` forwards the first Ctrl-C as SIGTERM, and the second as SIGINT.
         repeated = self._interrupts.is_repeated()
+        self.interrupted |= number == signal.SIGINT
         self.end_requested |= repeated and number == signal.SIGINT
         self.stop_requested = True
 

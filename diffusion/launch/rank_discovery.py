@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -248,6 +249,13 @@ def rank_environment(
         'MASTER_PORT': str(position.master_port),
         'PYTHONUNBUFFERED': '1',
     }
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that is free now."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return int(listener.getsockname()[1])
 
 
 NCCL_PIPE = 'nccl-{rank}.pipe'

@@ -143,7 +143,7 @@ def _kind(state: str, cause: str | None) -> str:
     """Return the color for a state: good, bad or plain."""
     if state == 'running' or (state == 'ended' and cause == 'done'):
         return 'good'
-    return 'bad' if state == 'silent' or (state == 'ended' and cause not in (None, 'preempted')) else 'plain'
+    return 'bad' if state == 'silent' or (state == 'ended' and cause not in (None, 'preempted', 'stopped')) else 'plain'
 
 
 def _last_evaluation(run: RunContent) -> str:

@@ -45,6 +45,7 @@ STUCK_SECONDS = 1800.0
 CAUSES = {
     'done': 'completed',
     'preempted': 'preempted',
+    'stopped': 'stopped by you',
     'crash': 'process failed',
     'killed': 'process killed',
     'hang': 'hang',
@@ -271,7 +272,7 @@ def _assign_faults(found: list[Attempt], files: Place) -> None:
         begun = [each for each in found if each.begin <= at + _CLOCK_SKEW_SECONDS]
         attempt = min(begun, key=lambda each: max(each.begin - at, at - each.end), default=None)
         # If another node is faulty, the first node has recorded only a consequence, such as a failed collective.
-        if attempt is not None and attempt.cause in ('preempted', 'crash', 'lost'):
+        if attempt is not None and attempt.cause in ('preempted', 'stopped', 'crash', 'lost'):
             attempt.cause, attempt.machine, attempt.detail = 'hardware', machine, f'{machine}: {detail}'
 
 
@@ -285,7 +286,7 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
         # An attempt made progress if it starts at a later batch than all previous ones (not counting the first).
         if attempt.first is not None and (furthest is None or attempt.first > furthest):
             used, furthest = (0 if furthest is not None else used), attempt.first
-        used += attempt.launched and attempt.cause not in ('preempted', 'done')
+        used += attempt.launched and attempt.cause not in ('preempted', 'stopped', 'done')
     return used
 
 

@@ -25,7 +25,9 @@ class StoppedEarly(KeyboardInterrupt):
     """Raised on a stop signal before training has begun. As a KeyboardInterrupt, it passes `except Exception`."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f'stopped before the first batch on {signal.Signals(number).name}; nothing is lost')
+        self.by_user = number == signal.SIGINT
+        cause = 'Ctrl-C' if self.by_user else signal.Signals(number).name
+        super().__init__(f'stopped before the first batch on {cause}; nothing is lost')
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
@@ -36,13 +38,13 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    if saved is None:
-        return f'batches 1 to {batch} are lost; there is no checkpoint' if batch else 'nothing is lost'
-    newest = f'the newest checkpoint is ba{saved}'
-    if batch <= saved:
-        return f'no batch is lost; {newest}'
-    batches = f'batch {batch} is' if batch == saved + 1 else f'batches {saved + 1} to {batch} are'
-    return f'{batches} lost; {newest}'
+    """Describe the batches that are lost if a run ends after `batch` and its newest checkpoint is `saved`."""
+    if saved is None and not batch:
+        return 'nothing is lost'
+    newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is ba{saved}'
+    first = (saved or 0) + 1
+    lost = 'no batch is' if batch < first else f'batch {batch} is' if batch == first else f'batches {first} to {batch} are'
+    return f'{lost} lost; {newest}'
 
 
 class RepeatedInterrupt:

@@ -1,4 +1,4 @@
-"""Entry point of `run.py`: check the recipe, and only then import torch and run the recipe's task."""
+"""Entry point of `run.py` and `diffusion train`: check the recipe, then import torch and run the recipe's task."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from diffusion.config.load import (
 )
 from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
 from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERROR, HardwareFault, Preempted
-from diffusion.launch.workers import discarding_lost_output
+from diffusion.launch.workers import discarding_lost_output, end_process
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
 from diffusion.runs import heartbeats
@@ -78,16 +78,19 @@ def _main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def checked(path: str, overrides: Sequence[str]) -> Recipe:
+def checked(path: str, overrides: Sequence[str], devices: int | None = None) -> Recipe:
     """Load a recipe, and check its values, number of devices, paths and output folder without importing torch.
+
+    Args:
+        devices: Number of devices, all in this machine (default: as the environment of the ranks says).
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
         UserError: The task needs a checkpoint, but the path is not one.
     """
     recipe = load(path, overrides)
-    world_size = int(os.environ.get('WORLD_SIZE', '1'))
-    local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '0')) or None
+    world_size = devices or int(os.environ.get('WORLD_SIZE', '1'))
+    local_world_size = devices or int(os.environ.get('LOCAL_WORLD_SIZE', '0')) or None
     problems = check_devices(recipe, world_size, local_world_size) + check_paths(recipe) + check_output(recipe)
     if problems:
         raise RecipeError([Problem(each.where, hide_environment(recipe, each.what)) for each in problems], path)
@@ -165,3 +168,7 @@ def caption_files(recipe: Recipe) -> Iterator[Path]:
     locals_ = [Path(stream.local) for stream in streams if stream.local is not None]
     candidates = dict.fromkeys(folder / CAPTIONS for local in locals_ for folder in (local, local.parent))
     yield from (path for path in candidates if path.is_file())
+
+
+if __name__ == '__main__':
+    end_process(main())

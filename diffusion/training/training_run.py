@@ -115,7 +115,7 @@ class TrainingRun:
 
     def _record_interrupt(self, attempt: Attempt, loss: str) -> None:
         """Record that a second Ctrl-C ends this process, and send a message about it; takes at most two seconds."""
-        attempt.status, attempt.cause, attempt.end = INTERRUPTED, 'preempted', self._clock.now()
+        attempt.status, attempt.cause, attempt.end = INTERRUPTED, 'stopped', self._clock.now()
         attempt.detail = f'ended by a second Ctrl-C: {loss}'
         within_limit(lambda: self._record('end', attempt), INTERRUPT_SECONDS)
         self.notifier.send_end(attempt)
@@ -134,9 +134,10 @@ def outcome_of(error: BaseException, hide: Callable[[str], str] = str) -> tuple[
         error = StoppedEarly(number)
     lines = hide(str(error)).splitlines() or ['']  # hide secrets before the text is truncated
     if isinstance(error, Preempted | StoppedEarly):
-        return PREEMPTED, 'preempted', lines[0] if isinstance(error, StoppedEarly) else ''
+        cause = 'stopped' if error.by_user else 'preempted'
+        return PREEMPTED, cause, lines[0] if isinstance(error, StoppedEarly) else ''
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, 'preempted', 'interrupted'
+        return INTERRUPTED, 'stopped', 'interrupted'
     if isinstance(error, HardwareFault):
         return BAD_HARDWARE, 'hardware', lines[0][:_MAX_DETAIL]
     is_known = isinstance(error, UserError | DataError | ExternalError)

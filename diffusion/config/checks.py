@@ -209,6 +209,18 @@ def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]
     ]
 
 
+def image_streams(recipe: Recipe) -> dict[str, StreamConfig]:
+    """Return the streams of images that a recipe trains on; for latents, the streams that they are encoded from."""
+    if recipe.dataset.name != 'latents':
+        return recipe.streams
+    places = {name: str(stream.remote or stream.local).rstrip('/') for name, stream in recipe.streams.items()}
+    return {
+        name: stream
+        for name, stream in recipe.precompute.streams.items()
+        if f'{recipe.precompute.out}/{name}' in places.values() or places.get(name) == MISSING
+    }
+
+
 def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
     """Return the path, kind and component of every component that a recipe names."""
     found = [

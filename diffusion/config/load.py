@@ -248,6 +248,9 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
     for section in ('streams', 'eval_streams'):
         if isinstance(values.get(section), dict):
             values[section] = {key: stream for key, stream in values[section].items() if stream is not False}
+    if isinstance(precompute := values.get('precompute'), dict) and isinstance(precompute.get('streams'), dict):
+        streams = {key: stream for key, stream in precompute['streams'].items() if stream is not False}
+        values['precompute'] = {**precompute, 'streams': streams}
     # Null is the same as empty here: YAML reads `callbacks:` as null if all lines below it are commented out.
     emptiable = (*NAMED_COMPONENT_SECTIONS, 'streams', 'eval_streams', 'trainer', 'imports')
     return {key: value for key, value in values.items() if value is not None or key not in emptiable}

@@ -39,7 +39,9 @@ def run_list(options: ListOptions) -> int:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, title, cost in rows:
         print(f'{name:{widths[0]}}  {title:{widths[1]}}  {cost}')
-    print('\nTo train one: diffusion train diffusion:NAME [KEY=VALUE ...]; to edit one first: diffusion recipes copy NAME')
+    print(
+        '\nTo train one: diffusion train diffusion:NAME [KEY=VALUE ...]; to edit one first: diffusion recipes copy NAME'
+    )
     return 0
 
 

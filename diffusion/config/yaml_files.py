@@ -18,7 +18,6 @@ from diffusion.config.interpolation import Interpolation, InvalidInterpolation, 
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError, is_wrong_path
 
-
 SHIPPED = 'diffusion:'
 """Prefix of the names of recipes in this package, where the path of a YAML file is expected."""
 RECIPES = Path(__file__).parents[1] / 'recipes'
@@ -60,7 +59,9 @@ def locate_yaml(path: str | Path, folder: Path = Path()) -> Path:
     name = name.removeprefix(SHIPPED).removesuffix('.yaml')
     if name not in (known := shipped_names()):
         hint = did_you_mean(name, known)
-        raise UnreadableYAML(f'{path}: no recipe of this package is called {name!r}; {hint}, or see `diffusion recipes`')
+        raise UnreadableYAML(
+            f'{path}: no recipe of this package is called {name!r}; {hint}, or see `diffusion recipes`'
+        )
     return RECIPES / f'{name}.yaml'
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from diffusion.config.checks import image_streams
 from diffusion.config.declarations import AtLeast, Fraction
 from diffusion.config.load import Recipe, RecipeError, load
 from diffusion.config.options import Count, Option, RecipeFile, add_command
@@ -171,7 +172,8 @@ def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
 def _select(
     recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
 ) -> Sections:
-    """Return a recipe's streams with these names; without names, all streams without values that are still ???.
+    """Return a recipe's streams with these names; without names, those that the recipe's task reads, and the images of
+    latents, unless they have values that are still ???.
 
     Args:
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
@@ -183,6 +185,8 @@ def _select(
         'precompute.streams': recipe.precompute.streams,
     }
     found = {section: dict(every[section]) for section in sections if every[section] and every[section] != MISSING}
+    if not names and recipe.task != 'precompute' and 'precompute.streams' in found:
+        found['precompute.streams'] = image_streams(recipe) if recipe.dataset.name == 'latents' else {}
     if not found:
         _check_complete(recipe.missing, sections)
         raise UserError(f'{sections[0]}: the recipe has no streams; add at least one')

@@ -43,7 +43,9 @@ def describe_loss(batch: int, saved: int | None) -> str:
         return 'nothing is lost'
     newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is ba{saved}'
     first = (saved or 0) + 1
-    lost = 'no batch is' if batch < first else f'batch {batch} is' if batch == first else f'batches {first} to {batch} are'
+    lost = (
+        'no batch is' if batch < first else f'batch {batch} is' if batch == first else f'batches {first} to {batch} are'
+    )
     return f'{lost} lost; {newest}'
 
 

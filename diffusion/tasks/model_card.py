@@ -11,6 +11,7 @@ import diffusion
 from diffusion.checkpointing.checkpoint_lookup import run_of_checkpoint
 from diffusion.checkpointing.checkpoint_store import RECEIPT
 from diffusion.config import registry
+from diffusion.config.checks import image_streams
 from diffusion.config.families import families, pipeline_of
 from diffusion.config.load import Recipe, hide_environment
 from diffusion.config.model_checks import objective_settings
@@ -156,8 +157,7 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
 
 
 def _data(recipe: Recipe) -> list[str]:
-    # Include precompute's streams: if the run trains on latents, these may be the images that were encoded.
-    streams = [*recipe.streams.items(), *recipe.precompute.streams.items()]
+    streams = image_streams(recipe).items()
     reports = {name: report for name, stream in streams if (report := _report_of(stream)) is not None}
     names = [*recipe.streams]
     if not names and not reports:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.config.checks import image_streams
 from diffusion.config.load import (
     Problem,
     Recipe,
@@ -163,8 +164,7 @@ def caption_files(recipe: Recipe) -> Iterator[Path]:
     """Yield the existing caption lists in the local folders of a recipe's streams and in their parent folders."""
     from diffusion.prepare.report_content import CAPTIONS
 
-    # Include precompute's streams: a training stream may consist of latents, whose images are in another folder.
-    streams = [*recipe.streams.values(), *recipe.eval_streams.values(), *recipe.precompute.streams.values()]
+    streams = [*recipe.streams.values(), *recipe.eval_streams.values(), *image_streams(recipe).values()]
     locals_ = [Path(stream.local) for stream in streams if stream.local is not None]
     candidates = dict.fromkeys(folder / CAPTIONS for local in locals_ for folder in (local, local.parent))
     yield from (path for path in candidates if path.is_file())

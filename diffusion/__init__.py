@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from diffusion.config.families import Family
     from diffusion.config.load import Recipe, RecipeError, load
     from diffusion.config.registry import register, register_family
+    from diffusion.models.families.mmdit.builder import mmdit
+    from diffusion.models.families.prx.builder import prx
     from diffusion.models.families.sd2.builder import sd2, tiny
+    from diffusion.models.families.sdxl.builder import sdxl
     from diffusion.models.latent_diffusion import LatentDiffusion
     from diffusion.models.objective import Objective
     from diffusion.training.components import build_loader, build_model
@@ -29,9 +32,12 @@ __all__ = [
     'build_loader',
     'build_model',
     'load',
+    'mmdit',
+    'prx',
     'register',
     'register_family',
     'sd2',
+    'sdxl',
     'tiny',
 ]
 
@@ -51,9 +57,12 @@ _MODULES = {
     'build_loader': 'diffusion.training.components',
     'build_model': 'diffusion.training.components',
     'load': 'diffusion.config.load',
+    'mmdit': 'diffusion.models.families.mmdit.builder',
+    'prx': 'diffusion.models.families.prx.builder',
     'register': 'diffusion.config.registry',
     'register_family': 'diffusion.config.registry',
     'sd2': 'diffusion.models.families.sd2.builder',
+    'sdxl': 'diffusion.models.families.sdxl.builder',
     'tiny': 'diffusion.models.families.sd2.builder',
 }
 

@@ -177,7 +177,7 @@ class CheckOptions:
     overrides: Overrides = field(default_factory=list)
     """Overrides of recipe values, such as trainer.max_duration=20ba."""
     strict: bool = False
-    """Fail on values that are still ??? (default: list them)."""
+    """Fail on values that are still ???, and on local data that does not exist or does not fit (default: list them)."""
     quiet: bool = False
     """Do not print the resolved recipe."""
     gpus: Count | None = None
@@ -191,7 +191,8 @@ class CheckOptions:
 
 def run_check(options: CheckOptions) -> int:
     """Run `diffusion check`: print the resolved recipe and the keys that are still ???; return the exit status."""
-    from diffusion.config.load import RecipeError, check_devices, load, to_yaml
+    from diffusion.config.load import RecipeError, check_devices, check_paths, load, overlap, to_yaml
+    from diffusion.planning.workload import local_repetition_warnings
 
     started = time.perf_counter()
     recipe = load(options.recipe, options.overrides, allow_missing=not options.strict)
@@ -200,9 +201,15 @@ def run_check(options: CheckOptions) -> int:
         raise RecipeError(problems, options.recipe)
     if not options.quiet:
         print(to_yaml(recipe))
-    if recipe.missing:
+    missing = [each.where for each in recipe.missing]
+    absent = [each for each in check_paths(recipe) if not any(overlap(each.where, where) for where in missing)]
+    if absent and options.strict:
+        raise RecipeError(absent, options.recipe)
+    for warning in local_repetition_warnings(recipe):
+        print(f'# warning: {warning}')
+    if recipe.missing or absent:
         print(f'# {options.recipe}: valid, but incomplete; before it can run it needs')
-        for problem in recipe.missing:
+        for problem in [*recipe.missing, *absent]:
             print(f'#   {problem}')
     else:
         print(f'# {options.recipe}: ok, checked in {time.perf_counter() - started:.1f} s')

@@ -14,7 +14,7 @@ from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import GIB, Setup, fits_in_memory, largest_microbatch, memory_of, strategies, ways_out
 from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
 from diffusion.planning.throughput import NO_COST, Assumptions, Cost, Speed, Technique, planned_speed, training_cost
-from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
+from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of, repetition_warnings
 
 HOPELESS_GOODPUT = 0.01
 """Goodput below which planning fails instead of printing a run time of centuries."""
@@ -226,6 +226,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
     if given.price_usd_per_hour is None:
         warnings.append(f'the price of the {given.gpu.name} is unknown, so no cost is shown; pass --price')
     for each in plans:
+        warnings += repetition_warnings(each.phase.recipe, each.phase.batches, each.phase.samples)
         recipe_fit = each.fit[0]
         microbatch = recipe_fit.setup.microbatch
         if not recipe_fit.fits:

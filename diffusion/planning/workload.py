@@ -19,6 +19,8 @@ from diffusion.planning.model_costs import ModelCosts, Precision, TokenRoute, ne
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
 """Forms in which samples can be stored: as images, as VAE latents, or as VAE latents and text embeddings."""
+MANY_EPOCHS = 1000
+"""Number of times that a run may see an image before this causes a warning."""
 BACKWARD = 2
 """FLOPs of the backward pass, as a multiple of the forward pass."""
 
@@ -239,6 +241,36 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         perceptual=perceptual,
         optimizer_flops=newton_schulz_flops(recipe.optimizer, model),
     )
+
+
+def repetition_warnings(recipe: Recipe, batches: int, samples: int | None) -> list[str]:
+    """Return warnings about a dataset that is far too small for a recipe's duration or batch.
+
+    Args:
+        batches: Number of batches of the run.
+        samples: Number of distinct images; None if unknown.
+    """
+    found, batch = [], recipe.global_batch
+    if samples and batches * batch > MANY_EPOCHS * samples:
+        found.append(
+            f'{recipe.name}: {samples:,} images are seen {batches * batch / samples:,.0f} times each in {batches:,} '
+            f'batches of {batch:,}; shorten trainer.max_duration, or use a recipe for few images: diffusion:lora'
+        )
+    if samples and batch > samples:
+        found.append(f'{recipe.name}: a batch of {batch:,} repeats some of the {samples:,} images; lower global_batch')
+    return found
+
+
+def local_repetition_warnings(recipe: Recipe) -> list[str]:
+    """Return `repetition_warnings` for a recipe whose streams are all local; else, or if it is incomplete, none."""
+    if recipe.task != 'train' or recipe.missing:
+        return []
+    try:
+        _, samples, _ = _data(recipe.streams, [])
+        batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
+    except UserError:  # the run reports it, or the duration has no known number of batches
+        return []
+    return repetition_warnings(recipe, batches, samples)
 
 
 def _check_encoding(encoding: Encoding, phase: Phase) -> None:

@@ -72,4 +72,5 @@ def describe(text: str) -> tuple[str, str]:
     header = ' '.join(line.removeprefix('#').strip() for line in text.partition('\n#\n')[0].splitlines())
     title = re.split(r'[.:] ', f'{header} ')[0]
     cost = re.search(r'(?m)^# Cost: +((?:.|\n#  )*?)(?:[;(]| with | at |$)', text)
-    return title, ' '.join(cost[1].replace('#', '').split()).rstrip(',') if cost else ''
+    line = ' '.join(cost[1].replace('#', '').split()).rstrip(',') if cost else ''
+    return title, re.sub(r', [\d,]+ GPU-hours', '', line)

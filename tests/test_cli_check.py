@@ -116,3 +116,33 @@ def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
     captured = capsys.readouterr()
     assert captured.out == ''
     assert captured.err.startswith(f'error: {path} has ')
+
+
+def test_local_data_that_is_absent_or_too_small_is_listed(write, pictures, capsys):
+    good = GOOD.replace('remote: s3://bucket/mds, resolution: 64', f'local: {pictures[32]}, resolution: 32')
+    path = write(good.replace('resolution: 64', 'resolution: 32'))
+    assert main(['check', path, '--quiet', '--strict']) == 0
+    assert ': ok, checked in ' in capsys.readouterr().out
+    for override, problem in (
+        ('streams.a.local=/nope', 'streams.a.local: /nope has no index.json'),
+        ('streams.a.resolution=64', 'streams.a.resolution: 64x64, but the images in'),
+    ):
+        assert main(['check', path, override, '--quiet']) == 0
+        out = capsys.readouterr().out
+        assert 'valid, but incomplete; before it can run it needs\n' in out and f'#   {problem}' in out
+        assert main(['check', path, override, '--strict']) == USAGE_ERROR
+        assert problem in capsys.readouterr().err
+
+
+def test_few_images_for_a_recipe_are_warned_of(write, pictures, capsys):
+    """The folder has 40 images."""
+    good = GOOD.replace('remote: s3://bucket/mds, resolution: 64', f'local: {pictures[32]}, resolution: 32')
+    path = write(good.replace('resolution: 64', 'resolution: 32'))
+    main(['check', path, '--quiet', 'trainer.max_duration=5000ba'])
+    assert 'warning' not in capsys.readouterr().out
+    main(['check', path, '--quiet', 'trainer.max_duration=5001ba'])
+    assert '# warning: run: 40 images are seen 1,000 times each in 5,001 batches of 8' in capsys.readouterr().out
+    main(['check', path, '--quiet', 'global_batch=41'])
+    assert '# warning: run: a batch of 41 repeats some of the 40 images' in capsys.readouterr().out
+    main(['check', path, '--quiet', 'global_batch=40', 'trainer.max_duration=1000ep'])
+    assert 'warning' not in capsys.readouterr().out

@@ -42,7 +42,8 @@ def assert_preempted(trainer, match):
 @pytest.mark.parametrize('number', STOP_SIGNALS)
 def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
     trainer = make_trainer(make_data(), [Preemption(), signal_at(number)], folder=tmp_path)
-    expected = rf'stopped at batch 5 on {number.name}; {tmp_path}/ba5.pt is saved, the same command resumes from it'
+    cause = 'Ctrl-C' if number == signal.SIGINT else number.name
+    expected = rf'stopped at batch 5 on {cause}; {tmp_path}/ba5.pt is saved, the same command resumes from it'
     assert_preempted(trainer, expected)
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba5.pt']
 

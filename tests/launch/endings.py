@@ -129,7 +129,7 @@ SAVED = (75, 'preempted', 'is saved', STOP)
 RETRIED = [
     Ending('SIGTERM of the scheduler', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGTERM'))),
     Ending('SIGUSR1 of the scheduler', *SAVED, on(0, f'{FORWARD}@3', signal_node('SIGUSR1'))),
-    Ending('Ctrl-C', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGINT'))),
+    Ending('Ctrl-C', 75, 'stopped', 'is saved', STOP, on(1, f'{FORWARD}@3', signal_node('SIGINT'))),
     Ending('closed terminal (SIGHUP)', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGHUP'))),
     Ending(
         'killed process, for example out of memory',

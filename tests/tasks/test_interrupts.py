@@ -107,11 +107,13 @@ def recipe(write_recipe, tmp_path):
 
 @pytest.fixture
 def start(forkserver, tmp_path):
-    """Function that runs `python run.py RECIPE` in a terminal."""
+    """Function that runs `python run.py RECIPE` in a terminal, or `diffusion train` on several devices."""
 
-    def start(recipe: Path) -> Session:
+    def start(recipe: Path, devices: int = 1) -> Session:
         environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'TERM': 'xterm'}
-        sessions.append(Session([sys.executable, ROOT / 'tests' / 'forkserver.py', recipe], environ, tmp_path))
+        program = [sys.executable, ROOT / 'tests' / 'forkserver.py', recipe]
+        train = [sys.executable, '-m', 'diffusion', 'train', recipe, '--devices', str(devices)]
+        sessions.append(Session(program if devices == 1 else train, environ, tmp_path))
         return sessions[-1]
 
     sessions: list[Session] = []
@@ -151,8 +153,9 @@ def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
     assert session.wait() == PREEMPTED
     text = ' '.join(session.text().split())
     assert 'press Ctrl-C again to end at once without saving (then batches 5 to 6 are lost; the newest' in text
-    assert 'stopped at batch 7 on SIGINT' in text and 'Traceback' not in text
-    assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
+    assert 'stopped at batch 7 on Ctrl-C' in text and 'Traceback' not in text
+    run = tmp_path / 'runs' / 'run'
+    assert (run / 'ba7').is_dir() and attempts.read_attempts(run)[0].cause == 'stopped'
 
 
 @pytest.mark.slow
@@ -169,9 +172,43 @@ def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_pat
     assert session.wait(20) == INTERRUPTED
     (only,) = attempts.read_attempts(run)
     loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
-    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
+    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'stopped', loss)
     text = ' '.join(session.text().split())
     assert loss in text and 'Traceback' not in text
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_diffusion_train_on_two_devices_saves_and_the_same_command_resumes(start, recipe, tmp_path):
+    run = tmp_path / 'runs' / 'run'
+    session = start(recipe(slow_batch=slow(tmp_path)), devices=2)
+    session.wait_for(tmp_path / 'reached')
+    session.press_ctrl_c()
+    assert session.wait() == PREEMPTED
+    text = ' '.join(session.text().split())
+    assert text.count('press Ctrl-C again to end at once without saving (then batches 5 to 6 are lost; the newest') == 1
+    assert text.endswith(f'stopped at batch 7 on Ctrl-C; {run}/ba7 is saved, the same command resumes from it')
+    assert 'Traceback' not in text and 'node 0' not in text
+    session = start(recipe(slow_batch={'batch': 12, 'file': str(tmp_path / 'again'), 'seconds': 60}), devices=2)
+    session.wait_for(tmp_path / 'again')
+    session.press_ctrl_c()
+    session.wait_for_text('press Ctrl-C again')
+    time.sleep(0.6)
+    session.press_ctrl_c()
+    assert session.wait(20) == INTERRUPTED
+    text = ' '.join(session.text().split())
+    assert 'ended by a second Ctrl-C: batches 9 to 12 are lost; the newest checkpoint is ba8' in text
+    assert 'Traceback' not in text
+    assert [(each.cause, each.first) for each in attempts.read_attempts(run)] == [('stopped', 0), ('stopped', 7)]
+
+
+@pytest.mark.slow
+def test_closed_terminal_of_diffusion_train_on_two_devices_saves_and_ends(start, recipe, tmp_path):
+    session = start(recipe(slow_batch=slow(tmp_path)), devices=2)
+    session.wait_for(tmp_path / 'reached')
+    session.close()
+    assert session.wait() == PREEMPTED
+    run = tmp_path / 'runs' / 'run'
+    assert (run / 'ba7').is_dir() and not (run / 'run.lock').exists()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +224,8 @@ def test_signal_before_the_first_batch_ends_at_once_without_traceback(forkserver
     os.kill(process.pid, number)
     assert process.poll(10) == PREEMPTED
     log = (tmp_path / 'log').read_text()
-    assert log.endswith(f'stopped before the first batch on {number.name}; nothing is lost\n')
+    cause = 'Ctrl-C' if number == signal.SIGINT else number.name
+    assert log.endswith(f'stopped before the first batch on {cause}; nothing is lost\n')
     assert 'Traceback' not in log
     assert not (tmp_path / 'runs' / 'run' / 'run.lock').exists()
 
@@ -228,9 +266,9 @@ def test_thread_of_signals_leaves_the_wakeup_descriptor_of_another_library():
     [
         # Composer's handler raises SystemExit while the Trainer is built.
         (SystemExit(143), (75, 'preempted', 'stopped before the first batch on SIGTERM; nothing is lost')),
-        (SystemExit(130), (75, 'preempted', 'stopped before the first batch on SIGINT; nothing is lost')),
+        (SystemExit(130), (75, 'stopped', 'stopped before the first batch on Ctrl-C; nothing is lost')),
         (SystemExit(1), (1, 'crash', 'SystemExit: 1')),
-        (KeyboardInterrupt(), (130, 'preempted', 'interrupted')),
+        (KeyboardInterrupt(), (130, 'stopped', 'interrupted')),
     ],
 )
 def test_exit_that_is_no_signal_is_recorded_as_a_crash(error, expected):

@@ -71,6 +71,21 @@ def test_card_has_the_reports_of_the_data(card, tmp_path: Path):
     assert 'secret' not in body and 'private-name' not in body and str(tmp_path) not in body
 
 
+def test_card_of_a_run_on_latents_has_the_images_that_they_were_encoded_from(card, tmp_path: Path):
+    for name in ('photos', 'inherited'):
+        (tmp_path / name).mkdir()
+        PrepareReport(source='folder', arguments={}, pictures=7, license=f'{name} license').save(
+            tmp_path / name / 'report.json'
+        )
+    images = {name: {'local': str(tmp_path / name / '256px'), 'resolution': 256} for name in ('photos', 'inherited')}
+    latents = {'photos': {'local': str(tmp_path / 'latents' / 'photos'), 'resolution': 256}}
+    sections = {'dataset': {'name': 'latents'}, 'streams': latents}
+    _, body = card(precompute={'out': str(tmp_path / 'latents'), 'streams': images}, **sections)
+    assert '- photos: 7 images. photos license' in body and 'inherited' not in body
+    _, body = card(precompute={'out': str(tmp_path / 'latents'), 'streams': images})
+    assert 'inherited' not in body, 'it trains on images'
+
+
 def test_card_of_a_lora_names_the_base_model(card):
     start = {'from': f'hf://{BASE}', 'revision': 'a' * 40}
     model = {'name': 'sd2', 'train_text_encoder': False}

@@ -1,0 +1,52 @@
+"""Recipes in the package: `diffusion recipes`, copies of them, and `diffusion:NAME` in place of a path."""
+
+from pathlib import Path
+
+import pytest
+from recipe_comparison import all_values
+
+from diffusion.cli import main
+from diffusion.config.load import RecipeError, load
+from diffusion.config.yaml_files import shipped_names
+
+YAMLS = Path(__file__).parents[2] / 'yamls'
+
+
+def test_list_has_a_line_with_title_and_cost_for_each_recipe(capsys):
+    assert main(['recipes']) == 0
+    lines = capsys.readouterr().out.splitlines()[:-2]
+    assert [line.split()[0] for line in lines] == sorted(path.stem for path in YAMLS.glob('*.yaml')) == shipped_names()
+    assert lines[3].split('  ') and lines[3].endswith('1.57 days on 128 A100 80 GB, $9,667')
+    assert 'Stable Diffusion 2 base from scratch, 256 px' in lines[3]
+    for line in lines:
+        name, title, cost = (word.strip() for word in line.split('  ') if word.strip())
+        assert len(title) <= 80 and ('$' in cost or 'CPU' in cost), name
+
+
+def test_name_stands_for_the_file_in_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = all_values(load(YAMLS / 'quickstart.yaml'))
+    assert all_values(load('diffusion:quickstart')) == all_values(load('diffusion:quickstart.yaml')) == expected
+    Path('mine.yaml').write_text('extends: diffusion:quickstart\nseed: 3\n')
+    assert load('mine.yaml').seed == 3
+    with pytest.raises(RecipeError, match="is called 'quickstrat'; did you mean 'quickstart'"):
+        load('diffusion:quickstrat')
+    Path('mine.yaml').write_text('extends: diffusion:../phase1\n')
+    with pytest.raises(RecipeError, match="no recipe of this package is called '../phase1'"):
+        load('mine.yaml')
+
+
+def test_copy_extends_the_recipe_of_the_package_and_replaces_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(['recipes', 'copy', 'phase2']) == 0
+    assert capsys.readouterr().out == 'phase2.yaml\n'
+    copied, original = load('phase2.yaml', allow_missing=True), load(YAMLS / 'phase2.yaml', allow_missing=True)
+    assert all_values(copied) == all_values(original)
+    for words, message in (
+        (['phase2'], 'phase2.yaml exists'),
+        (['phase2', 'nowhere/mine.yaml'], 'the folder nowhere does not exist'),
+        (['phase22'], "did you mean 'phase2'?"),
+    ):
+        assert main(['recipes', 'copy', *words]) == 2
+        assert message in capsys.readouterr().err
+    assert main(['recipes', 'copy', 'lora', 'mine.yaml']) == 0 and load('mine.yaml', allow_missing=True).name == 'lora'

@@ -22,8 +22,8 @@ class CopyOptions:
 
     name: Annotated[str, Option(positional=True)]
     """Name of the recipe, as `diffusion recipes` lists it."""
-    out: Annotated[Path, Option('PATH', positional=True, files=True)] = Path()
-    """File to write, or folder for it (default: the working directory)."""
+    out: Annotated[Path, Option('PATH', positional=True, files=True)]
+    """File to write, or a folder for it, such as `.`."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -40,7 +40,7 @@ def run_list(options: ListOptions) -> int:
     for name, title, cost in rows:
         print(f'{name:{widths[0]}}  {title:{widths[1]}}  {cost}')
     print(
-        '\nTo train one: diffusion train diffusion:NAME [KEY=VALUE ...]; to edit one first: diffusion recipes copy NAME'
+        '\nTo train one: diffusion train diffusion:NAME [KEY=VALUE ...]; to edit one first: diffusion recipes copy NAME .'
     )
     return 0
 

@@ -101,7 +101,7 @@ def run_on_this_machine(command: Sequence[str], recipe: Recipe, processes: int) 
     settings = replace(Settings.from_environ({}), notice_seconds=math.inf)
     node = Node(position, settings, command, recipe, os.environ, interactive=True)
     status = node.run()
-    node.close()
+    node.notifier.close()
     return status
 
 

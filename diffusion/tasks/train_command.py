@@ -9,7 +9,7 @@ from diffusion.config.options import Count, Overrides, RecipeFile
 from diffusion.errors import UserError, exit_status, printable
 from diffusion.launch.node import run_on_this_machine
 from diffusion.launch.rank_discovery import count_gpus
-from diffusion.launch.workers import end_process
+from diffusion.launch.workers import discarding_lost_output, end_process
 from diffusion.tasks import run_recipe
 
 
@@ -42,4 +42,5 @@ def run_train(options: TrainOptions) -> int:
     except UserError as error:
         print(f'error: {printable(str(error))}', file=sys.stderr)
         return exit_status(error)
-    return run_on_this_machine(['-m', run_recipe.__name__, *words], recipe, devices)
+    with discarding_lost_output():  # if the terminal is closed, the ranks still save
+        return run_on_this_machine(['-m', run_recipe.__name__, *words], recipe, devices)

@@ -160,7 +160,8 @@ def test_mappings_merge_and_false_removes_an_entry(write):
     assert recipe.callbacks['speed_monitor'].kwargs == {'window_size': 5}
     assert set(recipe.callbacks) == {'nan_monitor', 'speed_monitor'}
     assert set(load(child, ['callbacks.speed_monitor=false']).callbacks) == {'nan_monitor'}
-    streams = ['precompute.streams.a.local=a', 'precompute.streams.b.local=b', 'precompute.streams.a=false']
+    streams = [f'precompute.streams.{name}={{local: x, resolution: 32}}' for name in 'ab']
+    streams.append('precompute.streams.a=false')
     assert set(load(child, streams).precompute.streams) == {'b'}
 
 

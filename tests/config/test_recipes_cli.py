@@ -38,14 +38,14 @@ def test_name_stands_for_the_file_in_the_package(tmp_path, monkeypatch):
 
 def test_copy_extends_the_recipe_of_the_package_and_replaces_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(['recipes', 'copy', 'phase2']) == 0
+    assert main(['recipes', 'copy', 'phase2', '.']) == 0
     assert capsys.readouterr().out == 'phase2.yaml\n'
     copied, original = load('phase2.yaml', allow_missing=True), load(YAMLS / 'phase2.yaml', allow_missing=True)
     assert all_values(copied) == all_values(original)
     for words, message in (
-        (['phase2'], 'phase2.yaml exists'),
+        (['phase2', '.'], 'phase2.yaml exists'),
         (['phase2', 'nowhere/mine.yaml'], 'the folder nowhere does not exist'),
-        (['phase22'], "did you mean 'phase2'?"),
+        (['phase22', '.'], "did you mean 'phase2'?"),
     ):
         assert main(['recipes', 'copy', *words]) == 2
         assert message in capsys.readouterr().err

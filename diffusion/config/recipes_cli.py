@@ -39,9 +39,8 @@ def run_list(options: ListOptions) -> int:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, title, cost in rows:
         print(f'{name:{widths[0]}}  {title:{widths[1]}}  {cost}')
-    print(
-        '\nTo train one: diffusion train diffusion:NAME [KEY=VALUE ...]; to edit one first: diffusion recipes copy NAME .'
-    )
+    print('\nTo train one: diffusion train diffusion:NAME [KEY=VALUE ...]')
+    print('To edit one first: diffusion recipes copy NAME .')
     return 0
 
 
@@ -56,10 +55,10 @@ def run_copy(options: CopyOptions) -> int:
     try:
         with out.open('x', encoding='utf-8') as file:
             file.write(re.sub(r'(?m)^extends: (\w\S*)\.yaml$', rf'extends: {SHIPPED}\1', source.read_text('utf-8')))
-    except FileExistsError as error:
-        raise UserError(f'recipes copy: {out} exists; give another path, or remove it') from error
-    except FileNotFoundError as error:
-        raise UserError(f'recipes copy: the folder {out.parent} does not exist; create it') from error
+    except FileExistsError:
+        raise UserError(f'recipes copy: {out} exists; give another path, or remove it') from None
+    except FileNotFoundError:
+        raise UserError(f'recipes copy: the folder {out.parent} does not exist; create it') from None
     print(out)
     return 0
 

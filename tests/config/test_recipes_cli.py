@@ -14,7 +14,7 @@ YAMLS = Path(__file__).parents[2] / 'yamls'
 
 def test_list_has_a_line_with_title_and_cost_for_each_recipe(capsys):
     assert main(['recipes']) == 0
-    lines = capsys.readouterr().out.splitlines()[:-2]
+    lines = capsys.readouterr().out.splitlines()[:-3]
     assert [line.split()[0] for line in lines] == sorted(path.stem for path in YAMLS.glob('*.yaml')) == shipped_names()
     assert lines[3].split('  ') and lines[3].endswith('1.57 days on 128 A100 80 GB, $9,667')
     assert 'Stable Diffusion 2 base from scratch, 256 px' in lines[3]

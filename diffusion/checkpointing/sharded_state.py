@@ -104,8 +104,8 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 def _raise_for_pickled_code(error: CheckpointException, folder: Path) -> None:
     """Raise UserError if a shard was rejected because its pickle contains code."""
     for failure, _ in error.failures.values():
-        if (code := code_to_run(failure)) is not None:
-            raise UserError(f'{folder}: a shard {code}, so it is not loaded; use another checkpoint') from error
+        if (has_code := code_to_run(failure)) is not None:
+            raise UserError(f'{folder}: a shard {has_code}, so it is not loaded; use another checkpoint') from error
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:

@@ -66,7 +66,7 @@ def run_copy(options: CopyOptions) -> int:
 def describe(text: str) -> tuple[str, str]:
     """Return the title and the cost of a recipe, from the comment at its beginning.
 
-    The title is the first sentence, without what follows a colon. The cost is the beginning of the entry `Cost:`.
+    The title is the first sentence up to a colon. The cost is the text after `Cost:` up to ';', '(', 'with' or 'at'.
     """
     header = ' '.join(line.removeprefix('#').strip() for line in text.partition('\n#\n')[0].splitlines())
     title = re.split(r'[.:] ', f'{header} ')[0]

@@ -83,7 +83,10 @@ class NodeLink:
             return self._failures.get(attempt)
 
     def agree(self, attempt: int, end: NodeExit, problem: str, poll: Callable[[], bool]) -> Agreement:
-        """Report that this node's ranks have ended; wait for the decision, or until `poll` returns True."""
+        """Report that this node's ranks have ended, and wait until the first node decides whether all restart in place.
+
+        The wait ends early if `poll` returns True: this node was asked to stop.
+        """
         if unsent := self._send({'event': 'ended', 'attempt': attempt, 'problem': problem, **asdict(end)}):
             return Agreement(False, reason=unsent)
         until = time.monotonic() + AGREE_SECONDS + RETRY_SECONDS

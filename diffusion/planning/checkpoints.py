@@ -112,10 +112,10 @@ def chosen_interval(*, stall: float, mtbf: float) -> float:
 
 
 def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> float:
-    """Estimate a cluster's mean time between failures in hours from its size and the run's failures so far.
+    """Estimate a cluster's mean time between failures in hours, from `failures` in `hours` of the run so far.
 
-    `prior_hours` counts like an observation of at most PRIOR_HOURS with at most one failure, so that the run's own
-    failures outweigh it within a day.
+    `prior_hours` is the estimate before the run. It weighs as much as PRIOR_HOURS of training, or as one failure if
+    that is less, so that after a day the run's own failures matter more.
     """
     seen = min(PRIOR_HOURS, prior_hours)
     return (seen + hours) / (seen / prior_hours + failures)

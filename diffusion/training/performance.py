@@ -146,7 +146,7 @@ def configure_dynamo(*, graphs: int) -> None:
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
-    """Replace a block's `forward` by a compiled one, used `with_gradients` only while gradients are enabled."""
+    """Compile a block's `forward`; if `with_gradients`, calls without gradients still run the original one."""
     eager = block.forward
     compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
 

@@ -44,7 +44,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
         """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
-        # Do not reshard first: FSDP2's shards stay valid, and freed weights would have to be gathered again.
+        # `reshard` is not needed: FSDP2's shards are valid, and the weights that it frees would be gathered again.
         averages, weights = self.pairs(model)
         _foreach_lerp_(averages, weights, 1 - keep)
 
@@ -64,7 +64,7 @@ class WeightAverage:
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
 
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return the full average by parameter name, or {} if `keep` is False, which saves memory; a collective."""
+        """Return the full average by parameter name, or {} if `keep` is False, to save memory. Always a collective."""
         self.place(model)
         gathered = {}
         for name, shard in self.shards(model).items():
@@ -81,7 +81,7 @@ class WeightAverage:
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Store a saved average, given as full tensors or shards; the next method that receives the model shards it."""
-        # Do not shard the tensors yet: `Algorithm.load_state_dict` does not receive the model, which that requires.
+        # Do not shard the tensors yet: that requires the model, which `Algorithm.load_state_dict` does not receive.
         self._saved = saved
         self.tensors = {}
 

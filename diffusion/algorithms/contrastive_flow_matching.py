@@ -65,7 +65,7 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the weighted mean squared error between predictions and other samples' targets, 0 where none `exists`."""
+    """Return the weighted mean squared error to the `negatives`; it is 0 for samples whose `exists`, [B], is False."""
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 
@@ -93,8 +93,8 @@ def successors(sample_id: Tensor, words: Tensor) -> Tensor:
     # Sort samples by random words. Equal words are rare and are sorted by sample id.
     by_id = sample_id.argsort(stable=True)
     cycle = by_id[words[by_id].argsort(stable=True)]
-    # The negative of a sample is at position p + 1, for the first p from the sample on with ids[p] != ids[p + 1]. The
-    # cycle is laid out twice because that position may be past its end.
+    # From a sample's position in the cycle, find the first p with ids[p] != ids[p + 1]: the sample's negative is at
+    # p + 1. The search may pass the end of the cycle, so two copies of the cycle are laid out one after the other.
     ids, size = sample_id[cycle], len(cycle)
     position = torch.arange(2 * size, device=ids.device)
     last_copy = torch.where((ids != ids.roll(-1)).repeat(2), position, 2 * size - 1)

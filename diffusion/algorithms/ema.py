@@ -151,7 +151,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if averaging began at another time than `ema_start`, or is overdue in the checkpoint."""
+        """Raise UserError if averaging began at another time than `ema_start`, or did not begin when it passed."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return
@@ -173,7 +173,7 @@ class EMA(Algorithm):
             )
 
     def _warn_if_never(self, state: State) -> None:
-        """Log a warning if averaging has not started and `ema_start` is not before the end of training."""
+        """Log a warning if averaging will never start, because `ema_start` is at or after the end of training."""
         end = state.max_duration
         if self.started:
             return

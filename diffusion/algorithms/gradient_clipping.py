@@ -73,7 +73,7 @@ class GradientClipping(ComposerGradientClipping):
 
 @torch.no_grad()
 def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -> None:
-    """Scale gradients in place by min(1, threshold / norm), without reading the norm over all ranks on the host."""
+    """Scale gradients in place by min(1, threshold / norm); the norm stays on the device, so the host does not wait."""
     if not gradients.local:
         return
     # For unsharded gradients, compute the factor exactly as torch.nn.utils.clip_grad_norm_ does.
@@ -84,9 +84,9 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 
 
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
-    """Return a gradient summary that a callback has already computed, and the squared norm over all ranks."""
+    """Return a callback's gradient summary and its squared norm over all ranks, or None if no callback has one."""
     if state.precision == Precision.AMP_FP16:
-        return None  # the callback's summary is of gradients that were still scaled
+        return None  # the callback reads the gradients before Composer unscales them
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
     return None if source is None else source.gradients_of_batch(state)
 
@@ -102,7 +102,7 @@ def _summarized(state: State) -> tuple[Gradients, Tensor]:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> None:
-    """Clip each output unit's gradient in place to a multiple of its weights' norm; a collective if ranks split it."""
+    """Limit each unit's gradient in place to `threshold` times its weights' norm; a collective if units are split."""
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
     split = [(weight, gradient) for weight, gradient in pairs if splits_units(gradient)]
     whole = [(weight, gradient) for weight, gradient in pairs if not splits_units(gradient)]
@@ -117,7 +117,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> Non
 
 
 def splits_units(tensor: Tensor) -> bool:
-    """Return True if ranks hold only parts of the clipping units of a DTensor, such as of a vector or a matrix row."""
+    """Return True if sharding splits clipping units, which are whole vectors or the rows of matrices, across ranks."""
     if not isinstance(tensor, DTensor):
         return False
     dims = {placement.dim for placement in tensor.placements if placement.is_shard()}  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ class GradientSource(Protocol):
     """Interface of a callback that already has a gradient summary of the batch when algorithms clip gradients."""
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the summary, and the squared norm over all ranks, float64 []; None without a summary. A collective."""
+        """Return the summary and the squared norm over all ranks, float64 [], or None if unavailable; a collective."""
 
 
 @torch.no_grad()

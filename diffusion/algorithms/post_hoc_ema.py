@@ -147,7 +147,7 @@ class PostHocEMA(Algorithm):
             if average.started:
                 average.update(model, beta(step, self.gammas[label]))
             else:
-                average.start(model)  # starting equals an update with beta(1) = 0
+                average.start(model)  # same as an update with beta(1) = 0, which copies the weights
 
     def _write(self, model: nn.Module, batch: int) -> None:
         """Write a snapshot of every average; every rank must call it."""
@@ -256,7 +256,7 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
 
 def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
-    """Return advice after an inaccurate reconstruction: which batches or widths the snapshots can reconstruct."""
+    """Return advice for a reconstruction that is too inaccurate: which batches or widths the snapshots do support."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
         # Only a snapshot at the same batch helps: a profile drops from its maximum to 0 at its own batch, and a mixture

@@ -94,7 +94,7 @@ class InRunEvaluation(Callback):
             for key, evaluator in self.evaluators.items():
                 try:
                     result = evaluator(checkpoint)
-                except (UserError, ExternalError, OSError) as error:  # all ranks raise the same kind, so all continue
+                except (UserError, ExternalError, OSError) as error:  # raised on every rank, so all ranks continue
                     log.error('evaluators.%s: %s; training continues without its results for %s', key, error, name)
                     continue
                 metrics |= result.metrics
@@ -106,7 +106,7 @@ class InRunEvaluation(Callback):
             try:
                 write_results(self.run_dir, name, results)
             except OSError as error:
-                log.error('%s: its results cannot be written (%s): %s', name, error, json.dumps(metrics))
+                log.error('%s: the results are not written (%s); they are %s', name, error, json.dumps(metrics))
         share = self._seconds / max(self._seconds, time.monotonic() - self._began)
         log.info(
             '%s: evaluated in %.0f s, during which no GPU trained; evaluations took %.1f%% of the time so far',
@@ -123,7 +123,7 @@ def _is_signaled(state: State) -> bool:
 
 
 def _beat(state: State) -> None:
-    """Update this rank's heartbeat, which shows the node entry point that it makes progress."""
+    """Update this rank's heartbeat, which shows the node entry point that the rank makes progress."""
     for callback in state.callbacks:
         if isinstance(callback, Heartbeat):
             callback.beat(state)

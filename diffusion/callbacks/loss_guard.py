@@ -275,7 +275,7 @@ class LossGuard(Callback):
 
 
 def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
-    """Return a microbatch's sample IDs and losses, the mean for all if `sample_losses` is None, without waiting."""
+    """Record a microbatch without waiting for the GPU; if `sample_losses` is None, each sample gets the mean loss."""
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
     # Create new tensors, since Composer scales the loss in place before the backward pass.

@@ -42,7 +42,7 @@ class LastMicrobatch(NamedTuple):
 class NaNGuard(Callback):
     """Callback that stops all ranks with `BadLoss` after a batch whose loss is NaN or infinite.
 
-    It reads the mean loss over all ranks that Composer has already fetched for its log, so it needs no synchronization
+    It reads the mean loss over all ranks, already fetched by Composer for its log, so it needs no synchronization
     or collective, and all ranks reach the same decision. The bad batch has already updated the weights by then, so they
     are not saved; a background save of earlier weights is completed. `LossGuard` prevents the update instead, checks
     gradients too, and can skip batches.

@@ -178,7 +178,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Only log the others: remapped rows are repaired memory, and an Xid may be a program's fault.
+                # Other metrics are only logged: remapped rows are repaired memory, an Xid may be a program's fault.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -219,7 +219,7 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Wait up to `seconds`, or until `done` or an error; return the error count as a metric, if supported."""
+        """Count a new Xid, or if there is none wait for `seconds` or `done`; return the count, {} if unsupported."""
         if self._events is None:
             done.wait(seconds)
             return {}

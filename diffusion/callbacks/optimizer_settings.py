@@ -60,7 +60,7 @@ class OptimizerSettings(Callback):
         if not state.timestamp.batch.value:
             return
         groups = state.optimizers[0].param_groups
-        # Without a record (trainer.load_ignore_keys), compare with the settings of the loaded optimizer.
+        # If trainer.load_ignore_keys dropped the saved record, compare with the settings of the loaded optimizer.
         saved = self._saved.get('groups') or [_settings(group) for group in groups]
         for group, before, now in zip(groups, saved, self.groups, strict=True):
             group.update({key: now[key] for key in SETTINGS if key in now and before.get(key) != now[key]})
@@ -84,7 +84,7 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
     """Return the learning rates around a resume as text, such as `learning rate 1e-05 in batch 7, 4e-05 in batch 8`.
 
     Args:
-        batch: Number of the first batch after the resume.
+        batch: Number of the first batch after the resume; `now` is its learning rate.
         last: Learning rate of the batch before; None if it was on a GPU and therefore not recorded.
         saved: Learning rate that the first batch would have had without changes.
     """

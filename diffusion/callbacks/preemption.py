@@ -67,7 +67,7 @@ class Preemption(Callback):
             self._thread.start()
         for number in handled_signals():
             previous = signal.signal(number, self._handle_signal)
-            # If fit() is called a second time, the handler is already this one; keep the one before it.
+            # At a second call of fit(), `previous` is this callback's own handler; keep the original one.
             if previous != self._handle_signal:
                 self._previous_handlers[number] = previous
 
@@ -84,7 +84,7 @@ class Preemption(Callback):
         self._answer = highest_signal(self.signal, state.device) if dist.get_world_size() > 1 else None
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        self._answer = None  # the evaluation may have taken long, so ask again
+        self._answer = None  # the evaluation may have taken long, so ask all ranks for signals again
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         # Stop at this event: it comes after the batch's evaluation, if any, and before Composer's CheckpointSaver,

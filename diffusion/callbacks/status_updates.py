@@ -31,7 +31,7 @@ class RunStatus(Callback):
     def __init__(self, run: Path | str) -> None:
         self.run = run
         self.attempt: Attempt | None = None
-        """Record of this attempt, on rank 0 of a run without a node entry point."""
+        """Record of this attempt on rank 0; None on other ranks, or if the node entry point keeps the record."""
         self.on_record: Callable[[Attempt], None] = lambda attempt: None
         """Function that records the progress of the attempt; called in the writer thread."""
         self._timer = BatchTimer()

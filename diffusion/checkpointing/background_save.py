@@ -53,7 +53,7 @@ class BackgroundSave:
         self.stall_seconds += time.monotonic() - began
 
     def poll(self, state: State) -> bool:
-        """Return `is_written`, or False if it was checked less than a second ago; a collective."""
+        """Return `is_written()`, or False without a check if the last one was less than a second ago; a collective."""
         # All ranks have the same time, since Composer's clock takes it from rank 0.
         now = state.timestamp.total_wct.total_seconds()
         if now - self._polled_at < POLL_SECONDS:
@@ -75,7 +75,7 @@ class BackgroundSave:
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
-        """Estimate the seconds until all ranks have written their files; a collective."""
+        """Estimate the seconds until all ranks have written, out of `expected_seconds` if known; a collective."""
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
@@ -86,7 +86,7 @@ class BackgroundSave:
         return max(dist.all_gather_object(own))
 
     def choose(self, notice_seconds: float | None, expected_seconds: float | None) -> Choice:
-        """Decide with `choose_when_stopping` what to save before the run stops; a collective."""
+        """Return `choose_when_stopping` for the shortest notice and longest save times of all ranks; a collective."""
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
@@ -134,6 +134,8 @@ def choose_when_stopping(*, remaining: float, synchronous: float, notice: float 
     the current batch. `finish` only completes the running save, because a new save would take too long.
 
     Args:
+        remaining: Seconds until the running save is complete.
+        synchronous: Seconds that a save of the current batch takes.
         notice: Seconds until the process is killed; None if it will not be killed.
     """
     if notice is None or remaining + synchronous <= notice:

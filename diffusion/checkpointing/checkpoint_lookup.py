@@ -85,7 +85,7 @@ def local_checkpoint(path: Path) -> Path | None:
         link = run / LATEST
         # If a save is killed between two steps, or if a run is copied, the link may dangle or name an older checkpoint.
         if link.is_symlink() and os.readlink(link) != newest[0].name:
-            log.warning('%s points to %s, but the newest is %s, which is used', link, os.readlink(link), newest[0])
+            log.warning('%s points to %s, but the newest checkpoint is used, %s', link, os.readlink(link), newest[0])
         return newest[0]
     for choice in (path, path / LATEST):
         if choice.is_file() or (choice / STATE).is_file():
@@ -288,8 +288,8 @@ def _counts(claim: Path) -> bool:
     is_alive = None if owner is None else owner.is_alive()
     if is_alive is not None:
         return is_alive
-    # Compare with the folder's time: on file servers that set times, both come from the server, so the machines' clocks
-    # do not matter. The last save set the folder's time; an older time only keeps a claim longer.
+    # Compare the claim's time with the folder's: a file server sets both, so the machines' clocks do not matter. The
+    # folder's time is that of the last save; if it was long ago, the claim is only kept longer.
     with suppress(FileNotFoundError):
         return claim.parent.stat().st_mtime - claim.stat().st_mtime < LEASE_SECONDS
     return False

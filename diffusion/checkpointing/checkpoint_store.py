@@ -66,7 +66,7 @@ class WriteProgress:
         self._resumed_at: float | None = None
 
     def pace(self, pause: float) -> None:
-        """Pause between writes until `hurry`: `pause` seconds per second of the writing thread's CPU time."""
+        """Pause between writes until `hurry` is called: `pause` seconds per second of the writing thread's CPU time."""
         self._pause, self._resumed_at = pause, None
 
     def hurry(self) -> None:
@@ -170,7 +170,7 @@ def _chunks(descriptor: int) -> Iterator[memoryview]:
         pending: deque[Future[memoryview]] = deque()
         for number, start in enumerate(starts):
             if number >= len(buffers):
-                # Wait until the caller is done with the oldest chunk: its buffer is reused for this one.
+                # Yield the oldest chunk first: when the caller asks for another, its buffer is free for this chunk.
                 yield pending.popleft().result()
             pending.append(readers.submit(_read_chunk, descriptor, start, buffers[number % len(buffers)]))
         while pending:
@@ -340,8 +340,8 @@ def read_with_retries(read: Callable[[], Result]) -> Result:
 
 def set_aside(newest: Path) -> None:
     """Rename the damaged checkpoints that are newer than `newest`, and point `latest` to `newest`."""
-    # Update the link first, so that it does not dangle if the process is killed in between. Checkpoints are renamed
-    # instead of removed because they may be repairable and the run will write new ones under their names.
+    # Update the link first, so that it does not dangle if the process is killed after the renames. Checkpoints are
+    # renamed because the run will write new ones under their names, and kept because they may be repairable.
     link = newest.with_name(LATEST)
     if not link.is_symlink() or os.readlink(link) != newest.name:
         link_latest(newest)

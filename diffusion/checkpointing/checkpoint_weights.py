@@ -187,10 +187,10 @@ def is_sharded(path: Path) -> bool:
 
 
 def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tensor], Weights]:
-    """Return a checkpoint's weights by parameter name, and their kind, `ema` (averaged) or `training`.
+    """Return weights by parameter name, and their kind, `ema` (averaged) or `training`; by default averaged if any.
 
     Raises:
-        UserError: The checkpoint is damaged, or has no averaged weights; the message says when averaging starts.
+        UserError: The checkpoint is damaged, or lacks requested averages; the message says when averaging starts.
     """
     state = read_checkpoint(path)
     model = dict(state['model'])
@@ -253,7 +253,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Adapt weights to a model: drop tensors of `TRAINING_ONLY` that it lacks, and add its own for missing ones."""
+    """Fit weights to a model with tensors `own`: drop `TRAINING_ONLY` tensors not in `own`, add those only in `own`."""
     extra = {name for name in weights.keys() ^ own.keys() if name.startswith(TRAINING_ONLY)}
     if extra:
         log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))

@@ -163,7 +163,7 @@ class SaveInProgress:
             self.progress.check()  # do not upload an abandoned save
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
-        # A rank that failed also calls `upload`, without files, since its peers in a tier wait for the exchange.
+        # A rank that failed also calls `upload`, without files: in a tier, ranks on other nodes wait for its message.
         try:
             self._storage.upload(self._work, {} if self._error else self._records, self.batch, self.progress.check)
         except Exception as error:
@@ -268,7 +268,7 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a `pickle` whose pickler pauses for the training thread, and fills in `SnapshotBuffers.reductions`."""
+    """Return a substitute for the module `pickle` that pauses for the training thread and fills in `reductions`."""
 
     class Pickler(pickle.Pickler):
         # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us (half of that if

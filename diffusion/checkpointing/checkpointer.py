@@ -173,7 +173,7 @@ class Checkpointer(CheckpointSaver):
         self._restore_random_state()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        self._start_copies()  # use the time in which the batch is loaded
+        self._start_copies()  # copy while the batch is loaded
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # End the copies here: Composer runs this event after the backward pass and before the optimizer's step.
@@ -251,7 +251,7 @@ class Checkpointer(CheckpointSaver):
             reproducibility.load_rng_state(states)
 
     def finish_save(self, logger: Logger) -> None:
-        """Complete and publish a background save before the run stops without making another one; a collective."""
+        """Complete and publish a running background save, but do not start another one; a collective."""
         if self._running is not None:
             self._finish_running(logger)
 
@@ -268,7 +268,7 @@ class Checkpointer(CheckpointSaver):
         due = self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch
         if self._running is not None and self._running.batch == state.timestamp.batch:
             due = False
-        # Repeat a save that failed on a full disk immediately if room has been made for it.
+        # If a save failed on a full disk and room has been made, repeat the save now instead of at the next interval.
         if not due and not made_room:
             return
         self._tiers.make_way(logger)
@@ -304,7 +304,7 @@ class Checkpointer(CheckpointSaver):
     def _try_to_save(
         self, state: State, logger: Logger, *, in_background: bool = False, made_room: bool = False
     ) -> None:
-        """Save a checkpoint, making room on a full disk once, or start a save in the background; a collective."""
+        """Save a checkpoint or start a background save, making room on a full disk once in total; a collective."""
         began = time.monotonic()
         try:
             save = self._write(state, in_background=in_background)
@@ -361,7 +361,7 @@ class Checkpointer(CheckpointSaver):
         return outcome
 
     def _finish_running(self, logger: Logger) -> Outcome:
-        """Complete and publish the background save; `made room` means that it can be repeated now. A collective."""
+        """Complete and publish the background save, or return `made room` if it should be tried again; a collective."""
         running, self._running = self._running, None
         assert running is not None
         began = time.monotonic()
@@ -377,9 +377,9 @@ class Checkpointer(CheckpointSaver):
         return 'saved'
 
     def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Record a published checkpoint and remove old ones; `began` is now minus the blocked time. A collective."""
+        """Record a published checkpoint and remove old ones; it blocked training for now - `began`. A collective."""
         self._write_seconds = save.write_seconds
-        # Set this only after the save: `save_now` saves a batch again unless this has its number.
+        # Set this only after the save: `save_now` does not save a batch that is recorded here.
         self.last_checkpoint_batch = batch
         self.saved_checkpoints.append(save.name)
         self.failed_saves.succeeded()

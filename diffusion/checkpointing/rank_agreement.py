@@ -114,7 +114,7 @@ def wait_for_all_ranks(done: threading.Event) -> None:
 
 
 def run_on_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result | None:
-    """Run a function on rank 0 only, else like `run_on_each_rank`; return its result there, None on other ranks."""
+    """Run a function like `run_on_each_rank`, but only on rank 0; return its result there, and None on other ranks."""
     return run_on_each_rank(work if dist.get_global_rank() == 0 else lambda: None, where, logs=logs)
 
 

@@ -73,7 +73,7 @@ class RunMirror:
         self._write_state()
 
     def push(self, retry: RetryPolicy = object_store.DEFAULT, *, since: float = 0.0) -> None:
-        """Upload the files that have changed.
+        """Upload the files that have changed, except those last modified before `since` (seconds since 1970).
 
         Raises:
             UserError: The store refuses the request.

@@ -157,7 +157,7 @@ def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 
 class StateTensors:
-    """The distinct tensors of a state, which must stay alive, found in one pass of 20 ms for thousands of tensors."""
+    """Distinct tensors of a state, found in one pass of 20 ms for thousands of tensors; the state must stay alive."""
 
     def __init__(self, state: object) -> None:
         self.views: dict[Key, Tensor] = {}
@@ -254,8 +254,8 @@ class SnapshotBuffers:
         return self.copy_but(state, StateTensors(state), ())[0]
 
     def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
-        """Return a copy like `copy`, and the pending copies of the tensors whose addresses are in `later`."""
-        self._end_preparation()  # the copies touch the rest of the memory anyway
+        """Copy like `copy`, but leave tensors at addresses in `later` to the returned TensorCopies, not yet started."""
+        self._end_preparation()  # stop `prepare`: the copies touch the memory too
         if self._gpu is not None and not self._pinned:
             self._pin()
         copies = self.place(tensors.views)

@@ -29,8 +29,8 @@ from diffusion.compatibility.torch_versions import distribute_tied_weights
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.errors import UserError
 
-# For each state dict Composer looks up its commit hash, and searches all files of its own installation for it. This
-# takes 50 ms, longer on a network file system, while training waits. Cache it.
+# For each state dict, Composer searches all files of its installation for its commit hash. This takes 50 ms, or longer
+# on a network file system, while training waits. Cache the hash.
 collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
 
 keep_data_position()
@@ -43,7 +43,7 @@ _TENSOR_ATTRIBUTES = ('model', 'optimizers')
 
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content of state.pt, and the tensors of which each rank saves its shards, by name."""
+    """Return the content of state.pt, and by name the tensors to save as shards; {} unless `sharded_tensors`."""
     # Free gathered weights, which FSDP2 may leave in the model after a forward pass without a backward pass
     # (evaluation, image sampling): they are not the parameters that the optimizer holds.
     reshard(state.model)

@@ -144,7 +144,7 @@ def _exchange_offers(
 
 def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
     sending = torch.distributed.isend(tensor, to, group=group)
-    assert sending is not None  # None only on ranks outside the group, but the group has all ranks
+    assert sending is not None  # isend returns None only outside of the group, which has all ranks
     return sending
 
 

@@ -197,8 +197,8 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.recording.flops_seen += func.overloadpacket in _WITH_FLOPS
         sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        # Skip operations without tensor outputs, which query properties such as a tensor's device: some are cached and
-        # missing in the second pass, but the outputs of both passes are compared one by one.
+        # Skip operations without tensor outputs, such as queries of a tensor's device: torch caches some, so they would
+        # be missing in the second pass, and the outputs of both passes are compared one by one.
         if sizes:
             self.recording.outputs.append(max(sizes))
         return out
@@ -247,7 +247,7 @@ class _AsOnGPU(TorchFunctionMode):
         # its inputs, such as an addition, does not guarantee this.
         if not has_flops and inputs & {recording.key(tensor) for tensor in saved} - recording.weights:
             results = {recording.key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-            # A view shares its input's storage, so it is kept exactly if its input is.
+            # A view shares its input's storage, so it is kept if and only if its input is.
             recording.recomputable |= results - inputs
         return out
 

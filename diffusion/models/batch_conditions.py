@@ -27,12 +27,12 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the padding mask, bool [B, L], if text is stored without padding; UserError unless `mask_padding`."""
+    """Return the mask of text stored without padding, bool [B, L], or None; UserError for it unless `mask_padding`."""
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
         raise UserError(
-            f'batch: {batch_keys.TEXT_EMBEDS} are stored without padding, to which this model attends; set '
-            'mask_padding, or precompute the text again with this model'
+            f'batch: {batch_keys.TEXT_EMBEDS} are stored without padding, but this model attends to padding; '
+            'set mask_padding, or precompute the text again with this model'
         )
     return mask
 
@@ -48,6 +48,6 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
-    """Return sizes, int64 [B, 6], of images neither resized nor cropped, as in diffusers; `cell` is in pixels."""
+    """Return the sizes of images that were neither resized nor cropped, int64 [B, 6]; `cell` is in pixels."""
     height, width = (side * cell for side in latents.shape[2:])
     return torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(len(latents), -1)

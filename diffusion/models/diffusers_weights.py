@@ -95,7 +95,7 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
 
 
 def check_settings(denoiser: ModelMixin, place: Path) -> None:
-    """Raise UserError unless a saved configuration, the file `place`, has a denoiser's class and architecture."""
+    """Raise UserError unless the configuration in file `place` has the denoiser's class and architecture."""
     check_config(place)
     config = json.loads(place.read_bytes())
     kind = type(denoiser).__name__

@@ -30,7 +30,7 @@ class FlopCount:
         self._router: TokenRouter | None = None
 
     def route(self, route: Route) -> None:
-        """Count only kept tokens in the blocks of a route; the family must have token blocks."""
+        """From now on, count only kept tokens in a route's blocks; the denoiser's family must have token blocks."""
         assert self._family.token_blocks is not None
         self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
         self._counted.clear()

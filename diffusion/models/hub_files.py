@@ -66,8 +66,8 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
             return revision
         raise UserError(
             f'{what} could not be loaded from the Hugging Face Hub (HF_HUB_OFFLINE is set, and the cache '
-            f'{constants.HF_HUB_CACHE} lacks it); unset it to download once, set HF_HOME to a cache that has it, or '
-            f'{way_out(subfolder)}'
+            f'{constants.HF_HUB_CACHE} lacks it); unset HF_HUB_OFFLINE to download it, set HF_HOME to a cache '
+            f'that has it, or {way_out(subfolder)}'
         )
     is_commit = revision is not None and COMMIT.fullmatch(revision) is not None
     with _clear_errors(what, repository, revision, way_out(subfolder)):

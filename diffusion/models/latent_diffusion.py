@@ -337,7 +337,7 @@ class LatentDiffusion(ComposerModel):
         return losses.mean()
 
     def draws_of(self, batch: Mapping[str, Tensor]) -> Draws:
-        """Return a source of random numbers for a batch, keyed by its samples' ids, epochs, copies and batches."""
+        """Return a source of random numbers for a batch, keyed by each sample's id, epoch, occurrence and batch."""
         sample_id = batch.get(batch_keys.SAMPLE_ID)
         if sample_id is None:
             sample_id = torch.randint(2**32, (len(batch[batch_keys.INPUT_IDS]),), device=self.device)
@@ -669,7 +669,7 @@ class LatentDiffusion(ComposerModel):
             features = self.image_features(batch[batch_keys.IMAGE])
         else:
             raise UserError(
-                f'batch: has neither {batch_keys.IMAGE} nor {batch_keys.IMAGE_FEATURES}, of which '
+                f'batch: has neither {batch_keys.IMAGE} nor {batch_keys.IMAGE_FEATURES}, but '
                 'model.representation_alignment needs one; use a dataset of images, precompute the latents again with '
                 'this model, or set model.representation_alignment: null'
             )

@@ -49,7 +49,7 @@ def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
 
 
 def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]:
-    """Return a LoRA's weights by name, rescaled to alpha = rank, which programs that ignore its metadata assume."""
+    """Return a LoRA's weights by name, rescaled to alpha = rank for programs that do not read alpha from the file."""
     weights = get_peft_model_state_dict(denoiser, adapter_name=NAME)
     scale = settings.alpha / settings.rank
     return {name: each * scale if '.lora_B.' in name else each for name, each in weights.items()}

@@ -209,7 +209,7 @@ def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
 def flow_velocity(
     objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor, min_time: float = 0.0
 ) -> Tensor:
-    """Convert the denoiser's prediction for `noisy`, a flow's velocity or clean latents, to the velocity.
+    """Convert a flow denoiser's prediction for `noisy`, either the velocity or clean latents, to the velocity.
 
     Time t, [], must be above 0 unless `min_time` is set, which is a lower bound for the divisor t.
     """
@@ -224,7 +224,7 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | None) -> Tensor:
-    """Return a random timestep per sample, [B], int64 or (flow) float32; `quantiles` in [0, 1) if stratified."""
+    """Return a random timestep per sample, [B], int64 or, for a flow, float32; stratified ones need `quantiles`."""
     steps = objective.num_train_timesteps
     if objective.timesteps != 'stratified':
         if objective.is_flow:

@@ -232,7 +232,7 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that sets a builder's `tokenizers`, a function that builds only those from its keywords."""
+    """Return a decorator that gives a model's builder a function `tokenizers`, which builds only the tokenizers."""
 
     # The loader's workers tokenize captions, so they need the tokenizers but must not build the model.
     def decorate(builder: Builder) -> Builder:

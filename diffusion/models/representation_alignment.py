@@ -175,7 +175,7 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
 
 
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:
-    """Return 1 - mean cosine similarity per sample, [B], of tokens [B, K, F] and features [B, N, F] of cells `kept`."""
+    """Return 1 - mean cosine similarity, [B], of tokens [B, K, F] to features [B, N, F] at `kept` (None for all)."""
     if kept is not None:
         features = torch.take_along_dim(features, kept[:, :, None], dim=1)
     dtype = torch.promote_types(projected.dtype, torch.float32)

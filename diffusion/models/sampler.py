@@ -137,8 +137,8 @@ def guided_denoiser(
     """
     # Schedulers for flow matching expect the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
-    # For x-prediction, the published Euler method (Li and He 2025; diffusers' PRXPixelPipeline) bounds t like training.
-    # Heun's second step needs the velocity near t = 0, where this bound would stop it halfway.
+    # For x-prediction, the published Euler method (Li and He 2025; diffusers' PRXPixelPipeline) divides by at least
+    # MIN_TIME, as training does. Heun's second step needs the velocity near t = 0, where this would stop it halfway.
     min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
     def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ class TextConditioner(nn.Module):
         return longest(self.tokenizers)
 
     def fills(self, input_ids: Tensor) -> Tensor:
-        """Return bool [B], True for captions in token ids [B, E, L] that fill the longest tokenizer."""
+        """Return bool [B], True for captions in token ids [B, E, L] that fill the longest tokenizer's length."""
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
         index = lengths.index(max(lengths))
         tokenizer: Any = self.tokenizers[index]

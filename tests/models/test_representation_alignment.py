@@ -144,7 +144,7 @@ def test_denoiser_starts_and_is_evaluated_as_without_alignment_and_frozen_encode
     moments = {**batch, batch_keys.LATENT_MOMENTS: model.encode(batch.pop(batch_keys.IMAGE))}
     moments.pop(batch_keys.IMAGE)
     model.eval_forward(moments)
-    with pytest.raises(UserError, match='batch: has neither image nor image_features, of which model.representation'):
+    with pytest.raises(UserError, match='batch: has neither image nor image_features, but model.representation'):
         model(moments)
 
 

@@ -130,7 +130,7 @@ def test_mask_of_stored_text_replaces_that_of_token_ids(small_vae):
     expected = model._predict(noisy, times, model._condition(ids))
     torch.testing.assert_close(model._predict(noisy, times, condition), expected, rtol=1e-4, atol=1e-5)
     model.mask_padding = False
-    with pytest.raises(UserError, match='text_embeds are stored without padding, to which this model attends'):
+    with pytest.raises(UserError, match='text_embeds are stored without padding, but this model attends to padding'):
         model._condition_of(batch)
 
 

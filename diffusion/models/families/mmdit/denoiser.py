@@ -83,7 +83,7 @@ class MMDiT(DenoiserAdapter):
             log.warning('export: trained with zeros for dropped captions; a %s uses the empty caption instead', name)
         if text.t5 is None:
             log.info(
-                'export: without T5, so load the pipeline with %s.from_pretrained(FOLDER, text_encoder_3=None, '
+                'export: the model has no T5, so load it with %s.from_pretrained(FOLDER, text_encoder_3=None, '
                 'tokenizer_3=None)',
                 name,
             )

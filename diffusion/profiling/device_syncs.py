@@ -31,7 +31,7 @@ METHODS = ('cpu', 'numpy', 'tolist')
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
 """Path fragments of code whose tensors are only on the host: loaders, optimizers' step counters, completed copies."""
 PACKAGES = ('diffusion', 'composer')
-"""Packages whose innermost stack frame is reported; if there is none, the innermost one outside PyTorch is."""
+"""The innermost stack frame in these packages is reported, or else the innermost one outside PyTorch."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
 
 

@@ -124,7 +124,7 @@ def build_dataset(
     buckets = [Bucket(name, _stream(stream), stream.image_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     if family_of_model(recipe.model.name).image_sizes:
-        # Pass the keyword only for such models: a user's dataset class for other models may not accept it.
+        # Pass `image_sizes` only for models that need it: a user's dataset class for other models may not accept it.
         if not registry.signature('dataset', component.name).accepted({'image_sizes': True}):
             raise UserError(
                 f'dataset.name: {component.name} takes no keyword image_sizes, but the model {recipe.model.name} is '

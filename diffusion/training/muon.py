@@ -318,7 +318,7 @@ def _orthogonalize_parts(weights_NRC: Tensor, *, parts: int, steps: int) -> Tens
 
 
 def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Tensor], int]]:
-    """Yield lists of weights of equal shape and `parts`, up to a maximum size, and that number; same on all ranks."""
+    """Yield batches of weights of equal shape, with their common number of `parts`; the same batches on all ranks."""
     groups: dict[Any, list[Tensor]] = {}
     for weight, number in zip(weights, parts, strict=True):
         sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None

@@ -33,7 +33,7 @@ FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
-    """Apply a recipe's `effective_parts` to a model; call before building the Trainer, which wraps the model.
+    """Apply the settings `parts` (see `effective_parts`) to a model, before a Trainer is built, which wraps the model.
 
     Args:
         model: A LatentDiffusion; other models are not changed.

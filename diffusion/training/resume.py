@@ -120,7 +120,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
     found = [each for each in by_name if each.key not in from_variable - by_value]
     fixed = [each for each in variables if rule_of(each).effect is Effect.FIXED]
     if fixed:
-        log.warning('from environment variables, whose values are not compared on resume: %s', ', '.join(fixed))
+        log.warning('set by environment variables, whose values are not compared on resume: %s', ', '.join(fixed))
     return found
 
 

@@ -152,7 +152,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         if model.image_encoder is not None:
             loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
             model.use_stored_features()
-    # If Composer saves checkpoints, it may later find one of its own and replace these weights with its weights.
+    # If Composer saves the checkpoints, it may later find one of them and load that checkpoint's weights instead.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)
     if recipe.lora is not None:

@@ -53,7 +53,7 @@ class TrainingRun:
     def held(self) -> Iterator[None]:
         """Hold the run's lock, record the attempt, send messages, and copy files to the store during a `with` block.
 
-        If the node entry point started this process, it does all of this except for the files and some messages.
+        If the node entry point started this process, this only copies files and sends some of the messages.
         """
         is_rank_zero = os.environ.get('RANK', '0') == '0'
         # Copy the recipe, metrics and images from rank 0's working folder.

@@ -116,7 +116,7 @@ class EMA(Algorithm):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swap the averaged weights into the model inside the context; a no-op before `ema_start` or if nested."""
+        """Swap the averaged weights into the model inside the context; no-op before `ema_start` or in a nested call."""
         if not self.started or self._exchanged:
             yield
             return

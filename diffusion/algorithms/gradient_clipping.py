@@ -134,7 +134,7 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _norms_over_ranks(tensors: Sequence[Any]) -> list[Tensor]:
-    """Return the gradient norm of each clipping unit over all ranks; a single all-reduce sums the squares."""
+    """Return the norms of each tensor's clipping units over all ranks; a single all-reduce sums the squares."""
     shards = [local_shard(each) for each in tensors]
     # Sum in float64, so that the float32 result does not depend on the number of ranks.
     squares = [

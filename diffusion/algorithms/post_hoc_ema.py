@@ -244,8 +244,8 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
             f'{run / SNAPSHOT_FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot'
         )
     # Ignore snapshots after the first one at or after this batch. They contain little information about the average at
-    # this batch and may come from an abandoned trajectory: the run may have resumed from an earlier checkpoint with
-    # another learning rate without having overwritten them yet.
+    # this batch and may come from an abandoned trajectory: if the run resumed from an earlier checkpoint with another
+    # learning rate, it may not have overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
     used = [snapshot for snapshot in snapshots if snapshot.batch <= until]
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))

@@ -73,8 +73,8 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     |target - sum x_i kept_i| / |target|.
     """
     # The paper's A x = b does not constrain the sum of x. With 6 snapshots of widths 0.05 and 0.10 the sum is 1.003 for
-    # a width of 0.07. This rescales all parameters, to which only networks with the paper's weight normalization are
-    # invariant. The constraint costs little: the error becomes 2.12% instead of 2.11%.
+    # a width of 0.07. This rescales all parameters, which changes the output of networks without the paper's weight
+    # normalization. The constraint costs little: the error becomes 2.12% instead of 2.11%.
     norms = np.sqrt(np.diag(inner_products(kept, kept)))
     target_norm = float(np.sqrt(inner_products([target], [target]).item()))
     # Normalize the profiles so that early and late snapshots have the same scale. The condition number of 55 snapshots

@@ -209,7 +209,7 @@ class BucketStorage:
         return self._node_ranks[0] == dist.get_global_rank()
 
     def _batches(self) -> set[int]:
-        """Return the batches of checkpoints in the store, listed only once: later ones come only from this process."""
+        """Return the batches of checkpoints in the store; list them only once, since only this process adds more."""
         if self._published is None:
             with _as_storage_fault():
                 self._published = set(bucket_checkpoints.published_batches(self.place))

@@ -174,7 +174,7 @@ def _checkpoint_of(url: str) -> tuple[str, int]:
 
 
 def _remove_unused(local: Path, used: Path) -> None:
-    """Remove downloaded checkpoints that have not been used for a while, and record that this one was used."""
+    """Record that the downloaded checkpoint `used` is used now, and remove those that have been unused for a while."""
     os.utime(used)
     for path in list_checkpoints(local):
         if time.time() - path.stat().st_mtime > KEPT_SECONDS:

@@ -158,7 +158,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def _chunks(descriptor: int) -> Iterator[memoryview]:
-    """Yield a file's content in chunks, each valid until the next one; threads read ahead in the meantime."""
+    """Yield a file's content in chunks, each valid until the next is requested; meanwhile threads read ahead."""
     size = os.fstat(descriptor).st_size
     starts = range(0, size, _CHUNK)
     # Reuse buffers: allocating new ones of this size would take longer than hashing.
@@ -217,7 +217,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-    """Write a checkpoint's receipt with the fields `about`, rename its folder, and point `latest` to it."""
+    """Write a checkpoint's receipt with `files` and the fields `about`, rename its folder, and point `latest` to it."""
     with (work / RECEIPT).open('w', encoding='utf-8') as file:
         file.write(receipt_text(files, about))
         flush(file)

@@ -118,8 +118,8 @@ def _read_file(file: Path) -> dict[str, Any]:
         if (code := code_to_run(error)) is None:
             raise UserError(f'{file}: not a checkpoint (its pickle is damaged); use another one') from error
         raise UserError(
-            f'{file}: {code}, so it is not loaded; use a checkpoint from a source that you trust. If that is a class '
-            'of a component of yours, allow it with torch.serialization.add_safe_globals in a module that the recipe '
+            f'{file}: not loaded, because it {code}; use a checkpoint from a source that you trust. If that name is a '
+            'class of your own, allow it with torch.serialization.add_safe_globals in a module that the recipe '
             'imports'
         ) from error
     except RuntimeError as error:

@@ -81,7 +81,7 @@ class Collected(NamedTuple):
 
 
 def collect(state: State, folder: Path, progress: WriteProgress | None = None, *, sharded_tensors: bool) -> Collected:
-    """Collect this rank's part of a checkpoint: its shards, or all tensors on rank 0. A collective."""
+    """Collect this rank's part of a checkpoint: its shards if `sharded_tensors`, else all on rank 0. A collective."""
     content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
     sharded = ShardedWrite(tensors, folder, progress) if sharded_tensors else None
     content = content if dist.get_global_rank() == 0 else {}

@@ -62,7 +62,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
         for name, tensor in tensors.items():
             if stored.get(name) != tensor.shape:
                 found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
-                raise UserError(f'{folder}: {name} {found}; use the model and optimizer that it was saved with')
+                raise UserError(f'{folder}: tensor {name} {found}; use the model and optimizer that were saved')
         fetch(folder, _files_to_read(tensors, folder))
     for pause in (*checkpoint_store.RETRY_PAUSES_SECONDS, None):
         try:

@@ -122,7 +122,7 @@ class TensorCopies:
             self._error = error
 
     def _divided(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[tuple[int, int, int]]]:
-        """Return tensor pairs on GPUs, pairs that torch copies, and memory pieces (target and source address, size)."""
+        """Return GPU pairs, other pairs for torch to copy, and pieces of memory (target and source address, size)."""
         on_gpu, rest, pieces = [], [], []
         for target, source in self._pairs:
             if source.is_cuda:

@@ -111,7 +111,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """Return for each value the sum of values up to it, weighted by 1, keep, keep**2, ..., and the sum of weights."""
+    """Return, up to each value, the sum of values with weights ..., keep**2, keep, 1, and the sum of these weights."""
     total, weight, sums = 0.0, 0.0, []
     for value in values:
         total, weight = keep * total + value, keep * weight + 1

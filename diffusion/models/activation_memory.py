@@ -232,7 +232,7 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
-        # Pass tensors on to `recording.keep` below: autograd only calls the innermost hooks, those set here.
+        # Call `recording.keep` below: autograd calls only the innermost hooks, so `pack` replaces the outer ones.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)

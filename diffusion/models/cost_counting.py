@@ -227,7 +227,7 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
-        """Return an image's forward FLOPs: of the `trained` modules, and of the frozen `image_encoder` (VAE)."""
+        """Return an image's forward FLOPs for the `trained` modules, with a `route` if any, and the `image_encoder`."""
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')
             with _TrainedFlops(display=False) as trained:

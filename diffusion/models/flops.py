@@ -20,7 +20,7 @@ _autocast = torch.autocast
 
 
 class FlopCount:
-    """Callable that returns the FLOPs of a denoiser's forward pass on one sample; it stores a copy without data."""
+    """Callable that returns the FLOPs of a denoiser's forward pass on one sample, counted on a copy without data."""
 
     def __init__(self, denoiser: nn.Module, family: DenoiserAdapter | None = None) -> None:
         self._family = family or adapter_of(denoiser)
@@ -123,7 +123,7 @@ def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
 
 
 def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
-    """Return the FLOPs (three passes) of training a FeatureProjector on a number of tokens; it may be sharded."""
+    """Return the FLOPs (three passes) of training a FeatureProjector, which may be sharded, on a number of tokens."""
     weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
     return 3 * 2 * weights * tokens
 

@@ -112,7 +112,7 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
         raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         if (code := code_to_run(error)) is not None:
-            raise UserError(f'{where} {code}, so it is not loaded; download the weights of torchvision') from error
+            raise UserError(f'{where} is not loaded, because it {code}; download the weights of torchvision') from error
         first = str(error).partition('\n')[0].partition('. ')[0]
         raise UserError(f'{where} cannot be read as weights ({first}); download them again') from error
     # Map to torchvision's names, which have the same layer numbers: slice3.10.weight and slices.3.10.weight are

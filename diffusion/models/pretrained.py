@@ -256,7 +256,7 @@ def check_sources(**sources: str | None) -> None:
 
 
 def load_vae(source: str, *, revision: str | None = None) -> Vae:
-    """Load an autoencoder or a model's subfolder `vae`, of the class in its config.json; `pixels` gives PixelSpace."""
+    """Load a source's autoencoder, at its top or in `vae`; config.json names the class. `pixels` gives PixelSpace."""
     if source == PIXELS:
         return PixelSpace()
     subfolder, config = _vae_config(source, revision)

@@ -208,7 +208,7 @@ class Draws:
     def precompute_draws(
         self, words: Sequence[Purpose], normals: Mapping[Purpose, int], draw: Callable[..., RandomBits] = random_bits
     ) -> 'Draws':
-        """Return an equal source that already holds some random numbers, drawn in one call for all purposes.
+        """Return a copy that already holds some of its random numbers, drawn in one call for all purposes.
 
         It holds one number per sample for `words`, and the given number of normal numbers for `normals`; `draw` is
         `random_bits` or a compiled `fusible_random_bits`.

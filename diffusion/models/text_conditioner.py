@@ -270,7 +270,7 @@ class TextConditioner(nn.Module):
 
 
 def _freeze_unused_layer(encoder: Any) -> None:
-    """Freeze a CLIP encoder's last layer and final norm if only its penultimate hidden states are used."""
+    """Freeze the last layer and final norm of a CLIP encoder without projection: the penultimate layer is used."""
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection) or not encoder.config.num_hidden_layers:
         raise UserError(
             f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'

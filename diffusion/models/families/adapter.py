@@ -155,7 +155,7 @@ class DenoiserAdapter(ABC):
         """Return the diffusers pipeline that generates the same images as a LatentDiffusion, or raise UserError."""
 
     def single_file(self, model: Any) -> Any:
-        """Return the model as a `models.single_file.SingleFile` for ComfyUI; UserError without such a layout."""
+        """Return the model as a `models.single_file.SingleFile` for ComfyUI; UserError if its family has none."""
         raise UserError(
             f'--out: no program reads a {type(model.denoiser).__name__} from a single file; give a folder, which '
             'diffusers loads'

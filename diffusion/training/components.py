@@ -36,7 +36,7 @@ from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first', 'caption_weights': None}
-"""Keyword arguments for the training dataset in evaluation, so that every evaluation uses the same samples."""
+"""Keyword arguments that make a training dataset return the same samples in every evaluation."""
 QUARANTINE = 'quarantine.jsonl'
 """File in the run's folder with one JSON line per bad sample."""
 

@@ -51,7 +51,7 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
     what = 'the disk quota is used up on' if fault.errno == errno.EDQUOT else 'no space left on'
     try:
         free = f', {_gib(shutil.disk_usage(folder).free)} free'
-    except OSError:  # the file system does not respond
+    except OSError:  # the file system does not respond, so omit the free space
         free = ''
     return f'{what} {folder}: {_gib(needed_bytes)} needed{free}'
 
@@ -160,7 +160,7 @@ class SaveInProgress:
                 if self._recipe_text:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
-            self.progress.check()  # do not upload an abandoned save
+            self.progress.check()  # raises SaveAbandoned: do not upload an abandoned save
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
         # A rank that failed also calls `upload`, without files: in a tier, ranks on other nodes wait for its message.

@@ -56,7 +56,7 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     report = None if error is None else _failure(error)
     try:
         reports = dist.all_gather_object(report)
-    except Exception as lost:  # not caused by the block's error, although Python sets that as its context
+    except Exception as lost:  # the block's error is its context but not its cause
         raise RankFailed(f'{where}: the ranks could not exchange their errors ({lost})') from lost
     failed = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failed:

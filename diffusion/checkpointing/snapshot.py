@@ -217,7 +217,7 @@ class SnapshotBuffers:
             # Forked loader workers must not keep copies of pages that the next snapshot changes, and the first snapshot
             # must not take a page fault for every 4 KiB.
             for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-                with suppress(OSError):  # the kernel does not support huge pages
+                with suppress(OSError):  # some kernels do not support huge pages
                     memory.madvise(advice)
         self._memory = memory
         self._gpu = torch.cuda.current_device() if pinned else None
@@ -347,7 +347,7 @@ def cores_per_rank() -> int:
 
 def lower_priority() -> None:
     """Give this thread a low priority, so that training gets the CPU first; on Linux only."""
-    if sys.platform == 'linux':  # elsewhere this would change the priority of the whole process
+    if sys.platform == 'linux':  # on other systems this would change the priority of the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

@@ -129,7 +129,7 @@ class NodeTier:
             return
         try:
             exchange_files(work, files, self._peers, self.group, check)
-        except (RuntimeError, ValueError) as error:  # raised by gloo, or for an unexpected message
+        except (RuntimeError, ValueError) as error:  # from gloo, or because a message was not as expected
             raise OSError(EXCHANGE_FAILED, f'the exchange of files with another node failed: {error}') from error
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
@@ -198,7 +198,7 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
         found = NodeTier(name, root / run_id, run_id, replicate=tier.replicate, recipe_text=recipe_text)
         try:
             found.open(begun=begun)
-        except OSError as error:  # a broken disk; all ranks raise the error
+        except OSError as error:  # a node's disk is broken; all ranks raise the error
             if dist.get_global_rank() == 0:
                 log.warning('%s: not used in this run (%s)', found.place, error)
             continue
@@ -232,7 +232,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
             f'{where}: {error.strerror}; create it on each node, or choose another folder for this tier '
             '(checkpointing.tiers)'
         ) from error
-    with suppress(OSError):  # the file system does not support locks
+    with suppress(OSError):  # some file systems do not support locks
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock
 

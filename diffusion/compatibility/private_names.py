@@ -34,7 +34,7 @@ class PrivateName:
 
     Args:
         distribution: Name of the package in the package index, a key of `CHECKED_VERSIONS`.
-        where: Module that contains the name, for attributes followed by the class:
+        where: Module that contains the name; if the name is an attribute, followed by its class:
             `torch.utils.data.dataloader:_SomeClass`.
         name: The name itself, dotted for a member of a private module.
         reason: What the name is used for, and why no public name works.

@@ -77,8 +77,8 @@ def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precis
             float32: no autocast;
             half: 16-bit autocast as on CUDA, with norms in float32;
             half+low_precision_norms: the same with norms in 16 bits (speed.low_precision_norms);
-            float32+compile, half+compile: with compiled blocks, which recompute cheap results instead of keeping them
-            (so that they compute norms in float32 without keeping anything in float32).
+            float32+compile, half+compile: with compiled blocks, which recompute cheap results instead of keeping them;
+            norms are computed in float32, but nothing in float32 is kept for them.
     """
     flags = set(precision.split('+'))
     # Use fake CPU tensors: the meta device lacks fused attention, and its replacement keeps all L x L attention weights

@@ -96,7 +96,7 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
     if _is_cached(part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights=True):
         return 0
     if constants.HF_HUB_OFFLINE:
-        fetch(part, repository, subfolder=subfolder, revision=revision, weights=True)  # raises the offline mode's error
+        fetch(part, repository, subfolder=subfolder, revision=revision, weights=True)  # raises UserError: not cached
     what = _description(part, repository, subfolder, revision)
     with _clear_errors(what, repository, revision, way_out(subfolder)), errors_only(HUB_LOGGER):
         commit, names = _files(repository, subfolder, revision)

@@ -261,7 +261,7 @@ def tiny_mmdit(
         num_layers=text_layers,
         num_heads=width // 32,
         feed_forward_proj='gated-gelu',
-        dropout_rate=0.0,  # random numbers of dropout would not be keyed by sample
+        dropout_rate=0.0,  # dropout would draw random numbers that are not keyed by sample
     )
     text = Sd3TextConditioner(
         [CLIPTextModelWithProjection(config) for _ in range(2)],

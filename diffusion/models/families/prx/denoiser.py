@@ -144,7 +144,7 @@ def _pixel_pipeline(model: Any) -> Any:
             f'{model.objective.path} and prediction_type {model.objective.prediction_type}; draw with task=generate'
         )
     log.info('export: call the pipeline with use_resolution_binning=False unless the side is 1024 px')
-    velocity = replace(model.objective, prediction_type='velocity')  # the pipeline itself converts predictions
+    velocity = replace(model.objective, prediction_type='velocity')  # the pipeline converts predictions to velocities
     return PRXPixelPipeline(
         transformer=model.denoiser,
         scheduler=inference_scheduler('euler', velocity),

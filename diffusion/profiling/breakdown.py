@@ -300,7 +300,7 @@ class Breakdown(Callback):
         self._undo.append(lambda: stage_hooks.set_listener(None))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        self._enter(DATA_WAIT)  # the first batch starts the workers
+        self._enter(DATA_WAIT)  # the first batch also waits for the start of the workers
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._enter(DATA_WAIT)

@@ -92,7 +92,7 @@ def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
 
     show = warnings.showwarning
     previous_mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # restores filters and showwarning
+    with warnings.catch_warnings():  # restores filters and showwarning at the end
         # Python's default is to show a warning once per line.
         warnings.filterwarnings('always', message='.*synchronizing CUDA operation')
         warnings.showwarning = count_warning

@@ -252,7 +252,7 @@ class Muon(Optimizer):
         if any(each.ndim < 2 for each in weights):
             # FSDP1 has replaced the weights with flat shards since the optimizer was built.
             raise UserError('muon: the matrices were flattened, as FSDP1 does; use FSDP2 or DDP')
-        first = 0  # the batches' matrices are dealt out to the ranks in turn
+        first = 0  # index of the batch's first matrix: matrices are dealt out to the ranks in turn
         for batch, number in _batches(weights, parts):
             self._update_batch(group, batch, first, parts=number)
             first += len(batch)

@@ -108,7 +108,7 @@ class _Touch(nn.Module):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._touched = tuple(parameters)  # a tuple does not register them: they still belong only to the real module
+        self._touched = tuple(parameters)  # as a tuple, so that they still belong only to the real module
 
     def forward(self) -> Tensor:
         # reduce() adds from the left, so the backward pass goes from the last parameter to the first, as in training.

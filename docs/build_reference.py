@@ -373,7 +373,7 @@ def exit_status_page() -> str:
     rows = [('0', 'Success.')]
     rows += [(str(value), docs[name]) for name, value in vars(exit_codes).items() if name in docs]
     rows += [
-        ('3', '`diffusion data verify` found damaged data, or `diffusion prepare` rejected more than `max_rejected`.'),
+        ('3', '`diffusion data verify` found damaged data, or `diffusion prepare` more unusable images than allowed.'),
     ]
     text = inspect.cleandoc(exit_codes.__doc__ or '')
     return _joined('# Exit statuses', text, table(('status', 'meaning'), sorted(rows, key=lambda row: int(row[0]))))

@@ -281,7 +281,7 @@ class _Addition(Preparation):
         if self.repeated_keys:
             report.notes.append(
                 f'{self.repeated_keys} images have the key of another image of the dataset, with other pixels; put a '
-                'prefix before the keys of this delivery (--set key_prefix=monday/), or remove the old images first '
+                'prefix before the keys of this delivery (--key-prefix monday/), or remove the old images first '
                 '(diffusion data remove)'
             )
         former = self.dataset.json(self.dataset.record.deliveries[-1].report)['versions']

@@ -78,7 +78,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     """Run `diffusion prepare`: convert images to a dataset and print the report.
 
     Returns:
-        Exit status: 0 for success, 3 if the fraction of rejected inputs exceeds `max_rejected`, 130 if interrupted.
+        Exit status: 0 for success, 3 if the fraction of unusable inputs exceeds `max_rejected`, 130 if interrupted.
     """
     from diffusion.prepare.append import append
     from diffusion.prepare.pipeline import prepare

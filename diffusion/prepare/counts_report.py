@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.data.image_sheet import Figure, html_figures, html_page
-from diffusion.prepare.source import NamedCount
+from diffusion.prepare.source import NamedCount, is_filter
 from diffusion.storage.atomic import write_atomically
 
 REPORT = 'report.json'
@@ -35,7 +36,7 @@ class PrepareReport:
     source: str
     arguments: dict[str, Any]
     max_rejected: float = 1.0
-    """Maximum fraction of inputs that may be rejected for the preparation to pass."""
+    """Maximum fraction of inputs that may be unusable for the preparation to pass."""
     versions: dict[str, str] = field(default_factory=dict)
     license: str | None = None
     pictures: int = 0
@@ -69,23 +70,32 @@ class PrepareReport:
     """Number of images that were removed after their delivery."""
 
     @property
-    def rejected_share(self) -> float:
-        """Fraction of inputs that were rejected, in [0, 1]."""
-        count = sum(rejected.count for rejected in self.rejected.values())
+    def filtered(self) -> int:
+        """Number of inputs that were rejected because the settings ask for it, such as duplicates."""
+        return sum(found.count for reason, found in self.rejected.items() if is_filter(reason))
+
+    @property
+    def unusable(self) -> int:
+        """Number of inputs that were rejected for other reasons, such as truncated images and missing captions."""
+        return sum(found.count for reason, found in self.rejected.items() if not is_filter(reason))
+
+    @property
+    def unusable_share(self) -> float:
+        """Fraction of inputs, without skipped files, that are unusable, in [0, 1]."""
         accepted = self.pictures + (0 if self.held_out is None else self.held_out.pictures)
-        return count / max(1, count + accepted)
+        return self.unusable / max(1, self.unusable + self.filtered + accepted)
 
     @property
     def passed(self) -> bool:
-        """True if the fraction of rejected inputs is at most `max_rejected`; otherwise the exit status is 3."""
-        return self.rejected_share <= self.max_rejected
+        """True if the fraction of unusable inputs is at most `max_rejected`; otherwise the exit status is 3."""
+        return self.unusable_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
         content = vars(self) | {
             'rejected': dict(sorted(self.rejected.items())),
             'repaired': self.repaired if self.repaired.count else None,
             'passed_over': dict(sorted(self.passed_over.items())),
-            'rejected_share': self.rejected_share,
+            'unusable_share': self.unusable_share,
             'passed': self.passed,
             'seconds': round(self.seconds, 1),
         }
@@ -109,7 +119,9 @@ class PrepareReport:
         if self.held_out is not None:
             held_out = self.held_out
             lines.append(f'{held_out.out}: {held_out.pictures} held-out images ({_counts(held_out.buckets)})')
-        lines += count_lines('rejected', self.rejected)
+        if self.rejected or self.passed_over:
+            lines.append(', '.join(f'{name} {count}' for name, count in _outcomes(self).items()))
+        lines += rejection_lines(self.rejected)
         lines += [
             f'{reason}: {detail} ({count})' for reason, found in self.details.items() for detail, count in found.items()
         ]
@@ -123,12 +135,38 @@ class PrepareReport:
         lines += self.notes
         if not self.passed:
             lines.append(
-                f'too many inputs were rejected: {self.rejected_share:.1%} is above --max-rejected '
-                f'{self.max_rejected:.1%}; the dataset contains the others, see {out}/{REPORT}'
+                f'{self.unusable_share:.1%} of the inputs are unusable, above the limit of {self.max_rejected:.1%}; '
+                f'the dataset has the others. See {out}/{HTML_REPORT}, and accept it with --max-rejected '
+                f'{_rounded_up(self.unusable_share)} (max_rejected in a YAML file)'
             )
         if self.license:
             lines.append(self.license)
         return '\n'.join(lines)
+
+
+def _outcomes(report: PrepareReport) -> dict[str, str]:
+    """Return the number of inputs and what became of them, by outcome."""
+    return {
+        'inputs': f'{report.inputs:,}',
+        'kept': f'{report.pictures:,}',
+        **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
+        'filtered': f'{report.filtered:,}',
+        'unusable': f'{report.unusable:,} ({report.unusable_share:.2%}; the limit is {report.max_rejected:.2%})',
+        'skipped': f'{sum(files.count for files in report.passed_over.values()):,}',
+    }
+
+
+def _rounded_up(share: float) -> str:
+    """Return a fraction rounded up to two significant digits, such as 0.049."""
+    step = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return f'{math.ceil(round(share / step, 6)) * step:.2g}'
+
+
+def rejection_lines(rejected: Mapping[str, NamedCount]) -> list[str]:
+    """Return one line of text per reason, first the filters of the settings, then the unusable inputs."""
+    filtered = {reason: found for reason, found in rejected.items() if is_filter(reason)}
+    unusable = {reason: found for reason, found in rejected.items() if not is_filter(reason)}
+    return count_lines('filtered', filtered) + count_lines('unusable', unusable)
 
 
 def count_lines(title: str, counts: Mapping[str, NamedCount]) -> list[str]:
@@ -179,7 +217,12 @@ def report_page(
         *([] if report.held_out is None else ['<h2>Held out</h2>', _bucket_bars(report.held_out)]),
         '' if report.held_out is None else _figures(report.held_out.out, held_out),
         '<h2>Rejected</h2>',
-        _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
+        _bars(
+            {
+                reason: (entry.count, 'filtered' if is_filter(reason) else 'unusable')
+                for reason, entry in sorted(report.rejected.items())
+            }
+        ),
         *(_details(reason, found) for reason, found in sorted(report.details.items())),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
         '<h2>Skipped</h2>',
@@ -192,19 +235,14 @@ def report_page(
 
 
 def _summary(report: PrepareReport) -> str:
-    rejected = sum(entry.count for entry in report.rejected.values())
     lines = {
         'source': report.source,
-        'inputs': f'{report.inputs:,}',
-        'kept': f'{report.pictures:,}',
-        **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
-        'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
+        **_outcomes(report),
         **({'repaired': f'{report.repaired.count:,} ({report.repaired.shown})'} if report.repaired.count else {}),
-        'skipped': f'{sum(files.count for files in report.passed_over.values()):,} files',
         **({'removed later': f'{report.removed:,}'} if report.removed else {}),
         'license': report.license or 'not given',
     }
-    failed = '' if report.passed else '<p class="failed">More images were rejected than max_rejected allows.</p>'
+    failed = '' if report.passed else '<p class="failed">More inputs are unusable than max_rejected allows.</p>'
     return _table(lines) + ''.join(f'<p>{html.escape(note)}</p>' for note in report.notes) + failed
 
 

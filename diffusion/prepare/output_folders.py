@@ -16,13 +16,14 @@ from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
 from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.counts_report import REPORT, PrepareReport
+from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.part_shards import read_stored
 from diffusion.prepare.work_dir import Staging, WorkFolder, read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
 from diffusion.storage.atomic import replace_folder
 from diffusion.storage.places import LocalPlace, Place, StorePlace, is_url
-from diffusion.storage.shard_writer import ShardWriter
+from diffusion.storage.shard_writer import ShardWriter, differences
 
 
 def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> 'FolderOutput | StoreOutput':
@@ -46,14 +47,14 @@ class FolderOutput:
         path = self.out / REPORT
         return _parsed_report(path) if path.is_file() else None
 
-    def check(self) -> None:
+    def check(self, plan: InputPlan) -> None:
         """Raise UserError if the destination is not empty or cannot be replaced; call this before any work is done."""
-        self._check_free()
+        self._check_free(plan)
         # The dataset is renamed from the work folder, which is possible only within one file system.
         parent = next(path for path in self.out.parents if path.exists())
         if parent.stat().st_dev != self.work.path.stat().st_dev:
             raise UserError(
-                f'work: {self.work.path} is on another file system than {self.out}; give a folder on the same one'
+                f'--work: {self.work.path} is on another file system than {self.out}; give a folder on the same one'
             )
 
     def bucket(self, name: str) -> Place:
@@ -72,7 +73,7 @@ class FolderOutput:
             self._check_free()  # another process may have written to the folder since the first check
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
 
-    def _check_free(self) -> None:
+    def _check_free(self, plan: InputPlan | None = None) -> None:
         """Raise UserError unless the output folder is empty or contains a dataset that may be replaced."""
         out = self.out
         if os.path.ismount(out):
@@ -82,10 +83,7 @@ class FolderOutput:
         if not out.is_dir() or not any(out.iterdir()):
             return
         if not self.overwrite:
-            raise UserError(
-                f'{out}: exists and is not empty; remove it, give another --out, '
-                'or add --overwrite to replace the dataset or --append to add the images to it'
-            )
+            raise not_empty(out, self.report(), plan, 'add --overwrite to replace the dataset')
         if not (out / REPORT).is_file():
             raise UserError(f'{out}: has no {REPORT}, so it is not a prepared dataset; give another --out')
 
@@ -101,12 +99,10 @@ class StoreOutput:
     def report(self) -> PrepareReport | None:
         return _parsed_report(self.folder.fetch(REPORT, again=True)) if REPORT in self.folder.sizes() else None
 
-    def check(self) -> None:
+    def check(self, plan: InputPlan) -> None:
         # Accept existing objects if a plan exists: they are shards uploaded by an earlier start.
         if not self.work.plan.exists() and self.folder.sizes():
-            raise UserError(
-                f'{self.folder}: is not empty; remove its objects, give another out, or add --append to add to it'
-            )
+            raise not_empty(self.folder, self.report(), plan, 'remove its objects')
 
     def bucket(self, name: str) -> Place:
         return StorePlace(self.folder.locate(name), self.staging.uploading / name)
@@ -136,6 +132,19 @@ class StoreOutput:
                     f'{self.folder}/{name}: has {found.get(name)} of {size} bytes after all uploads; '
                     'run the same command again to write only this file again'
                 )
+
+
+def not_empty(out: object, report: PrepareReport | None, plan: InputPlan | None, remedy: str) -> UserError:
+    """Return the error for an output that is not empty, with the differences between its dataset and this plan."""
+    lines: list[str] = []
+    ways = ['give another --out', remedy, 'add --append to add the images to it']
+    if report is not None and plan is not None and report.fingerprint != plan.content_fingerprint:
+        saved = {name: value for name, value in report.arguments.items() if name != 'out'}
+        lines = differences(saved, plan.settings, saved_in='there')
+        ways = ways if all(line.startswith('source.') for line in lines) else ways[:-1]
+        lines = lines or differences(report.versions, plan.versions, saved_in='there') or ['the files of the input']
+    changed = '\n  '.join(['; its dataset differs in:', *lines]) + '\n' if lines else '; '
+    return UserError(f'{out}: exists and is not empty{changed}{", ".join(ways[:-1])} or {ways[-1]}')
 
 
 def _parsed_report(path: Path) -> PrepareReport | None:

@@ -11,6 +11,7 @@ finish, or interruptions; only `date` and `seconds` in the report vary.
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +30,7 @@ from diffusion.prepare.counts_report import (
     REPORT,
     HeldOut,
     PrepareReport,
-    count_lines,
+    rejection_lines,
     report_page,
     utc_now,
 )
@@ -120,7 +121,7 @@ class Preparation:
             if finished is not None:
                 finished.notes.append('already prepared from the same input with the same settings; nothing to do')
                 return finished
-            self.check_outputs()
+            self.check_outputs(plan)
             plan.write_or_check(self.work)
             with self.work.cleared_after_errors(share):
                 self.convert_parts(plan, share)
@@ -143,13 +144,14 @@ class Preparation:
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]
-        same = all(report and report.fingerprint == plan.content_fingerprint for report in reports)
-        return reports[0] if same else None
+        if reports[0] is None or not all(each and each.fingerprint == plan.content_fingerprint for each in reports):
+            return None
+        return replace(reports[0], max_rejected=self.settings.max_rejected)
 
-    def check_outputs(self) -> None:
+    def check_outputs(self, plan: InputPlan) -> None:
         """Check, before any work, that the datasets can be written and no held-out image becomes a training image."""
         for split in self.splits:
-            self.outputs[split].check()
+            self.outputs[split].check(plan)
         if HELD_OUT not in self.splits and not self.settings.is_remote:
             former = self.outputs[HELD_OUT].report()
             if former is not None and former.arguments.get('hold_out'):
@@ -263,7 +265,7 @@ class Preparation:
                 f'hold_out: {title} has {accepted} accepted images, so {hold_out} cannot be held out; '
                 f'give at most {accepted - 1}'
             )
-        raise UserError('\n'.join([problem, *notes, *count_lines('rejected', catalog.rejected)]))
+        raise UserError('\n'.join([problem, *notes, *rejection_lines(catalog.rejected)]))
 
     def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
@@ -370,7 +372,7 @@ class Preparation:
         if not self.settings.license and any(head.license == '' for head in plan.parts.heads):
             notes.append(
                 f'{self.settings.source.title}: its dataset card states no license; find it out before training, and '
-                'record it with --set license=NAME'
+                'record it with --license NAME'
             )
         notes += [
             f'images of other formats were skipped; read them with --formats {name}' for name in dict.fromkeys(found)

@@ -194,7 +194,8 @@ class PrepareSettings:
     copies are rejected.
     """
     max_rejected: Annotated[float, Option('FRACTION')] = 0.01
-    """Maximum fraction of inputs that may be rejected; if it is exceeded, the exit status is 3."""
+    """Maximum fraction of inputs that may be unusable, such as truncated images and missing captions; above it, the
+    exit status is 3. Inputs that other settings filter out, such as duplicates and small images, do not count."""
     shard_mb: float = 256.0
     """Maximum size of a shard in MB."""
     license: Annotated[str | None, Option('TEXT')] = None
@@ -408,7 +409,10 @@ def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
         )
     if settings.is_remote:
         if settings.work is None:
-            gather.problem('work', f'is missing; out is {settings.out}, so give a local work folder')
+            gather.problem(
+                'work',
+                f'is missing; out is {settings.out}, so give a local folder: --work DIR (work: DIR in a YAML file)',
+            )
         if settings.overwrite:
             gather.problem(
                 'overwrite',

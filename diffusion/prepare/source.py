@@ -289,3 +289,22 @@ class Unfit(Exception):
         super().__init__(reason)
         self.detail = detail
         """Explanation of the reason, with the offending values."""
+
+
+FILTER_REASONS = frozenset(
+    {
+        *('duplicate', 'removed', 'too_small', 'too_elongated', 'too_long', 'too_many_pixels'),
+        *('caption_too_short', 'caption_too_long'),
+    }
+)
+"""Reasons due to a limit or search in the settings, or to `data remove`; limits of columns are added to these.
+
+Inputs rejected for any other reason are unusable: images that cannot be decoded, missing captions, missing values of
+filtered columns, rows without an image, and every reason of a source of your own.
+"""
+_COLUMN_LIMIT = re.compile(r'.+_(below|above)_-?[0-9.]+(e[+-]?[0-9]+)?')
+
+
+def is_filter(reason: str) -> bool:
+    """Return True if inputs with this reason were filtered out as the settings ask, False if they are unusable."""
+    return reason in FILTER_REASONS or _COLUMN_LIMIT.fullmatch(reason) is not None

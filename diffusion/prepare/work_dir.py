@@ -115,7 +115,7 @@ class WorkFolder:
 
         if not stack.enter_context(locks.hold_lock(self.path / name, fail, shared=shared)):
             raise UserError(
-                f'{self.path}: the file system does not support locks (flock); set work to a folder on another one'
+                f'{self.path}: the file system does not support locks (flock); give another one with --work DIR'
             )
 
     def clear_unfinished(self, share: Share | None = None) -> None:

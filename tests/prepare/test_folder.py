@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from drawn import here, samples
 from PIL import Image
 
 from diffusion.cli import CommandParser
+from diffusion.errors import UserError
 from diffusion.prepare import cli
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
@@ -107,14 +109,27 @@ def run(*arguments: object) -> int:
     return cli.run_prepare(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_exit_code_3_for_too_many_rejected(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_counts_unusable_images_and_not_those_filtered_out(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw(source / 'a.jpg')
     draw(source / 'b.jpg', 8, 8)
-    assert run('folder', source, '--out', tmp_path / 'strict', '--sizes', 16) == 3
-    assert '50.0% is above --max-rejected 1.0%' in capsys.readouterr().out
+    assert run('folder', source, '--out', tmp_path / 'small', '--sizes', 16) == 0
+    assert 'filtered, too_small: 1 (b.jpg)' in capsys.readouterr().out
+    (source / 'c.jpg').write_bytes((source / 'a.jpg').read_bytes()[:-9])
+    (source / 'c.txt').write_text('cut short')
+    arguments = ('folder', source, '--out', tmp_path / 'strict', '--sizes', 16)
+    assert run(*arguments) == 3
+    printed = capsys.readouterr().out
+    assert 'kept 1, filtered 1, unusable 1 (33.33%; the limit is 1.00%)' in printed
     assert len(samples(tmp_path / 'strict/16px')) == 1
-    assert run('folder', source, '--out', tmp_path / 'lax', '--sizes', 16, '--max-rejected', 0.5) == 0
-    assert 'rejected, too_small: 1 (b.jpg)' in capsys.readouterr().out
+    assert run(*arguments, *re.findall('--max-rejected [0-9.]+', printed)[0].split()) == 0
+    with pytest.raises(
+        UserError, match=r"differs in:\n  formats: \[\] there, \['svg'\] now\ngive another --out or add --over"
+    ):
+        run(*arguments, '--formats', 'svg')
+    with pytest.raises(UserError, match='work: is missing; out is s3://b/x, so give a local folder: --work DIR'):
+        run('folder', source, '--out', 's3://b/x', '--sizes', 16)
 
 
 def test_hostile_texts_are_escaped(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_training_set_and_held_out_images_are_disjoint_and_together_all_accepted
         assert report.buckets == {name: len(found) for name, found in train.items()}
         assert report.held_out.buckets == {name: len(found) for name, found in held.items()}
         assert report.rejected == everything.rejected and report.inputs == everything.inputs == 30
-        assert report.rejected_share == everything.rejected_share
+        assert report.unusable_share == everything.unusable_share
 
 
 class Backwards(DrawnSource):
@@ -91,7 +91,7 @@ def test_copies_of_held_out_images_in_training_are_noted_without_duplicates(tmp_
 
 
 def test_too_few_images_to_hold_out_is_an_error_with_their_number(tmp_path: Path) -> None:
-    message = r'hold_out: drawn has 18 accepted images, so 18 cannot be held out; give at most 17\nrejected'
+    message = r'hold_out: drawn has 18 accepted images, so 18 cannot be held out; give at most 17\nunusable'
     with pytest.raises(UserError, match=message):
         run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=18)
     assert not list(tmp_path.iterdir())

@@ -241,7 +241,7 @@ def test_shard_damaged_during_other_uploads_is_written_again(
 
 def test_nonempty_output_in_a_store_is_not_touched(tmp_path: Path, store: Store) -> None:
     store.bucket('mds', **{'out/something': b'x', 'outside': b'y'})
-    with pytest.raises(ValueError, match='s3://mds/out: is not empty'):
+    with pytest.raises(ValueError, match='s3://mds/out: exists and is not empty'):
         run(tmp_path, 's3://mds/out')
     assert not (tmp_path / 'work').exists()
 

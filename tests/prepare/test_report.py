@@ -56,7 +56,11 @@ def test_report_accounts_for_every_input(prepared: tuple[Path, PrepareReport]) -
     assert saved['bytes'] == {
         name: sum(path.stat().st_size for path in (out / name).glob('*.mds')) for name in report.buckets
     }
-    assert saved['passed'] is False and 'is above --max-rejected 10.0%' in report.text(out)
+    assert saved['passed'] is False and (report.filtered, report.unusable) == (27, 42)
+    text = report.text(out)
+    assert 'inputs 98, kept 29, filtered 27, unusable 42 (42.86%; the limit is 10.00%), skipped 0' in text
+    assert text.index('filtered, too_small: 14') < text.index('unusable, no_caption: 14')
+    assert 'accept it with --max-rejected 0.43 ' in text
 
 
 def test_statistics_are_of_kept_images(prepared: tuple[Path, PrepareReport]) -> None:

@@ -75,7 +75,7 @@ filters: {columns: {aesthetic: {min: 4.5}}}
             'source.limit: is not a setting of webdataset, which',
         ),
         ({'source': {'kind': 'openmoji', 'location': 'a'}}, 'source.location: is not a setting of openmoji, which'),
-        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local work folder'),
+        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder: --work DIR'),
         ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: is not supported for object stores'),
         ({'out': '.'}, r'out: \. contains the input tars; give another folder'),
     ],

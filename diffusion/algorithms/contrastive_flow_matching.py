@@ -65,7 +65,7 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the weighted mean squared error to the `negatives`; it is 0 for samples whose `exists`, [B], is False."""
+    """Return the predictions' weighted mean squared error to `negatives`; samples where `exists` is False give 0."""
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 

@@ -151,7 +151,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if averaging began at another time than `ema_start`, or did not begin when it passed."""
+        """Raise UserError if averaging began at another time than `ema_start`, or should have begun but has not."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return

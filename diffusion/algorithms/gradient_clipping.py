@@ -102,7 +102,7 @@ def _summarized(state: State) -> tuple[Gradients, Tensor]:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> None:
-    """Limit each unit's gradient in place to `threshold` times its weights' norm; a collective if units are split."""
+    """Limit each unit's gradient norm in place to `threshold` times its weight norm; a collective for split units."""
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
     split = [(weight, gradient) for weight, gradient in pairs if splits_units(gradient)]
     whole = [(weight, gradient) for weight, gradient in pairs if not splits_units(gradient)]

@@ -18,7 +18,7 @@ from diffusion.storage.shard_writer import differences
 log = logging.getLogger(__name__)
 
 DATA = 'data'
-"""Key in a run's identity of the data settings; only these may change, if `allow_data_change` is set."""
+"""Key of the data settings in a run's identity; they may change if `allow_data_change` is set."""
 
 
 class SameRun(Callback):

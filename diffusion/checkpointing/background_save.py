@@ -53,7 +53,7 @@ class BackgroundSave:
         self.stall_seconds += time.monotonic() - began
 
     def poll(self, state: State) -> bool:
-        """Return `is_written()`, or False without a check if the last one was less than a second ago; a collective."""
+        """Return `is_written()`, or False if the last check was less than a second ago; a collective."""
         # All ranks have the same time, since Composer's clock takes it from rank 0.
         now = state.timestamp.total_wct.total_seconds()
         if now - self._polled_at < POLL_SECONDS:
@@ -75,7 +75,7 @@ class BackgroundSave:
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
-        """Estimate the seconds until all ranks have written, out of `expected_seconds` if known; a collective."""
+        """Estimate the seconds until all ranks have written; a whole save takes `expected_seconds`. A collective."""
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress

@@ -85,7 +85,7 @@ def local_checkpoint(path: Path) -> Path | None:
         link = run / LATEST
         # If a save is killed between two steps, or if a run is copied, the link may dangle or name an older checkpoint.
         if link.is_symlink() and os.readlink(link) != newest[0].name:
-            log.warning('%s points to %s, but the newest checkpoint is used, %s', link, os.readlink(link), newest[0])
+            log.warning('%s points to %s; using the newest checkpoint instead, %s', link, os.readlink(link), newest[0])
         return newest[0]
     for choice in (path, path / LATEST):
         if choice.is_file() or (choice / STATE).is_file():

@@ -377,7 +377,7 @@ class Checkpointer(CheckpointSaver):
         return 'saved'
 
     def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Record a published checkpoint and remove old ones; it blocked training for now - `began`. A collective."""
+        """Record a published checkpoint and remove old ones; training was blocked for now - `began`. A collective."""
         self._write_seconds = save.write_seconds
         # Set this only after the save: `save_now` does not save a batch that is recorded here.
         self.last_checkpoint_batch = batch

@@ -27,7 +27,7 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the mask of text stored without padding, bool [B, L], or None; UserError for it unless `mask_padding`."""
+    """Return the mask of text stored without padding, bool [B, L], or None; a mask requires `mask_padding`."""
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
         raise UserError(

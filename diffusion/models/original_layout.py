@@ -266,7 +266,7 @@ def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', '
 def renamed(
     denoiser: UNet2DConditionModel, stored: list[str], file: Path, which: Literal['training', 'ema']
 ) -> dict[str, str]:
-    """Map a U-Net's diffusers names to the names of its `which` weights in a file that has the tensors `stored`."""
+    """Return the names of a U-Net's `which` weights in a file with the tensors `stored`, by diffusers name."""
     inside = [name for name in stored if name.startswith(UNET_PREFIX)]
     if not inside:
         is_diffusers = 'conv_in.weight' in stored or 'proj_out.weight' in stored

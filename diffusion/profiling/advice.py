@@ -69,7 +69,7 @@ class ProfileMeasurements:
             each
             for each in self.kernels
             if kind_of(each.name) == 'norms'
-            and 'float' in each.name  # 16-bit norms contain it too, for statistics
+            and 'float' in each.name  # names of 16-bit norms contain it too
             and not any(dtype in each.name for dtype in ('BFloat16', 'Half'))
         ]
         return sum(each.seconds for each in wide) / self.step_seconds

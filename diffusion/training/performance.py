@@ -33,7 +33,7 @@ FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
-    """Apply the settings `parts` (see `effective_parts`) to a model, before a Trainer is built, which wraps the model.
+    """Apply speed settings (see `effective_parts`) to a model; call before building the Trainer, which wraps the model.
 
     Args:
         model: A LatentDiffusion; other models are not changed.

@@ -161,7 +161,7 @@ test-slice: $(VENV)/installed
 
 .PHONY: docs
 docs: $(VENV)/installed ## build the documentation into site/: seconds
-	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/mkdocs build --strict
 	@echo 'open site/index.html, or run $(BIN)/mkdocs serve'
 
 .PHONY: lint

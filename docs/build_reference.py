@@ -52,11 +52,11 @@ KINDS = {
 
 
 def on_files(files: 'Files', config: 'MkDocsConfig') -> 'Files':
-    """Add the generated pages to the site (mkdocs calls this)."""
+    """Add the generated pages to the site (mkdocs calls this), after the written ones in the results of a search."""
     from mkdocs.structure.files import File
 
     for path, content in pages().items():
-        files.append(File.generated(config, path, content=content))
+        files.append(File.generated(config, path, content=f'---\nsearch: {{boost: 0.3}}\n---\n{content}'))
     return files
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import http.server
 import importlib.util
 import io
 import json
@@ -11,17 +12,21 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from browser import browser_context, needs_browser
 from docs_shell import RUN, Reader, blocks_of, offline
 from prepare import drawn, hub_datasets
 
 from diffusion.config import registry
 from diffusion.config.load import load
 from diffusion.config.recipe import Component, Recipe
+from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / 'docs'
@@ -29,6 +34,7 @@ PAGES = [ROOT / 'README.md', ROOT / 'docker' / 'README.md', *sorted(DOCS.glob('*
 RUN_BELOW = {
     *('README.md', 'docker/README.md', 'docs/quickstart.md', 'docs/own-images.md', 'docs/data.md', 'docs/extending.md'),
     *('docs/recipes.md', 'docs/models.md', 'docs/planning.md', 'docs/clusters.md', 'docs/install.md'),
+    'docs/changing-data.md',
 }
 """Pages whose blocks a test below runs."""
 
@@ -141,7 +147,7 @@ def test_data_page(checkout, own_images):
         for n in range(2)
     }
     drawn.write_files(checkout.folder / 'snapshots' / 'pictures', pictures)
-    output = checkout.read(DOCS / 'data.md')
+    output = checkout.read(DOCS / 'data.md') + checkout.read(DOCS / 'changing-data.md')
     (loss,) = re.findall(r'loss (\d+\.\d{3})$', output, flags=re.MULTILINE)
     assert 0 < float(loss) < 10
     assert (checkout.folder / 'runs' / 'photos-latents' / 'ba40').exists()
@@ -270,17 +276,21 @@ def test_the_mistakes_shown_are_those_that_check_prints():
     assert result.stderr == expected
 
 
-def test_every_recipe_that_is_shown_is_valid(tmp_path):
+def test_every_recipe_and_job_that_is_shown_is_valid(tmp_path):
     (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
-    checked = 0
+    checked = []
     for page in PAGES:
         for index, block in enumerate(blocks_of(page)):
             if block.language == 'yaml' and 'imports:' not in block.text:
                 path = tmp_path / f'{page.stem}-{index}.yaml'
                 path.write_text(block.text)
-                load(path, allow_missing=True)
-                checked += 1
-    assert checked >= 4
+                if 'backend:' in block.text:
+                    job = check_jobs(load_job_spec(path), path, environ={})
+                    assert not job.backend.validate(job.backend.render(job.jobs))
+                else:
+                    load(path, allow_missing=True)
+                checked.append('backend:' in block.text)
+    assert checked.count(False) >= 4 and checked.count(True) >= 1, 'recipes, and the job of the page about clusters'
 
 
 @pytest.mark.parametrize('page', PAGES, ids=names(PAGES))
@@ -299,13 +309,27 @@ def test_every_file_that_is_named_exists(page):
 
 
 @functools.cache
-def reference_module() -> Any:
-    """Return the mkdocs hook that generates the reference."""
-    spec = importlib.util.spec_from_file_location('build_reference', DOCS / 'build_reference.py')
+def hook(name: str) -> Any:
+    """Return the module of an mkdocs hook."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f'{name}.py')
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def reference_module() -> Any:
+    """Return the mkdocs hook that generates the reference."""
+    return hook('build_reference')
+
+
+def test_bullets_have_at_most_60_words():
+    long_bullets = hook('bullet_length').long_bullets
+    words, code = 'word ' * 59, '```console\n- ' + 'word ' * 99 + '\n```\n'
+    assert long_bullets(f'- [a\n  b](one two three) {words}c\n  - {words}\n1. {words}\n\n{words}\n\n{code}') == [
+        (62, f'[a\n  b] {words}c')
+    ]
+    assert {page.name: found for page in PAGES if (found := long_bullets(page.read_text()))} == {}
 
 
 @functools.cache
@@ -392,10 +416,41 @@ def test_reference_shows_the_help_of_every_command(reference):
         assert f'## `diffusion {words}`\n\n```text\nusage: diffusion {words}' in page
 
 
-@pytest.mark.slow
-def test_site_builds_strictly(tmp_path):
-    pytest.importorskip('mkdocs')
-    command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(tmp_path / 'site')]
+@pytest.fixture(scope='module')
+def site(tmp_path_factory) -> Path:
+    """The built site. With --quiet, mkdocs counts no warnings, and --strict has no effect."""
+    folder = tmp_path_factory.mktemp('site') / 'site'
+    command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / 'site' / 'reference' / 'recipe' / 'index.html').exists()
+    return folder
+
+
+@pytest.mark.slow
+def test_site_builds_strictly(site):
+    assert (site / 'reference' / 'recipe' / 'index.html').exists()
+
+
+SEARCHES = {
+    **{'OOM': 'troubleshooting', 'out of memory': 'troubleshooting', 'NaN': 'troubleshooting', 'resume': 'resume'},
+    **{'custom dataset': 'extending', 'multi-node': 'clusters', 'Slurm': 'clusters', 'S3': 'bucket-runs'},
+    **{'FID': 'evaluation', 'LoRA': 'lora', 'captions': 'data', 'own images': 'own-images', 'cost': 'planning'},
+}
+"""First page of the results of a search."""
+
+
+@pytest.mark.slow
+@needs_browser
+def test_search_leads_to_the_page(site):
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    first = {}
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server, browser_context() as (context, left):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = context.new_page()
+        for words in SEARCHES:
+            page.goto(f'http://127.0.0.1:{server.server_port}/?q={words}')
+            link = page.locator('.md-search-result__link').first
+            first[words] = urlsplit(link.get_attribute('href') or '').path.strip('/')
+        server.shutdown()
+    assert first == SEARCHES
+    assert left == [], 'the built site loads nothing from the network'

@@ -326,7 +326,7 @@ class BucketedDataset(VerifiedDataset):
             return
         taken = bucket.stream.choose
         log.info(
-            'streams.%s: %d samples (%d batches) per epoch; %d of its %d are left for another epoch',
+            'streams.%s: %d samples (%d batches) per epoch; drops %d of %d samples per epoch',
             *(bucket.name, taken, taken // self.global_batch, max(0, samples - taken), samples),
         )
         if self.is_proportional and abs(bucket.stream.proportion / share - 1) > MAX_SHARE_ERROR:

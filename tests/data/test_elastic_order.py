@@ -206,7 +206,7 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert [stream.choose for stream in dataset.streams] == [128, 64, 32]
     assert (dataset.epoch_size, dataset.length) == (224, 224)
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
-    assert 'streams.s1: 64 samples (2 batches) per epoch; 6 of its 70 are left for another epoch' in caplog.text
+    assert 'streams.s1: 64 samples (2 batches) per epoch; drops 6 of 70 samples per epoch' in caplog.text
     assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies' in caplog.text
 
 
@@ -259,7 +259,7 @@ def test_recipe_check_reports_same_problems_without_data(write_recipe, pictures)
 
 
 def test_real_loader_serves_simulated_batches(write_recipe, pictures):
-    """40 and 24 images in batches of 16: 8 of each are left for another epoch."""
+    """40 and 24 images in batches of 16: an epoch drops 8 of each."""
     streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
     loader = build_loader(load(write_recipe(streams=streams, global_batch=16)))
     served = [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in loader]

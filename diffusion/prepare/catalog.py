@@ -102,7 +102,7 @@ class Catalog:
         return found[self.split[self.samples.image[found]] == split]
 
     def first_sample(self, image: int | np.integer) -> int:
-        """Return the row in `samples` of the sample in the first (smallest) bucket of the image in this row."""
+        """Return the row in `samples` of an image's first sample (smallest bucket); `image` is a catalog row."""
         return int(np.searchsorted(self.samples.image, image))
 
     def stored_sample(self, number: int | np.integer) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class Catalog:
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
-        """Return, part by part, a list of captions for each of `images` (catalog rows, sorted)."""
+        """Yield, for each part, the caption lists of its images among `images` (catalog rows, sorted)."""
         return self._lists('captions', images)
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
-        """Return the number of captions per source column (if recorded); `images` are catalog rows."""
+        """Count the captions of `images` (catalog rows) by source column; empty if columns are not recorded."""
         total: Counter[str] = Counter()
         for found in self._lists('caption_columns', images):
             counts = found.flatten().value_counts()
@@ -159,7 +159,7 @@ class Catalog:
         return shown
 
     def reject(self, rows: np.ndarray, reason: str, names: Sequence[str] | None = None) -> None:
-        """Mark images as rejected for a reason; the report shows the first of `names`, or else their keys."""
+        """Mark images as rejected for a reason; the report shows the first of `names` (default: the images' keys)."""
         self.split[rows] = REJECTED
         if len(rows):
             keys = [self.key(int(row)) for row in rows[:NAMES_SHOWN]] if names is None else names

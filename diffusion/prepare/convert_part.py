@@ -198,7 +198,7 @@ class PartJob:
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
-        """Return True if enough images are pending to call the user's column function (without one, one image)."""
+        """Return True if the pending images fill a batch for the user's column function; without it, one image does."""
         if self.settings.columns_from is None:
             return bool(pending)
         pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)
@@ -228,7 +228,7 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Add the image's name to any exception in the `with` block except rejections: other exceptions are bugs."""
+        """Name the image in any exception from the `with` block except `Unfit`, a rejection; all others are bugs."""
         try:
             yield
         except Unfit:

@@ -231,7 +231,7 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Raise UserError if there are splits but no training split: it is unclear what the other files are for."""
+        """Raise UserError if no split is chosen or for training, but files without a split may be for training."""
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
                 f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files without a split, such as '
@@ -267,7 +267,7 @@ class Chooser:
                 )
 
     def _layout(self, files: Sequence[File]) -> str:
-        """Return the layout with the most bytes; image files without captions count only without another layout."""
+        """Return the layout with the most bytes; image files without captions win only if there is no other layout."""
         found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
             beside = texts_beside(found['folder'], files, self.caption_suffix)
@@ -317,7 +317,7 @@ def is_metadata(file: File) -> bool:
 def _others(
     files: Sequence[File], chosen: Sequence[File], splits: Mapping[str, list[File]], *, of_config: Sequence[File] = ()
 ) -> list[PassedOver]:
-    """Return the skipped files, each with its split or another reason."""
+    """Return the skipped files, each with its split or another reason; `of_config` are data files of any split."""
     used = {file.name for file in chosen}
     reasons = {file.name: 'other configuration or no split' for file in of_config}
     reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}

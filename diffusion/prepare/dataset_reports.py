@@ -56,7 +56,7 @@ def caption_lines(dataset: RecordedDataset) -> list[str]:
 def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
     """Return True if the dataset's report.json counts the same deliveries and images as `report`."""
     if len(report.deliveries) == 1 and dataset.record.removed is None:
-        return True  # the report that the preparation wrote
+        return True  # nothing has changed since the preparation wrote it
     found = dataset.folder.read(REPORT)
     path = dataset.scratch / f'found-{REPORT}'
     with suppress(ValueError, TypeError, KeyError, AttributeError):

@@ -70,7 +70,7 @@ class FolderSource:
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
 
-        A long list of files is kept in TMPDIR; with a caption file, in memory, since its rows may refer to any image.
+        A long list of files is kept in TMPDIR. With a caption file, it is in memory, as a row may refer to any image.
         """
         if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
             listed, others = list_files(self.location, None)

@@ -42,7 +42,7 @@ class HubName:
 
 
 def parse_name(location: str) -> HubName | None:
-    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or the URL of a web page of one."""
+    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or the URL of a dataset's page."""
     for host in (ENDPOINT, endpoint()):
         if location.startswith(f'{host}/datasets/'):
             page = re.sub(r'/(?:tree|blob|resolve)/([^/]+)', r'@\1', location.partition('?')[0].rstrip('/'), count=1)
@@ -250,7 +250,7 @@ def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | Non
             try:
                 return request()
             except LocalEntryNotFoundError as error:
-                # Raise the cause: huggingface_hub raises this for any failed metadata request, even if the file exists.
+                # Any failed metadata request raises this error, even if the file exists; its cause has the reason.
                 raise error.__cause__ or ConnectionError(str(error)) from None
             except RuntimeError as error:
                 # hf_xet, which transfers large files, raises only this class, even for network errors.

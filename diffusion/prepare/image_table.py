@@ -53,7 +53,7 @@ class Columns:
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
     """Return a table's columns; common names are matched case-insensitively.
 
-    If the table has URLs instead of images, the error message shows how to download them from a file with `suffix`.
+    If the table has URLs instead of images, the error message shows how to download them; `suffix` is the file's.
     """
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)

@@ -116,7 +116,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
 
 
 def _jxl_codestream(encoded: bytes) -> bytes | None:
-    """Return the beginning of a JPEG XL file's codestream, or None if it is not JPEG XL."""
+    """Return a JPEG XL file's content from where its codestream starts; None if the file is not JPEG XL."""
     if encoded.startswith(b'\xff\x0a'):
         return encoded
     if not encoded.startswith(b'\0\0\0\x0cJXL \r\n\x87\n'):

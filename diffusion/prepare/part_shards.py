@@ -1,4 +1,4 @@
-"""Shards and tables of a converted part; shards are in the part's folder or, until packed, in an object store.
+"""Shards and tables of converted parts; until packed, shards are in the part's folder or in an object store.
 
 With an object store, a preparation needs local disk space only for the image tables and the shards being written, it
 can resume after losing its disk, and machines without a shared folder can convert shares of one input. A part counts as
@@ -57,7 +57,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         sizes: Size of each sample in bytes.
     """
     name = mds.shard_name(shard)
-    # Pass the time, since another preparation in this process may have written other shards to the same folder.
+    # The index's time is a cache key: another preparation in this process may have written to the same folder.
     url, headers = _stored_shards(folder, (folder / mds.INDEX).stat().st_mtime_ns)
     truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
     if url is None:
@@ -93,7 +93,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
 
 
 def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Divide samples into requests; return the number of each one's first sample, then the number of samples."""
+    """Divide samples into requests; return the index of each request's first sample, then the number of samples."""
     cuts = [0]
     for number in range(1, len(offsets)):
         end = offsets[number - 1] + sizes[number - 1]
@@ -108,7 +108,7 @@ def format_of(folder: Path) -> mds.ShardFormat:
 
 @lru_cache(maxsize=64)
 def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
-    """Return the URL of a part's shards (None if they are in its folder) and the header size of each."""
+    """Return the URL of a part's shards (None: in its folder) and their header sizes; `written` is only a cache key."""
     location = folder / LOCATION
     if not location.exists():
         return None, []

@@ -324,7 +324,7 @@ class Preparation:
         return counts
 
     def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
-        """Return a split's report with all counts except the values known only after packing."""
+        """Return a split's report without the values that are known only after its shards are packed."""
         images = catalog.images(split)
         found = np.bincount(
             catalog.samples.bucket[catalog.split[catalog.samples.image] == split], minlength=len(self.buckets)

@@ -90,7 +90,7 @@ def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[s
     for table, path in zip(columns, paths, strict=True):
         of_pixels = read_rows(path, _rows_with(table, 'exact_hash', pixels.values()))
         named |= set(of_pixels['key_hash'].to_pylist())
-    # Select all images with such a key, because samples in shards are found by key.
+    # Select every image with the key of a found image, because samples in shards are found by key.
     rows = [_rows_with(table, 'key_hash', named) for table in columns]
     tables = [read_rows(path, chosen) for path, chosen in zip(paths, rows, strict=True)]
     found = pa.concat_tables([IMAGE_SCHEMA.empty_table(), *tables])

@@ -156,7 +156,7 @@ def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
 def caption_list(catalog: Catalog) -> str:
     """Return the first 10,000 distinct captions of the training images, sorted, one per line."""
     # Select captions before sorting: in a large dataset, the first 10,000 sorted captions would all begin with A.
-    # Remove duplicates in Arrow first: a dataset of labels has few distinct captions, so it is read to the end.
+    # Remove duplicates in Arrow, which is fast: if captions are labels, few are distinct, so all rows are read.
     parts = (part.flatten().unique() for part in catalog.captions(catalog.images(TRAIN)))
     distinct: dict[str, None] = {}
     for caption in (caption for part in parts for caption in part.to_pylist()):

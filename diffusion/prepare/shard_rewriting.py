@@ -170,7 +170,7 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
             if count:
                 each.holding[file] = count
             elif path.is_relative_to(scratch):
-                path.unlink()  # no longer needed copy
+                path.unlink()  # a downloaded copy that is no longer needed
     return found
 
 
@@ -202,7 +202,7 @@ def remove_scanned(
         try:
             folder.replace(each.path(mds.INDEX), mds.index_text(entries).encode(), each.index.version)
         except PreconditionFailed as error:
-            raise UserError(f'{error}; start the same command again when it has ended') from error
+            raise UserError(f'{error}; when the other process has ended, start the same command again') from error
         _update_bucket_list(folder, each, entries)
     return old
 

@@ -27,7 +27,7 @@ def main() -> None:
     while header := source.read(REQUEST.size):
         side, max_pixels, size = REQUEST.unpack(header)
         svg = source.read(size)
-        signal.alarm(TIMEOUT_SECONDS)  # the default action ends this process even in native code
+        signal.alarm(TIMEOUT_SECONDS)  # SIGALRM's default action ends this process even in native code
         try:
             succeeded, content = True, render(svg, side, max_pixels)
         except Rejected as reason:

@@ -80,8 +80,8 @@ class _Tar:
         return DamagedTar(reason, self._member_start, self._member_name)
 
     def members(self) -> Iterator[Member]:
-        # A name or size that does not fit into a header is stored in an extra member before it; `name` and `size` keep
-        # it for the member that it describes.
+        # If a name or size does not fit into a member's header, an extra member before it contains the value; `name`
+        # and `size` keep the value until the described member is read.
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:

@@ -119,7 +119,7 @@ class _Worker:
     def send(self, job: WorkerJob) -> None:
         self.job = job
         self._note.value = b''
-        # Ignore it if the process died between two jobs: `receive` raises EOFError, and the job is retried.
+        # Ignore that the process died between two jobs: `receive` will raise EOFError, and the job is retried.
         with suppress(ConnectionError):
             self.pipe.send(job)
 

@@ -146,7 +146,7 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove an earlier start's work (with equal settings) if the dataset has its parts now or the input changed."""
+        """Remove an earlier start's work (equal settings) if the dataset has its parts now or the input changed."""
         if not self.work.plan.exists():
             return
         saved = SavedPlan.read(self.work.plan)

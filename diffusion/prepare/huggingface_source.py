@@ -186,7 +186,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return a planned image and its caption files as Hub files; the planned stamp combines all their stamps."""
+    """Return an image in a plan and its caption files as Hub files; the image's stamp lists the stamps of them all."""
     if not is_on_hub(image.get('url', '')):
         return []
     beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')

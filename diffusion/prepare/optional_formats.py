@@ -110,7 +110,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
         if bits.read(1):  # another size that is recommended for display
             is_small = bits.read(1)
             size()
-        # Count a file with a preview, whose header is not parsed, as not animated; libjxl writes no previews.
+        # If there is a preview, do not parse its header, and assume no animation; libjxl writes no previews.
         is_animated = not bits.read(1) and bool(bits.read(1))
     return JxlHeader(width, height, is_animated)
 

@@ -102,7 +102,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read answer files; if a rater has two, the longer one counts, which must contain all answers of the other."""
+    """Read answer files; if a rater has two, the longer one counts, and it must contain all answers of the shorter."""
     by_rater: dict[str, tuple[Path, set[Answer]]] = {}
     for file in files:
         try:

@@ -85,7 +85,7 @@ class Preference:
         If k times the raters each answer k times the prompts, there are k^2 times the answers.
         """
         variance = _variance_needed(difference)
-        # Solve v = c / k + d / k^2, a quadratic equation in 1 / k.
+        # Solve variance = clustered / k + single / k^2, a quadratic equation in 1 / k.
         clustered, single = self.by_rater + self.by_prompt, self.by_answer
         if clustered + single <= variance:
             return 1.0

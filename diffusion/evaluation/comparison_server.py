@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class AnswerFolder:
-    """Folder of a comparison's answers, created with the first one; one file per rater, under a random identifier."""
+    """Folder with one file of answers per rater, named by the rater's random ID; created with the first file."""
 
     def __init__(self, folder: Path, key: ComparisonKey) -> None:
         self.folder, self.key = folder, key

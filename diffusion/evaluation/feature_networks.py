@@ -124,7 +124,7 @@ class Inception(FeatureNetwork):
             self.network = module.FeatureExtractorInceptionV3('inception', ['2048'], io.BytesIO(content))
         except Exception as error:  # invalid bytes can raise any exception class
             if (code := code_to_run(error)) is not None:
-                raise UserError(f'{path}: {code}, so it is not loaded; download it from {INCEPTION_URL}') from error
+                raise UserError(f'{path}: is not loaded, since it {code}; download it from {INCEPTION_URL}') from error
             digest = hashlib.sha256(content).hexdigest()[:8]
             raise UserError(
                 f"{path} (SHA-256 {digest}...): does not contain the weights of torch-fidelity's InceptionV3 "

@@ -85,7 +85,7 @@ class GeneratedImages:
     ) -> 'GeneratedImages':
         """Return images in a subfolder named after the guidance scale and a hash of prompts and settings.
 
-        Images with other settings go to other subfolders, so nothing must be removed to try other settings.
+        Images with other settings go to other subfolders, so other settings can be tried without removing images.
         """
         key = xxh3_128_hexdigest(json.dumps([list(prompts), asdict(sampling), checkpoint]).encode())[:8]
         return cls(folder / f'{name or f"guidance-{sampling.guidance_scale:g}"}-{key}', prompts, sampling, checkpoint)
@@ -105,7 +105,7 @@ class GeneratedImages:
         Args:
             together: Run the same forward passes on all ranks, for a sharded model. Only then is this a collective
                 call; otherwise, ranks may have different numbers of batches.
-            should_stop: Returns True to stop before the next batch with ExternalError; with `together`, on any rank.
+            should_stop: Returns True to raise ExternalError before the next batch; with `together`, on all ranks.
         """
 
         def is_needed(generates: bool) -> bool:

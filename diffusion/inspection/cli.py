@@ -172,8 +172,8 @@ def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
 def _select(
     recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
 ) -> Sections:
-    """Return a recipe's streams with these names; without names, those that the recipe's task reads, and the images of
-    latents, unless they have values that are still ???.
+    """Return a recipe's streams with these names; without names, the streams that its task reads and the images from
+    which latents are made, except streams with values that are still ???.
 
     Args:
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.

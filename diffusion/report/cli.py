@@ -83,7 +83,7 @@ def _is_run(place: str) -> bool:
         if looks_like_a_run(files_of_run(place, PATIENT).list()):
             return True
     except OSError:
-        pass  # if this fails, so does the next listing, with a message
+        pass  # `runs_in` also lists the files, and reports the error
     runs_in(place)
     return False
 

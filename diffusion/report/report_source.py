@@ -140,7 +140,7 @@ def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
 
 
 def _kind(state: str, cause: str | None) -> str:
-    """Return the color for a state: good, bad or plain."""
+    """Return the color for a run's state and, if it has ended, the cause: good, bad or plain."""
     if state == 'running' or (state == 'ended' and cause == 'done'):
         return 'good'
     return 'bad' if state == 'silent' or (state == 'ended' and cause not in (None, 'preempted', 'stopped')) else 'plain'

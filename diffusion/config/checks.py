@@ -304,7 +304,7 @@ def _shape_text(stream: StreamConfig) -> str:
 
 def _check_microbatch(batch: int, microbatch: int | None, gather: Gatherer) -> None:
     """Report a microbatch size that cannot divide the batch per device, however many devices there are."""
-    # It suffices to test the global batch: it is a multiple of the batch per device, and equals it on one device.
+    # It suffices to test the global batch: the batch per device divides it, and is equal to it on one device.
     # `check_devices` is stricter where the number of devices is known.
     if not _positive(batch) or not _positive(microbatch) or batch % microbatch == 0:
         return

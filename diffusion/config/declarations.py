@@ -36,7 +36,7 @@ class Effect(Enum):
 class OnResume:
     """Effect of changing a value before a run resumes, and the reason, which messages and documentation show.
 
-    A dataclass field that declares no `OnResume` has the one of the keyword whose value is the dataclass. The class
+    If a keyword's value is a dataclass, the keyword's `OnResume` applies to the fields that declare none. The class
     attribute `on_resume` applies to the whole component and to its keywords that declare no `OnResume`.
     """
 

@@ -109,8 +109,8 @@ def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) ->
 def sdxl_shapes(resolution: int, step: int = STEP) -> list[Shape]:
     """Return SDXL's 41 aspect buckets, from 1:4 to 4:1, scaled to about `resolution`**2 pixels.
 
-    Sides are rounded to multiples of `step`, or of at least 64 if `resolution` is 1024 or more. Shapes that become
-    equal are merged.
+    Sides are rounded to multiples of `step`, and also of 64 if `resolution` is 1024 or more. Shapes that become equal
+    are merged.
     """
     step = step if resolution < 1024 else math.lcm(step, 64)
 

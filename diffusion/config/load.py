@@ -64,7 +64,7 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    A value stays an interpolation and is not checked if its environment variable is not set and is not required.
+    If an environment variable is neither set nor required, values that need it stay interpolations, not checked.
 
     Args:
         overrides: Changes as `key=value`, with dots for nested keys and YAML for values: `trainer.max_duration=20ba`.
@@ -257,7 +257,7 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
 
 
 def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> Any:
-    """Split a component of the YAML into {name, kwargs}. `name` is the default name; with None, it must have one."""
+    """Split a component of the YAML into {name, kwargs}. `name` is its default; with None, the YAML must name it."""
     if value == MISSING:
         return value
     if not isinstance(value, dict):

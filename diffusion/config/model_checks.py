@@ -336,7 +336,7 @@ def has_no_denoiser(model: Component) -> bool:
 
 
 def _algorithms(recipe: Recipe) -> Iterator[tuple[str, Component]]:
-    """Yield the path and component of each algorithm of a recipe that trains a named model."""
+    """Yield the path and component of each algorithm of a recipe; none unless it is for training and names a model."""
     if recipe.task != 'train' or not isinstance(recipe.algorithms, dict) or not isinstance(recipe.model, Component):
         return
     for key, component in recipe.algorithms.items():

@@ -148,7 +148,7 @@ def rule_of_key() -> dict[str, Rule]:
 
 
 def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str, OnResume]]:
-    """Yield a component's keywords, written as in `Rule.keys`, with the effect that each or the component declares."""
+    """Yield a component's keywords, as in `Rule.keys`, each with the effect that it or else the component declares."""
     of_component = ARCHITECTURE if kind == 'model' else signature.on_resume
     if signature.on_resume is not None:
         yield where, signature.on_resume

@@ -67,7 +67,7 @@ FLOW_SCHEDULER_CLASSES = (*FLOW_SCHEDULERS.values(), 'DPMSolverSinglestepSchedul
 
 
 def scheduler_class_name(name: str, *, flow: bool = False) -> str:
-    """Return the class name of a scheduler in diffusers, given that name or a short name (`ddim`, `dpm++`, ...)."""
+    """Return a diffusers scheduler's class name for it or a short name such as `ddim`; for flow matching if `flow`."""
     return (FLOW_SCHEDULERS if flow else SCHEDULERS).get(name, name)
 
 

@@ -185,7 +185,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keywords of a function's decorator with this name; it may be a call or a constant that holds one."""
+    """Return the keywords of a function's decorator `name`: a call, or a constant to which a call is assigned."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)
@@ -324,7 +324,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 @functools.cache
 def _aliases(module: str) -> Mapping[str, ast.expr | None]:
-    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; others map to None."""
+    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; other imports map to None."""
     imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
     return _own_aliases(_source(module)) | imported
 

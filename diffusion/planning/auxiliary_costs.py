@@ -83,7 +83,7 @@ class AlignmentCosts(CountedCosts):
         self.block: int = settings['block']
 
     def training_flops(self, shape: Shape, route: TokenRoute | None, *, encodes: bool) -> float:
-        """Return the FLOPs per image of this shape; the MLP processes only the tokens in the aligned block."""
+        """Return the FLOPs per image: the MLP's for the aligned block's tokens, plus the encoder's if `encodes`."""
         flops = self.flops(str(shape))
         return encodes * flops['encoder'] + self.seen(route) * flops['projector']
 

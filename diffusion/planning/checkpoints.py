@@ -23,7 +23,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 MOST_TIME_SAVING = 0.05
 """Upper bound on the fraction of time spent in saves with `trainer.save_interval: auto`."""
 PRIOR_HOURS = 24.0
-"""Weight of the prior failure rate against the observed rate, in hours of observation."""
+"""Weight of the prior failure rate: it counts like a rate observed for at most this number of hours."""
 RESTART_SECONDS = 600.0
 """Assumed time from a failure to the next batch: detection, node replacement, startup, loading."""
 
@@ -104,8 +104,8 @@ def possible_interval(seconds: float, *, batch: float, run: float) -> float:
 def chosen_interval(*, stall: float, mtbf: float) -> float:
     """Return the interval in seconds for `trainer.save_interval: auto`: the best one within two bounds.
 
-    Saves take at most MOST_TIME_SAVING of the time, and a failure loses at most LONGEST_SECONDS of work. If only one is
-    possible, the first bound applies.
+    Saves take at most MOST_TIME_SAVING of the time, and a failure loses at most LONGEST_SECONDS of work. If the
+    bounds contradict each other, only the first is met.
     """
     shortest = max(SHORTEST_SECONDS, stall / MOST_TIME_SAVING)
     return max(min(best_interval(stall=stall, mtbf=mtbf), LONGEST_SECONDS), shortest)
@@ -215,7 +215,7 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
 
 
 def _copies_in_memory(recipe: Recipe) -> int:
-    """Return how many times the size of its part of a checkpoint a node needs in its memory tier during a save."""
+    """Return a node's use of its memory tier during a save, as a multiple of the size of its part of a checkpoint."""
     tiers = recipe.checkpointing.tiers
     tier = None if tiers is None else tiers.memory
     if tier is None or 'save_folder' in recipe.trainer:
@@ -226,7 +226,7 @@ def _copies_in_memory(recipe: Recipe) -> int:
 
 
 def _saved_bytes(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
-    """Return the bytes of a checkpoint that one node's ranks save, on the node that saves the most."""
+    """Return the bytes of a checkpoint that the ranks of one node save: the maximum over all nodes."""
     recipe = phase.recipe
     total = sizes_of(recipe, phase.model, auxiliary=phase.auxiliary_parameters).with_averages
     if recipe.parallelism.checkpoints == 'whole':

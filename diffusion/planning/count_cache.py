@@ -31,7 +31,7 @@ LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries that determine how a model computes: another version invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Seconds to start, to count FLOPs of one shape, and activations of one shape and precision (SD2 on a slow core)."""
+"""Seconds to start the process, to count a shape's FLOPs, and its activations in a precision (SD2, slow core)."""
 
 
 class CountingFailed(RuntimeError):
@@ -70,7 +70,7 @@ class ModelKey:
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return library versions and a hash of the model's source; cached counts are valid only for the same ones."""
+        """Return library versions and a hash of the model's source; cached counts are valid only if these are equal."""
         target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}

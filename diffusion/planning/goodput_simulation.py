@@ -112,7 +112,7 @@ def save_strategies(
     if recipe_interval:
         strategies.insert(0, SaveStrategy('synchronous (recipe)', recipe_interval, stall, written))
     interval = best(snapshot)
-    # A save begins only after the previous one is complete.
+    # A save begins only after the previous one is complete, so the interval is at least the time of a write.
     durable = Tier('durable', Failure.CLUSTER, lag=stall, restore=restore)
     strategies.append(SaveStrategy('asynchronous', max(interval, stall), snapshot, (durable,)))
     disk_lag = DISK_SHARE * stall
@@ -125,7 +125,7 @@ def save_strategies(
 
 
 def _save_points(lag: float, interval: float) -> int:
-    """Return after how many save points a tier begins its next checkpoint, so that the previous one is complete."""
+    """Return the number of save points per checkpoint of a tier, so that each is complete before the next begins."""
     return max(1, math.ceil(lag / interval))
 
 
@@ -150,7 +150,7 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
             elif training > tier.lag:
                 reached = begun + int((training - tier.lag) / (strategy.interval + strategy.stall))
                 point = reached - reached % tier.every
-                # A tier may lack a save point up to `begun`, because a failure came before the checkpoint was complete.
+                # Otherwise, keep the old one: this tier may lack points up to `begun`, which are in another tier.
                 if point > begun:
                     newest[index] = point
         begun = max(newest)

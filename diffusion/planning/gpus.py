@@ -144,7 +144,7 @@ PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
     ((2, 10), (12, 8)),
     ((math.inf, 0), (13, 0)),
 )
-"""CUDA versions of torch's wheels on PyPI, each after the last torch release that uses the CUDA version."""
+"""CUDA versions of torch's wheels on PyPI, as pairs: the last torch release with a CUDA version, and that version."""
 NEWER_TORCH = 'use torch 2.9 or newer (make install; docs/install.md)'
 OLDER_TORCH = 'use torch 2.7 with CUDA 12.6 (make install STACK=resolvable; docs/install.md)'
 

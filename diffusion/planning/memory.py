@@ -24,7 +24,7 @@ ADAM_STATES = 2
 MUON_BATCH_ELEMENTS = 2**24
 """Number of matrix elements that Muon orthogonalizes at a time on a GPU: `MAX_BATCH_ELEMENTS` in training/muon.py."""
 MUON_BYTES_PER_ELEMENT = 12
-"""Temporary bytes per element of such a batch: a float32 result and at most four bfloat16 tensors of the same size."""
+"""Temporary bytes per matrix element in Muon's step: a float32 result and at most four bfloat16 tensors."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
-    # A matrix may exceed Muon's batch, but not a block. In DDP, each device holds the batches of all devices.
+    # A matrix may be larger than Muon's batch, but not than a block. In DDP, each device holds all devices' batches.
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))

@@ -80,7 +80,7 @@ class CountedCosts:
         return self._counts['facts']
 
     def flops(self, name: str) -> Mapping[str, int]:
-        """Return the FLOPs by part of the model; `name` is that of a shape and, if any, a token route."""
+        """Return the FLOPs by part of the model; `name` is a shape and, if any, a token route (`_flops_name`)."""
         self.require(flops=[name])
         return self._counts['flops'][name]
 

@@ -155,7 +155,7 @@ def make_plan(
 
 
 def _check_progress(saving: Resilience) -> None:
-    """Raise UserError if failures leave almost no time to train. A run may be shorter than its saves."""
+    """Raise UserError if failures, rather than a run that is shorter than its saves, leave almost no time to train."""
     lost_per_failure = saving.restart_seconds + saving.stall_seconds
     if saving.goodput < HOPELESS_GOODPUT and 3600 * saving.mtbf_hours < 10 * lost_per_failure:
         raise UserError(

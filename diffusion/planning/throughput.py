@@ -91,7 +91,7 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
     gpu, gpus = given.gpu, given.gpus
     peak = gpus * gpu.peak_flops(phase.autocast)
     if given.images_per_second is not None:
-        # Scale by FLOPs per image: the given throughput is for the recipe's encoding, and this encoding may differ.
+        # Scale by FLOPs per image: the given throughput is for the recipe's encoding, but `encoding` may be another.
         rate, source = given.images_per_second * phase.flops() / model_flops, '--images-per-second'
     elif (measured := given.measured) is not None:
         # Assume the same FLOP/s per device for another recipe and another number of devices.
@@ -259,7 +259,7 @@ class Technique:
 def techniques_of(phase: Phase) -> tuple[Technique, ...]:
     """Return a recipe's techniques, followed by all of them together if there are several; empty for plain training."""
     names = [each.name for each in phase.recipe.algorithms.values()]
-    # Each technique is removed while all others stay, so the single effects do not add up to that of all together.
+    # Each technique is removed while all others stay, so their effects do not add up to the effect of all together.
     without = {
         'TREAD': replace(phase, route=None) if phase.route else None,
         'REPA': replace(phase, alignment=None) if phase.alignment else None,

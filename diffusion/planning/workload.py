@@ -157,8 +157,8 @@ class Phase:
     def flops(self, encoding: Encoding | None = None) -> float:
         """Return the total FLOPs per image in training, as `flops_per_batch` of a model counts them.
 
-        They include the encoders that run online and the networks of losses, but neither recomputation nor the
-        optimizer.
+        They include the encoders that run online with data in the form `encoding` (default: the recipe's) and the
+        networks of losses, but neither recomputation nor the optimizer.
         """
         encoding = encoding or self.encoding
         online = self.encoder_flops(encoding) + self._alignment_flops(encoding)
@@ -262,7 +262,7 @@ def repetition_warnings(recipe: Recipe, batches: int, samples: int | None) -> li
 
 
 def local_repetition_warnings(recipe: Recipe) -> list[str]:
-    """Return `repetition_warnings` for a recipe whose streams are all local; else, or if it is incomplete, none."""
+    """Return `repetition_warnings` for a complete training recipe with only local streams; none for any other."""
     if recipe.task != 'train' or recipe.missing:
         return []
     try:

@@ -273,7 +273,7 @@ def check_export(options: ExportOptions) -> Path:
     if is_single_file(out) and whole and not has_layout:
         raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
     if options.merge and recipe.lora is None:
-        raise UserError(f'--merge: {checkpoint} has no LoRA, so its weights are whole; remove --merge')
+        raise UserError(f'--merge: {checkpoint} has no LoRA, so there is nothing to merge; remove --merge')
     return checkpoint
 
 
@@ -334,7 +334,7 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     if name is None or 'noise_scheduler' in problems:
         return problems
     is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
-    # Schedulers for flow matching accept only velocities, and cannot scale the inputs, as pipelines of U-Nets require.
+    # FlowMatch schedulers accept only velocities. Also, they cannot scale inputs, which pipelines of U-Nets require.
     family = exported_pipelines()[pipeline]
     refuses_flow_match = family.u_net or config.get('prediction_type') == 'sample'
     is_other = scheduler_class_name(name, flow=flow) != config.get('_class_name')

@@ -114,7 +114,7 @@ def export(
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """Reconstruct an average of this width from the snapshots of a checkpoint's run, at batch `at` or the last one.
+    """Reconstruct an average of this width from a run's snapshots, at batch `at` or the last one up to the checkpoint.
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.

@@ -90,7 +90,7 @@ def scheduler_like(scheduler: Any, name: str) -> Any:
     config = dict(scheduler.config) | {'_class_name': type(scheduler).__name__}
     if not is_flow_scheduler(config):
         return scheduler_class(name).from_config(scheduler.config)
-    # Schedulers that support only flow matching use other names for these settings than all others.
+    # Schedulers that support only flow matching call this setting `shift`; all others call it `flow_shift`.
     shift = config.get('flow_shift', config.get('shift', 1.0))
     flow = {
         'num_train_timesteps': config['num_train_timesteps'],

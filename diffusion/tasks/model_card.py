@@ -113,7 +113,7 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
 
 
 def arguments(values: Mapping[str, Any]) -> str:
-    """Return keyword arguments as source code that can follow another argument."""
+    """Return keyword arguments as source code, each after a comma, so that they can follow another argument."""
     return ''.join(f', {key}={value!r}' for key, value in values.items())
 
 
@@ -215,7 +215,7 @@ def _sources(recipe: Recipe) -> list[str]:
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
     for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
         source = kwargs.get(key, defaults.get(key))
-        # Skip all others: a source that is not the default and has no revision may be a folder on the training machine.
+        # Skip sources that neither are the default nor have a revision: they may be folders on the training machine.
         has_revision = kwargs.get(revision) not in (None, defaults.get(revision))
         if _is_repository(source) and (source == defaults.get(key) or has_revision):
             found.append(str(source))

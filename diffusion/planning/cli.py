@@ -12,7 +12,7 @@ from diffusion.planning.checkpoints import RESTART_SECONDS, kept_checkpoints
 from diffusion.planning.data_volume import reads_per_epoch
 from diffusion.planning.goodput_simulation import SimulatedGoodput, simulate_strategies
 from diffusion.planning.gpus import find_gpu, load_gpus, missing_kernels
-from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan, load_phases, make_plan
+from diffusion.planning.plan import Alternative, Faster, Fit, PhasePlan, Plan, load_phases, make_plan
 from diffusion.planning.plan_table import plan_text
 from diffusion.planning.throughput import Assumptions, Cost, Technique, read_measured_speed
 from diffusion.planning.workload import Encoding, Phase
@@ -151,6 +151,7 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
         'training': _cost(each.cost),
         'precompute': _cost(each.precompute),
         'expected': _cost(each.expected),
+        'faster': None if each.faster is None else _faster(each.faster),
         'techniques': [_technique(technique, phase.recipe.global_batch) for technique in each.techniques],
         'memory': [_fit(fit) for fit in each.fit],
         'ways_out': list(each.ways_out),
@@ -161,6 +162,11 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
         'saving': asdict(each.resilience),
         'save_strategies': [_strategy(simulated) for simulated in simulate_strategies(each.resilience)],
     }
+
+
+def _faster(faster: Faster) -> dict[str, Any]:
+    costs = {'training': _cost(faster.cost), 'expected': _cost(faster.expected)}
+    return {'settings': list(faster.settings), **costs, 'reserved_bytes': faster.memory.reserved}
 
 
 def _strategy(simulated: SimulatedGoodput) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
     """Return copies of a setup, one per parallelism strategy, without duplicates; the setup itself is the first."""
     current = setup.parallelism
     others = [
-        replace(current, strategy='ddp', replicas=1),
+        replace(current, strategy='ddp', replicas=1, checkpoints='whole'),  # sharded ones need fsdp2
         replace(current, strategy='fsdp2', reshard_after_forward=False),
         replace(current, strategy='fsdp2', reshard_after_forward=True),
     ]

@@ -10,8 +10,18 @@ from diffusion.errors import UserError
 from diffusion.planning import checkpoints, published_runs, throughput
 from diffusion.planning.checkpoints import Resilience, Sizes
 from diffusion.planning.data_volume import Storage, storage_of
+from diffusion.planning.faster_settings import changed_settings, faster_phase
 from diffusion.planning.gpus import GPU
-from diffusion.planning.memory import GIB, Setup, fits_in_memory, largest_microbatch, memory_of, strategies, ways_out
+from diffusion.planning.memory import (
+    GIB,
+    Memory,
+    Setup,
+    fits_in_memory,
+    largest_microbatch,
+    memory_of,
+    strategies,
+    ways_out,
+)
 from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
 from diffusion.planning.throughput import NO_COST, Assumptions, Cost, Speed, Technique, planned_speed, training_cost
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of, repetition_warnings
@@ -38,6 +48,19 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Faster:
+    """Other settings that make a recipe faster, or make it fit in memory, with the cost of training with them."""
+
+    settings: tuple[str, ...]
+    """Overrides of the recipe, such as device_train_microbatch_size=128."""
+    cost: Cost
+    """Cost of the batches alone."""
+    expected: Cost
+    """Cost including saves and failures."""
+    memory: Memory
+
+
+@dataclass(frozen=True)
 class PhasePlan:
     """Plan of one recipe: throughput, cost, memory, storage and checkpoints."""
 
@@ -57,11 +80,22 @@ class PhasePlan:
     resilience: Resilience
     techniques: tuple[Technique, ...]
     """Effect of each training technique in the recipe on throughput."""
+    faster: Faster | None
 
     @property
     def expected(self) -> Cost:
         """Cost of training, including saves and failures at the optimal save interval but not precomputing."""
         return self.cost * (1 / self.resilience.goodput)
+
+    @property
+    def microbatch_seconds(self) -> float:
+        setup = self.fit[0].setup
+        return setup.microbatch * setup.devices / self.speed.images_per_second
+
+    @property
+    def is_bound_by_launches(self) -> bool:
+        """True if an assumed MFU does not apply to the model, because its kernels end before the next launch."""
+        return not self.speed.is_measured and self.microbatch_seconds < LAUNCH_SECONDS
 
     @property
     def precompute(self) -> Cost:
@@ -177,27 +211,49 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
         alternatives=_alternatives(phase, given),
         sizes=checkpoints.sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters),
         snapshot_bytes=checkpoints.snapshot_bytes_per_node(phase, fit[0].setup, gpus_per_node=given.gpu.gpus_per_node),
-        resilience=checkpoints.resilience_of(
-            phase,
-            images_per_second=speed.images_per_second,
-            nodes=given.nodes,
-            mtbf_hours=checkpoints.default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours,
-            stall_seconds=given.stall_seconds,
-            restart_seconds=given.restart_seconds,
-        ),
+        resilience=_resilience(phase, speed, given),
         techniques=throughput.techniques_of(phase),
+        faster=_faster(phase, fit, given),
+    )
+
+
+def _resilience(phase: Phase, speed: Speed, given: Assumptions) -> Resilience:
+    return checkpoints.resilience_of(
+        phase,
+        images_per_second=speed.images_per_second,
+        nodes=given.nodes,
+        mtbf_hours=checkpoints.default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours,
+        stall_seconds=given.stall_seconds,
+        restart_seconds=given.restart_seconds,
+    )
+
+
+def _faster(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Faster | None:
+    other = faster_phase(phase, fits, given)
+    if other is None:
+        return None
+    speed = planned_speed(other, given)
+    cost = training_cost(other, speed, given)
+    return Faster(
+        settings=changed_settings(phase.recipe, other.recipe),
+        cost=cost,
+        expected=cost * (1 / _resilience(other, speed, given).goodput),
+        memory=memory_of(other, _setup(other, given)),
     )
 
 
 def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
-    microbatch = phase.recipe.device_train_microbatch_size
-    size = microbatch if isinstance(microbatch, int) else phase.recipe.global_batch // given.gpus
-    own = Setup(given.gpus, size, phase.recipe.parallelism)
     fits = []
-    for setup in strategies(own, devices_per_node=given.gpu.gpus_per_node):
+    for setup in strategies(_setup(phase, given), devices_per_node=given.gpu.gpus_per_node):
         memory, largest = memory_of(phase, setup), largest_microbatch(phase, setup, given.gpu)
         fits.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest, communication_bytes(phase, setup)))
     return tuple(fits)
+
+
+def _setup(phase: Phase, given: Assumptions) -> Setup:
+    microbatch = phase.recipe.device_train_microbatch_size
+    size = microbatch if isinstance(microbatch, int) else phase.recipe.global_batch // given.gpus
+    return Setup(given.gpus, size, phase.recipe.parallelism)
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
@@ -228,20 +284,18 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
     for each in plans:
         warnings += repetition_warnings(each.phase.recipe, each.phase.batches, each.phase.samples)
         recipe_fit = each.fit[0]
-        microbatch = recipe_fit.setup.microbatch
         if not recipe_fit.fits:
             need, have = recipe_fit.memory.reserved / GIB, given.gpu.memory_gib
             way_out = ', or '.join(each.ways_out) or 'a smaller model'
             warnings.append(
                 f'{each.phase.name} does not fit: needs {need:.1f} GiB of {have:.1f} GiB at microbatch '
-                f'{microbatch}; use {way_out}'
+                f'{recipe_fit.setup.microbatch}; use {way_out}'
             )
-        seconds = microbatch * given.gpus / each.speed.images_per_second
-        # Warn: an MFU measured on large models does not apply to a model whose kernels end before the next launch.
-        if seconds < LAUNCH_SECONDS and given.images_per_second is None and given.measured is None:
+        if each.is_bound_by_launches:
             warnings.append(
-                f'{each.phase.name}: {microbatch} images per GPU in {1000 * seconds:.2g} ms is faster than kernels can '
-                'be launched, so training will be slower than planned; measure a run and pass it with --from-run'
+                f'{each.phase.name}: {recipe_fit.setup.microbatch} images per GPU in '
+                f'{1000 * each.microbatch_seconds:.2g} ms is faster than kernels can be launched, so training will be '
+                'slower than planned; measure a run and pass it with --from-run'
             )
         if each.speed.mfu > 1:
             warnings.append(f'{each.phase.name}: {each.speed.mfu:.0%} of the peak is not possible; check the speed')
@@ -251,7 +305,8 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
 def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     notes = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
     for each in plans:
-        if found := advice(each.fit, given.gpu):
+        # Faster settings include a strategy.
+        if each.faster is None and (found := advice(each.fit, given.gpu)):
             notes.append(f'{each.phase.name}: {found}')
     unknown = [each.phase.name for each in plans if each.phase.samples is None]
     if unknown:

@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Sequence
 
+from diffusion.planning import amounts
 from diffusion.planning.checkpoints import kept_checkpoints
 from diffusion.planning.data_volume import PRICE_DATE, StoreReads, nodes_per_shard, reads_per_epoch
 from diffusion.planning.goodput_simulation import simulate_strategies
+from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import GIB
-from diffusion.planning.plan import Plan
+from diffusion.planning.plan import Faster, Plan
 from diffusion.planning.throughput import PRECOMPUTE_MFU, Cost
 from diffusion.planning.workload import Phase
 
@@ -28,9 +30,29 @@ ENCODING_NAMES = {'pictures': 'images', 'latents': 'latents, text online', 'late
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
     tables = (_overview, _time, _techniques, _memory, _data, _store_reads, _checkpoints, _strategies)
-    sections = [table(plan) for table in tables]
+    sections = ['\n'.join(headline(plan)), *(table(plan) for table in tables)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
+
+
+def headline(plan: Plan) -> list[str]:
+    """Return a line per recipe: time and dollars of training as written, and with faster settings to paste."""
+    lines = []
+    for each in plan.phases:
+        text = amounts.time_and_price(each.cost)
+        if not each.fit[0].fits:
+            text = 'does not fit in memory'
+        elif each.is_bound_by_launches:
+            text = f'at least {text}'
+        name = f'{each.phase.name}, as' if len(plan.phases) > 1 else 'As'
+        faster = '' if each.faster is None else f' {faster_text(each.faster, each.faster.cost, plan.given.gpu)}'
+        lines.append(f'{name} written: {text}.{faster}')
+    return lines
+
+
+def faster_text(faster: Faster, cost: Cost, gpu: GPU) -> str:
+    memory = f'{faster.memory.reserved / GIB:.1f} of {gpu.memory_gib:.1f} GiB per GPU'
+    return f'With {" ".join(faster.settings)}: {amounts.time_and_price(cost)}, {memory}.'
 
 
 def _overview(plan: Plan) -> str:

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diffusion.config.recipe import ParallelismConfig
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import FLOAT32, GIB, HALF, Memory, Setup
 from diffusion.planning.workload import Phase
+
+PARALLELISM_KEYS = ('strategy', 'reshard_after_forward', 'replicas', 'checkpoints')
+"""Settings that may differ between the strategies that a plan compares."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,15 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
         text += '; ddp does not fit'
     if best is fits[0]:
         return f"{text} (the recipe's)"
-    changes = [f'parallelism.strategy={settings.strategy}']
-    if settings.strategy == 'ddp' and settings.checkpoints == 'sharded':
-        changes.append('parallelism.checkpoints=whole (written by rank 0 alone, so saves take longer)')
-    if settings.strategy != 'ddp':
-        changes.append(f'parallelism.reshard_after_forward={str(settings.reshard_after_forward).lower()}')
-    if settings.replicas != fits[0].setup.parallelism.replicas:
-        changes.append(f'parallelism.replicas={settings.replicas}')
-    return f'{text}; set {" ".join(changes)}'
+    changes = ' '.join(changed_parallelism(fits[0].setup.parallelism, settings))
+    slower_saves = ' (written by rank 0 alone, so saves take longer)' if 'checkpoints=whole' in changes else ''
+    return f'{text}; set {changes}{slower_saves}'
+
+
+def changed_parallelism(old: ParallelismConfig, new: ParallelismConfig) -> list[str]:
+    """Return the overrides that change a recipe's parallelism to `new`, such as parallelism.strategy=ddp."""
+    pairs = {key: (getattr(old, key), getattr(new, key)) for key in PARALLELISM_KEYS}
+    return [f'parallelism.{key}={str(value).lower()}' for key, (before, value) in pairs.items() if value != before]
 
 
 def _ring(devices: int) -> float:

@@ -47,6 +47,8 @@ class Speed:
     """Model FLOPs utilization: FLOP/s of model and online encoders, without recomputation, over the peak."""
     source: str
     """Description of the source, as printed in the plan."""
+    is_measured: bool = False
+    """True if a run of this recipe or of a similar one has reached it."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,10 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
         source = f'assumed: {100 * assumed:.3g}% of peak, {reason}'
         if rate > (most := _launched_images_per_second(phase, gpus)):
             rate = most
-            graphs = '' if phase.speed().cuda_graphs else ', or set speed.cuda_graphs=true under ddp'
-            source = (
-                f'assumed: bound by launching kernels, {1000 * _launch_seconds(phase):.0f} ms per microbatch as '
-                'measured for SD2; raise device_train_microbatch_size, on fewer GPUs if need be' + graphs
-            )
-    return Speed(rate, model_flops * rate / peak, source)
+            launch = f'{1000 * _launch_seconds(phase):.0f} ms per microbatch as measured for SD2'
+            source = f'assumed: bound by launching kernels, {launch}'
+    is_measured = given.images_per_second is not None or given.measured is not None
+    return Speed(rate, model_flops * rate / peak, source, is_measured)
 
 
 def read_measured_speed(run: Path) -> MeasuredSpeed:

@@ -46,6 +46,35 @@ def test_plan_of_the_published_recipe(capsys):
     assert 'WARNINGS' not in out
 
 
+@pytest.mark.parametrize(
+    ('name', 'words', 'line'),
+    [
+        (
+            'phase1-latents',
+            ['--gpus', '16'],
+            'As written: 5.65 days, $6,403. With device_train_microbatch_size=128 parallelism.strategy=ddp '
+            'parallelism.checkpoints=whole: 1.94 days, $2,197, 43.6 of 79.1 GiB per GPU.',
+        ),
+        ('phase1-latents', ['--gpus', '16', 'parallelism.mixed_precision=full'], 'microbatch_size=128: 1.94 days'),
+        ('phase1-latents', ['--gpus', '128'], 'parallelism.checkpoints=whole speed.cuda_graphs=true: 0.37 days'),
+        ('mmdit', ['--gpus', '1'], 'As written: does not fit in memory. With device_train_microbatch_size=16: 700.75'),
+    ],
+)
+def test_first_line_gives_faster_settings_and_what_the_plan_says_of_them(capsys, name, words, line):
+    words = [str(YAMLS / f'{name}.yaml'), *words]
+    assert line in planned(capsys, *words).splitlines()[0]
+    faster = as_json(capsys, *words)['phases'][0]['faster']
+    pasted = as_json(capsys, *words, *faster['settings'])['phases'][0]
+    assert (pasted['training'], pasted['expected']) == (faster['training'], faster['expected'])
+    assert pasted['memory'][0]['reserved_bytes'] == faster['reserved_bytes'] and pasted['memory'][0]['fits']
+    assert pasted['faster'] is None
+
+
+@pytest.mark.parametrize('words', [['--gpu', 'a100-80gb'], ['--mfu', '0.3'], ['--images-per-second', '900']])
+def test_no_faster_settings_where_the_effect_of_the_microbatch_is_unknown(capsys, words):
+    assert as_json(capsys, BOTH[0], *words)['phases'][0]['faster'] is None
+
+
 def test_goodput_of_each_save_strategy_is_simulated(capsys):
     words = [BOTH[0], '--gpus', '128', '--mtbf', '3', '--stall', '60', '--restart', '240']
     save = 'trainer.save_interval=30m'

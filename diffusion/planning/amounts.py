@@ -46,9 +46,9 @@ def time_and_price(cost: Cost) -> str:
     return ', '.join(text for text in (run_time(cost.hours), dollars(cost)) if text)
 
 
-def count(number: float) -> str:
-    """Return a number of images, such as 790.0 M or 36."""
-    return f'{number / 1e6:,.1f} M' if number >= 1e6 else f'{number:,.0f}'
+def count(number: float, decimals: int = 1) -> str:
+    """Return a number of images or requests, such as 790.0 M or 36."""
+    return f'{number / 1e6:,.{decimals}f} M' if number >= 1e6 else f'{number:,.0f}'
 
 
 def size(number: float) -> str:

@@ -26,6 +26,8 @@ PRIOR_HOURS = 24.0
 """Weight of the prior failure rate: it counts like a rate observed for at most this number of hours."""
 RESTART_SECONDS = 600.0
 """Assumed time from a failure to the next batch: detection, node replacement, startup, loading."""
+SHORT_RUN_SAVES = 10
+"""Number of saves whose time makes a shorter run a short one."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Resilience:
     recipe_goodput: float | None
     batch_seconds: float
     run_seconds: float
+
+    @property
+    def is_short(self) -> bool:
+        """True if ten saves take longer than the run, so that its goodput says little."""
+        return self.run_seconds < SHORT_RUN_SAVES * self.stall_seconds
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:

@@ -34,7 +34,7 @@ def faster_phase(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Phase
         return None
     fastest = [each for each, rate in zip(candidates, rates, strict=True) if rate >= (1 - EQUALLY_FAST) * max(rates)]
     best = recommended(fits)
-    strategy = None if best is None else best.setup.label.split()[0]
+    strategy = None if best is None else best.setup.parallelism.strategy
     return min(
         fastest,
         key=lambda each: (

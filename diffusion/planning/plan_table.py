@@ -1,5 +1,6 @@
 """Text form of a plan: tables with aligned columns, then notes and warnings."""
 
+import math
 from collections.abc import Collection, Sequence
 
 from diffusion.planning import amounts
@@ -8,7 +9,7 @@ from diffusion.planning.data_volume import PRICE_DATE, StoreReads, nodes_per_sha
 from diffusion.planning.goodput_simulation import simulate_strategies
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import GIB
-from diffusion.planning.plan import Faster, Plan
+from diffusion.planning.plan import PhasePlan, Plan
 from diffusion.planning.throughput import PRECOMPUTE_MFU, Cost
 from diffusion.planning.workload import Phase
 
@@ -30,35 +31,37 @@ ENCODING_NAMES = {'pictures': 'images', 'latents': 'latents, text online', 'late
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
     tables = (_overview, _time, _techniques, _memory, _data, _store_reads, _checkpoints, _strategies)
-    sections = ['\n'.join(headline(plan)), *(table(plan) for table in tables)]
+    several = len(plan.phases) > 1
+    first = [first_line(each, plan.given.gpu, name=each.phase.name if several else '') for each in plan.phases]
+    sections = ['\n'.join(first), *(table(plan) for table in tables)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
 
-def headline(plan: Plan) -> list[str]:
-    """Return a line per recipe: time and dollars of training as written, and with faster settings to paste."""
-    lines = []
-    for each in plan.phases:
-        text = amounts.time_and_price(each.cost)
-        if not each.fit[0].fits:
-            text = 'does not fit in memory'
-        elif each.is_bound_by_launches:
-            text = f'at least {text}'
-        name = f'{each.phase.name}, as' if len(plan.phases) > 1 else 'As'
-        faster = '' if each.faster is None else f' {faster_text(each.faster, each.faster.cost, plan.given.gpu)}'
-        lines.append(f'{name} written: {text}.{faster}')
-    return lines
+def first_line(each: PhasePlan, gpu: GPU, *, name: str = '', expected: bool = False) -> str:
+    """Return time and dollars of a recipe as written, and with faster settings to paste.
 
-
-def faster_text(faster: Faster, cost: Cost, gpu: GPU) -> str:
+    Args:
+        name: Name of the recipe or job at the beginning of the line.
+        expected: Include the time of saves and failures.
+    """
+    written = amounts.time_and_price(each.expected if expected else each.cost)
+    if not each.fit[0].fits:
+        written = 'does not fit in memory'
+    elif each.is_bound_by_launches:
+        written = f'at least {written}'
+    line = f'{name}, as written: {written}.' if name else f'As written: {written}.'
+    if (faster := each.faster) is None:
+        return line
+    cost = amounts.time_and_price(faster.expected if expected else faster.cost)
     memory = f'{faster.memory.reserved / GIB:.1f} of {gpu.memory_gib:.1f} GiB per GPU'
-    return f'With {" ".join(faster.settings)}: {amounts.time_and_price(cost)}, {memory}.'
+    return f'{line} With {" ".join(faster.settings)}: {cost}, {memory}.'
 
 
 def _overview(plan: Plan) -> str:
     rows = [['', 'shape', 'batches', 'global batch', 'images', 'parameters', 'GFLOP per image']]
     for phase in (each.phase for each in plan.phases):
-        work = [_shapes(phase), f'{phase.batches:,}', f'{phase.recipe.global_batch:,}', f'{phase.images / 1e6:,.1f} M']
+        work = [_shapes(phase), f'{phase.batches:,}', f'{phase.recipe.global_batch:,}', amounts.count(phase.images)]
         rows.append([phase.name, *work, f'{phase.model.trained_parameters / 1e6:,.1f} M', _flops(phase)])
     given = plan.given
     price = given.price_usd_per_hour
@@ -69,7 +72,7 @@ def _overview(plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
-    rows = [['', 'images/s', 'MFU', 'days', 'GPU-hours', 'dollars', 'source']]
+    rows = [['', 'images/s', 'MFU', 'time', 'GPU-hours', 'dollars', 'source']]
     for each in plan.phases:
         speed = each.speed
         rows.append(
@@ -82,7 +85,9 @@ def _time(plan: Plan) -> str:
             rows.append([f'precompute {each.phase.name}', '', '', *_cost(each.precompute), source])
     if len(rows) > 2:
         rows.append(['total', '', '', *_cost(plan.total), f'{plan.flops:.2e} training FLOP'])
-    rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {plan.goodput:.3f}, see Checkpoints'])
+    short = all(each.resilience.is_short for each in plan.phases)
+    goodput = 'mostly saves' if short else f'goodput {plan.goodput:.3f}, see Checkpoints'
+    rows.append(['with saves, failures', '', '', *_cost(plan.expected), goodput])
     run = plan.published
     if run is not None:
         count = len(run.stages)
@@ -98,19 +103,19 @@ def _techniques(plan: Plan) -> str:
     for each in plan.phases:
         batch = each.phase.recipe.global_batch
         rows = [['', 'GFLOP per image', 'throughput', 'images', 'batches', 'by published throughput']]
-        rows.append(['with all', '', '', f'{each.phase.images / 1e6:,.1f} M', f'{each.phase.batches:,}', ''])
+        rows.append(['with all', '', '', amounts.count(each.phase.images), f'{each.phase.batches:,}', ''])
         for technique in each.techniques:
             effects = [
                 f'x {1 / effect.speedup:.2f}, {effect.images_without / batch:,.0f} batches ({effect.conditions})'
                 for effect in technique.published
             ]
             effort = [f'{-technique.flops_per_image / 1e9:+,.1f}', f'x {1 / technique.speedup:.2f}']
-            without = [f'{technique.images_without / 1e6:,.1f} M', f'{technique.images_without / batch:,.0f}']
+            without = [amounts.count(technique.images_without), f'{technique.images_without / batch:,.0f}']
             rows.append([f'without {technique.name}', *effort, *without, '; '.join(effects)])
         if len(rows) > 2:
-            money = f'{each.cost.gpu_hours:,.0f} GPU-hours'
+            money = f'{amounts.gpu_hours(each.cost)} GPU-hours'
             if each.cost.usd is not None:
-                money += f', {_dollars(each.cost)}'
+                money += f', {amounts.dollars(each.cost)}'
             blocks.append(_section(f'Techniques, {each.phase.name}: what {money} buy at equal MFU', rows, left={5}))
     return '\n\n'.join(blocks)
 
@@ -142,16 +147,16 @@ def _data(plan: Plan) -> str:
     blocks = []
     for each in plan.phases:
         rows = [['stored as', 'per sample', 'stored', 'read', 'GB/s', 'GB/s per node']]
-        rows[0] += ['total days', 'total dollars', 'precompute dollars']
+        rows[0] += ['total time', 'total dollars', 'precompute dollars']
         for other in each.alternatives:
             mark = ' (recipe)' if other.encoding == each.phase.encoding else ''
             storage = other.storage
-            sizes = map(_bytes, (storage.bytes_per_sample, storage.stored_bytes, storage.read_bytes))
-            rates = [f'{storage.bytes_per_second / 1e9:,.2f}', f'{storage.bytes_per_second_per_node / 1e9:,.3f}']
-            costs = [f'{other.total.days:,.2f}', _dollars(other.total), _dollars(other.precompute)]
+            sizes = map(amounts.size, (storage.bytes_per_sample, storage.stored_bytes, storage.read_bytes))
+            rates = map(_gb, (storage.bytes_per_second, storage.bytes_per_second_per_node))
+            costs = [*_cost(other.total)[::2], amounts.dollars(other.precompute)]
             rows.append([ENCODING_NAMES[other.encoding] + mark, *sizes, *rates, *costs])
-        millions = each.phase.distinct_images / 1e6
-        blocks.append(_section(f'Data, {each.phase.name}, {millions:,.1f} M distinct images', rows))
+        images = amounts.count(each.phase.distinct_images)
+        blocks.append(_section(f'Data, {each.phase.name}, {images} distinct images', rows))
     return '\n\n'.join(blocks)
 
 
@@ -168,8 +173,8 @@ def _store_reads(plan: Plan) -> str:
 
 
 def _cells_of(reads: StoreReads) -> list[str]:
-    requests = f'{reads.requests / 1e6:,.2f} M = ${reads.request_usd:,.2f}'
-    return [f'{reads.bytes / 1e12:,.2f} TB', requests, f'${reads.egress_usd:,.0f}']
+    requests = f'{amounts.count(math.ceil(reads.requests), decimals=2)} = {amounts.usd(reads.request_usd)}'
+    return [amounts.size(reads.bytes), requests, amounts.usd(reads.egress_usd)]
 
 
 def _checkpoints(plan: Plan) -> str:
@@ -181,31 +186,37 @@ def _checkpoints(plan: Plan) -> str:
         recipe_interval = '(unknown: neither batches nor a time)'
         if saving.recipe_interval_seconds is not None:
             interval = each.phase.recipe.trainer['save_interval']
-            recipe_interval = f'{interval} = {_duration(saving.recipe_interval_seconds)}'
-            recipe_interval += f', goodput {saving.recipe_goodput:.3f}'
-        stored = map(_bytes, (sizes.weights, sizes.with_optimizer, sizes.with_averages, each.snapshot_bytes))
-        save_every = f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}'
-        best = [f'{saving.stall_seconds:,.0f} s', save_every, f'{saving.goodput:.3f}']
-        most = '(not known)' if kept is None else f'{kept.count:,} = {_bytes(kept.bytes)}'
+            recipe_interval = f'{interval} = {amounts.duration(saving.recipe_interval_seconds)}'
+            recipe_interval += '' if saving.is_short else f', goodput {saving.recipe_goodput:.3f}'
+        stored = map(amounts.size, (sizes.weights, sizes.with_optimizer, sizes.with_averages, each.snapshot_bytes))
+        save_every = f'{saving.interval_batches:,}ba = {amounts.duration(saving.interval_seconds)}'
+        goodput = '(short run)' if saving.is_short else f'{saving.goodput:.3f}'
+        stall = saving.stall_seconds
+        best = [f'{stall:,.0f} s' if stall >= 10 else amounts.duration(stall), save_every, goodput]
+        most = '(not known)' if kept is None else f'{kept.count:,} = {amounts.size(kept.bytes)}'
         rows.append([each.phase.name, *stored, *best, recipe_interval, most])
     return _section(f'Checkpoints, with {_failures(plan)}', rows, left={8, 9})
 
 
 def _strategies(plan: Plan) -> str:
-    simulated = [simulate_strategies(each.resilience) for each in plan.phases]
+    plans = [each for each in plan.phases if not each.resilience.is_short]
+    if not plans:
+        return ''
+    simulated = [simulate_strategies(each.resilience) for each in plans]
     names = list(dict.fromkeys(each.strategy.name for phase in simulated for each in phase))
     rows = [['', *names]]
-    for each, phase in zip(plan.phases, simulated, strict=True):
+    for each, phase in zip(plans, simulated, strict=True):
         cells = {
-            found.strategy.name: f'{found.goodput:.3f} every {_duration(found.strategy.interval)}' for found in phase
+            found.strategy.name: f'{found.goodput:.3f} every {amounts.duration(found.strategy.interval)}'
+            for found in phase
         }
         rows.append([each.phase.name, *(cells.get(name, '') for name in names)])
-    failures = f'{_failures(plan)} and restarts of {_duration(plan.given.restart_seconds)}'
+    failures = f'{_failures(plan)} and restarts of {amounts.duration(plan.given.restart_seconds)}'
     return _section(f'Goodput of save strategies, with {failures} (simulated)', rows)
 
 
 def _failures(plan: Plan) -> str:
-    return f'one failure every {_duration(3600 * plan.phases[0].resilience.mtbf_hours)}'
+    return f'one failure every {amounts.duration(3600 * plan.phases[0].resilience.mtbf_hours)}'
 
 
 def _flops(phase: Phase) -> str:
@@ -224,29 +235,15 @@ def _shapes(phase: Phase) -> str:
 
 
 def _cost(cost: Cost) -> list[str]:
-    return [f'{cost.days:,.2f}', f'{cost.gpu_hours:,.0f}', _dollars(cost)]
-
-
-def _dollars(cost: Cost) -> str:
-    return '' if cost.usd is None else f'${cost.usd:,.0f}'
+    return [amounts.run_time(cost.hours), amounts.gpu_hours(cost), amounts.dollars(cost)]
 
 
 def _gib(count: float) -> str:
     return f'{count / GIB:,.2f}'
 
 
-def _bytes(count: float) -> str:
-    for unit, size in (('PB', 1e15), ('TB', 1e12), ('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
-        if count >= size:
-            return f'{count / size:,.2f} {unit}'
-    return f'{count:,.0f} B'
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (('d', 86400), ('h', 3600), ('min', 60)):
-        if seconds >= 2 * size:
-            return f'{seconds / size:,.1f} {unit}'
-    return f'{seconds:,.1f} s'
+def _gb(count: float) -> str:
+    return f'{count / 1e9:,.2f}' if count >= 1e9 else f'{count / 1e9:.3g}'
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> str:

@@ -198,7 +198,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         CountingFailed: The model has no shipped counts, and counting it failed.
     """
     if recipe.task != 'train':
-        raise UserError(f'task: the plan is for training, not {recipe.task}; remove the key')
+        raise UserError(f'task: the plan is for training, not {recipe.task}; use task=train')
     if not isinstance(recipe.global_batch, int):
         raise UserError('global_batch is not set (???); set it, such as global_batch=2048')
     model = ModelCosts(recipe.model, recipe.imports, recipe.lora)

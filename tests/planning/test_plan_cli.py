@@ -39,7 +39,7 @@ def test_plan_of_the_published_recipe(capsys):
         'published for 128 A100s, / 1.4 for online encoders',
         '13.85 GB',
         'one failure every 16.5 d',
-        ' 0.00 TB  0.00 M = $0.00',  # later epochs read from caches without a limit
+        ' 0 B    0 = $0',  # later epochs read from caches without a limit
         '20,051 A100-hours for training and 3,784 for precomputing: 23,835 in total, $47,670 at $2 per hour',
     ):
         assert text in out
@@ -318,7 +318,15 @@ def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
     assert 32_768 in counts_around([huge], 32_768)
 
 
-def test_run_shorter_than_its_saves_is_planned(capsys):
-    words = ['trainer.max_duration=40ba', 'global_batch=8', 'trainer.save_interval=20ba', '--gpu', 'a100-80gb']
-    assert main(['plan', 'yamls/quickstart.yaml', *words]) == 0
-    assert 'goodput 0.0' in capsys.readouterr().out
+def test_small_run_is_planned_in_units_that_fit(capsys):
+    """A run of some seconds, shorter than its saves, on 36 images."""
+    words = ['trainer.max_duration=40ba', 'global_batch=8', 'trainer.save_interval=20ba', '--samples', '36']
+    out = planned(capsys, str(YAMLS / 'quickstart.yaml'), *words, '--gpu', 'a100-80gb', '--gpus', '1')
+    assert out.startswith('As written: at least ')
+    assert 'seconds, under $0.01.' in out.splitlines()[0]
+    for text in ('36 distinct images', ' 320 ', 'under 0.01  under $0.01', 'mostly saves', '(short run)', ' ms'):
+        assert text in out
+    for text in ('0.00 days', '0.0 M', ' 0.0 s', 'goodput 0.', 'Goodput of save strategies'):
+        assert text not in out
+    out = planned(capsys, str(YAMLS / 'finetune.yaml'), '--samples', '36', '--gpu', 'h200', '--gpus', '8')
+    assert out.startswith('As written: 9.6 minutes, $5.14.') and '36 distinct images' in out

@@ -35,6 +35,9 @@ function formatNumber(value) {
   return value.toLocaleString('en-US', {maximumFractionDigits: digits, minimumFractionDigits: digits});
 }
 
+/** Return device-hours; a test run has too few for a number that says something. */
+const formatHours = hours => (known(hours) && hours > 0 && hours < 0.01 ? 'under 0.01' : formatNumber(hours));
+
 const formatPercent = value => (known(value) ? `${(100 * value).toFixed(1)}%` : MISSING);
 
 function formatDuration(seconds) {

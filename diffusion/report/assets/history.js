@@ -90,12 +90,12 @@ function costTable() {
           ? `${formatNumber(run.cost.devices)} × ${run.cost.gpu === 'cpu' ? 'CPU' : run.cost.gpu || 'unknown device'}`
           : 'unknown',
     ],
-    ['Device-hours so far', run => formatNumber(run.cost.device_hours)],
+    ['Device-hours so far', run => formatHours(run.cost.device_hours)],
     ['Dollars so far', run => dollars(run, run.cost.device_hours)],
     ['Time to come', run => (known(run.cost.hours_left) ? formatDuration(3600 * run.cost.hours_left) : MISSING)],
-    ['Device-hours to come', run => formatNumber(run.cost.device_hours_left)],
+    ['Device-hours to come', run => formatHours(run.cost.device_hours_left)],
     ['Dollars to come', run => dollars(run, run.cost.device_hours_left)],
-    ['Device-hours in all', run => formatNumber(total(run))],
+    ['Device-hours in all', run => formatHours(total(run))],
     ['Dollars in all', run => dollars(run, total(run))],
     [
       'Price per device-hour',

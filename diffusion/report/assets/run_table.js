@@ -36,7 +36,7 @@ function showTable(data, main) {
     row.loss,
     {sort: row.evaluation, content: row.evaluation || MISSING},
     {sort: row.goodput, content: formatPercent(row.goodput)},
-    row.device_hours,
+    {sort: row.device_hours, content: formatHours(row.device_hours)},
     {sort: row.dollars, content: formatDollars(row.dollars)},
     {sort: row.last_activity, content: formatTime(row.last_activity)},
   ]);

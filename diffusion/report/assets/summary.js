@@ -90,7 +90,7 @@ function singleSummary(run) {
     tile('Goodput', formatPercent(status.goodput), plural(run.attempts.length, 'attempt')),
     tile(
       `${unitOf(run) === 'device' ? 'Device' : unitOf(run)}-hours`,
-      formatNumber(cost.device_hours),
+      formatHours(cost.device_hours),
       known(costOf(run, cost.device_hours))
         ? formatDollars(costOf(run, cost.device_hours))
         : known(cost.devices)

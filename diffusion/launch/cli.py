@@ -2,12 +2,11 @@
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from diffusion.config.load import RecipeError
 from diffusion.config.options import DIR, Option, Overrides, RecipeFile
@@ -15,12 +14,9 @@ from diffusion.errors import ExternalError, UserError, printable
 from diffusion.launch import node
 from diffusion.launch.backends.base import NotValidated, Rendered
 from diffusion.launch.job_checks import CheckedSpec, check_jobs, load_job_spec
-from diffusion.launch.job_spec import Job
+from diffusion.launch.job_estimates import JobEstimate, estimate, estimates_table
 from diffusion.launch.rank_discovery import count_gpus
-from diffusion.planning.count_cache import CountingFailed
-from diffusion.planning.gpus import GPU, find_gpu, load_gpus
-from diffusion.planning.plan import Assumptions, load_phases, make_plan
-from diffusion.planning.throughput import Cost
+from diffusion.planning.gpus import find_gpu, load_gpus
 from diffusion.runs import environment
 from diffusion.runs.run_status import format_report, inspect_run
 from diffusion.storage.atomic import write_atomically
@@ -97,7 +93,8 @@ def run_launch(options: LaunchOptions) -> int:
     """Run `diffusion launch`: check all jobs, print their cost and submit them; submit none if any has a mistake.
 
     Raises:
-        UserError: A job spec or its recipe is wrong, or the scheduler's command-line tool is missing.
+        UserError: A job spec or its recipe is wrong, the scheduler's command-line tool is missing, or in a dry run, a
+            job would exceed its time limit or the memory of a GPU.
         ExternalError: A scheduler refuses a job or does not respond, or a local job failed.
     """
     paths = [word for word in options.specs if '=' not in word]
@@ -106,7 +103,7 @@ def run_launch(options: LaunchOptions) -> int:
         raise UserError('launch: no job given; pass a YAML file, such as yamls/launch/phase1-slurm.yaml')
     # Prepare all jobs before any is submitted, so that no job is submitted if a later one has a mistake.
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
-    warnings: dict[str, None] = {}
+    warnings, problems = dict[str, None](), list[str]()
     for path, checked, rendered in prepared:
         if options.out is not None:
             _write(rendered.files, options.out)
@@ -115,8 +112,12 @@ def run_launch(options: LaunchOptions) -> int:
                 print(f'# {name}\n{text}')
             continue
         print(f'{path}: {checked.spec.backend}')
-        lines, found = cost_table(checked.jobs, checked.gpu)
-        warnings |= dict.fromkeys(found)
+        estimates = [estimate(job, checked.gpu) for job in checked.jobs]
+        for found in estimates:
+            if isinstance(found, JobEstimate):
+                warnings |= dict.fromkeys(found.warnings)
+                problems += found.problems
+        lines = estimates_table(checked.jobs, estimates)
         lines += [f'submit: {" ".join(command)}' for command in rendered.commands]
         lines += [f'note: {note}' for note in rendered.notes]
         lines += [f'required before submission: {problem}' for problem in checked.missing_secrets]
@@ -124,9 +125,12 @@ def run_launch(options: LaunchOptions) -> int:
             print(f'  {line}')
     if options.render:
         return 0
-    for warning in warnings:
+    # Only a dry run fails on the planner's estimates, so that a wrong one cannot prevent a job.
+    for warning in [*warnings, *([] if options.dry_run else problems)]:
         print(f'warning: {warning}')
     if options.dry_run:
+        if problems:
+            raise UserError('\n  '.join(problems))
         print('ok; nothing was submitted')
         return 0
     missing = [problem for _, checked, _ in prepared for problem in checked.missing_secrets]
@@ -199,54 +203,3 @@ def _prepare(path: str, overrides: Sequence[str]) -> tuple[CheckedSpec, Rendered
 def _write(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
         write_atomically(folder / name, text)
-
-
-class CostEstimate(NamedTuple):
-    """Cost estimate of one job, including time lost to saves and failures."""
-
-    cost: Cost
-    price_usd_per_gpu_hour: float | None
-    warnings: tuple[str, ...]
-
-
-def estimate_cost(job: Job, gpu: GPU | None) -> CostEstimate | str:
-    """Return the cost estimate of a job, or the reason why its cost cannot be estimated."""
-    if gpu is None:
-        return 'runs on CPUs'
-    try:
-        phases = load_phases([job.recipe], job.overrides)
-        given = Assumptions(gpu=gpu, gpus=job.world_size, price=job.spec.price_usd_per_gpu_hour)
-        plan = make_plan(phases, given, gpus=load_gpus())
-    except (UserError, CountingFailed) as error:
-        return str(error).splitlines()[-1].strip()
-    # The planner's warnings name an option of `diffusion plan`; name the corresponding key of the job spec instead.
-    warnings = tuple(re.sub(r'pass --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
-    # Count only the training phase: latents are encoded by another job.
-    return CostEstimate(plan.phases[0].expected, given.price_usd_per_hour, warnings)
-
-
-def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
-    rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
-    warnings: list[str] = []
-    estimates = [estimate_cost(job, gpu) for job in jobs]
-    for job, found in zip(jobs, estimates, strict=True):
-        gpus = f'{job.nodes * job.spec.gpus_per_node} x {job.spec.gpu}' if job.spec.gpu else 'none'
-        row = [job.name, str(job.nodes), gpus, job.recipe]
-        if isinstance(found, str):
-            rows.append([*row, 'no cost', found, ''])
-        else:
-            rows.append([*row, *_cells(found.cost)])
-            warnings += found.warnings
-    known = [each.cost for each in estimates if isinstance(each, CostEstimate)]
-    if len(jobs) > 1 and len(known) == len(jobs):
-        rows.append(['total', '', '', '', *_cells(sum(known[1:], known[0]))])
-    # Ignore rows without a cost here: they contain the reason, which may be long, in the column of days.
-    widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, CostEstimate)} - {None}
-    lines += [f'at ${price:,.2f} per GPU-hour, including the time of saves and failures' for price in prices]
-    return lines, warnings
-
-
-def _cells(cost: Cost) -> list[str]:
-    return [f'{cost.days:.2f}', f'{cost.gpu_hours:,.0f}', 'no price' if cost.usd is None else f'${cost.usd:,.0f}']

@@ -5,7 +5,8 @@ import pytest
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch.backends import NAMES
-from diffusion.launch.cli import CostEstimate, cost_table, estimate_cost
+from diffusion.launch.job_estimates import JobEstimate, estimate, estimates_table
+from tests.launch.specs import changed
 
 SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
 
@@ -51,10 +52,10 @@ def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
 
 def test_job_without_cost_estimate_can_be_launched(prepare):
     checked, _ = prepare('slurm', overrides={'task': 'precompute'})
-    found = estimate_cost(checked.jobs[0], checked.gpu)
-    assert isinstance(found, str) and 'the plan is for training, not precompute' in found
-    assert estimate_cost(checked.jobs[0], None) == 'runs on CPUs'
-    lines, _ = cost_table(checked.jobs, None)
+    found = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, str) and 'only training is planned, not precompute' in found
+    assert estimate(checked.jobs[0], None) == 'runs on CPUs'
+    lines = estimates_table(checked.jobs, [estimate(job, None) for job in checked.jobs])
     assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
 
 
@@ -65,25 +66,75 @@ def test_cost_equals_estimate_of_planner(prepare):
     checked, _ = prepare('slurm', nodes=4)
     gpus = load_gpus()
     plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
-    found = estimate_cost(checked.jobs[0], checked.gpu)
-    assert isinstance(found, CostEstimate)
+    found = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, JobEstimate)
     # The job trains; its data has been encoded before.
     assert found.cost.hours == pytest.approx(plan.expected.hours - plan.precompute.hours)
     checked, _ = prepare('slurm', nodes=4, price_usd_per_gpu_hour=7)
-    expensive = estimate_cost(checked.jobs[0], checked.gpu)
-    assert isinstance(expensive, CostEstimate)
+    expensive = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(expensive, JobEstimate)
     assert found.cost.usd and found.price_usd_per_gpu_hour == 2
     assert expensive.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
-    assert cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 per GPU-hour')
+    assert estimates_table(checked.jobs, [expensive])[-1].startswith('at $7.00 per GPU-hour')
 
 
 def test_stale_price_warning_names_key_of_spec(prepare, monkeypatch):
     monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', -1)
     checked, _ = prepare('slurm')
-    (warning,) = (found for found in cost_table(checked.jobs, checked.gpu)[1] if 'days old' in found)
+    found = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, JobEstimate)
+    (warning,) = (text for text in found.warnings if 'days old' in text)
     assert warning.endswith('set price_usd_per_gpu_hour')
     checked, _ = prepare('slurm', price_usd_per_gpu_hour=2)
-    assert 'days old' not in ' '.join(cost_table(checked.jobs, checked.gpu)[1])
+    found = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, JobEstimate) and 'days old' not in ' '.join(found.warnings)
+
+
+LONG_JOB = {
+    'recipe': 'yamls/phase1-latents.yaml',
+    'overrides': {'streams.laion.remote': 's3://bucket/laion', 'eval_streams.coco.remote': 's3://bucket/coco'},
+    'gpu': 'h100-sxm',
+    'torch': '2.9',
+}
+
+
+@pytest.mark.parametrize(
+    ('backend', 'changes', 'status', 'message'),
+    [
+        ('slurm', {}, 0, 'warning: job: 5.67 days planned, but its time_limit is 3.00 days; it requeues itself 1 time'),
+        ('slurm', {'restart': {'max_restarts': 0}}, 2, 'at which slurm ends it for good; raise time_limit'),
+        ('slurm', {'schedule': {'time_limit': '1d'}}, 0, 'time_limit is 1.00 days; it requeues itself 5 times and'),
+        ('sagemaker', {}, 2, 'time_limit is 3.00 days, at which sagemaker ends it for good'),
+        (
+            'slurm',
+            {'gpu': 'a10g', 'overrides': {'device_train_microbatch_size': 128}, 'schedule': {'time_limit': '300d'}},
+            2,
+            'phase1-latents does not fit: needs ',
+        ),
+        ('slurm', {'schedule': {'time_limit': '6d'}}, 0, 'ok; nothing was submitted'),
+    ],
+)
+def test_dry_run_compares_the_plan_with_time_limit_and_memory(write_spec, capsys, backend, changes, status, message):
+    path = write_spec(backend, **changed(LONG_JOB | {'schedule': {'time_limit': '3d'}}, changes))
+    assert main(['launch', str(path), '--dry-run']) == status
+    out, err = capsys.readouterr()
+    assert message in (err if status else out)
+    assert ('time_limit' in out + err) == ('time_limit' in message)
+
+
+def test_dry_run_prints_the_first_line_of_the_plan(write_spec, capsys):
+    assert main(['launch', str(write_spec('slurm', **LONG_JOB)), '--dry-run']) == 0
+    out = capsys.readouterr().out
+    assert (
+        '  job, as written: 5.67 days, $6,417. With device_train_microbatch_size=128 parallelism.strategy=ddp '
+        'parallelism.checkpoints=whole: 1.95 days, ' in out
+    )
+
+
+def test_dry_run_of_an_evaluation_has_no_cost_and_no_advice(capsys):
+    assert main(['launch', 'yamls/launch/evaluate-kubernetes.yaml', '--dry-run']) == 0
+    out = capsys.readouterr().out
+    assert 'only training is planned, not evaluate' in out and 'remove' not in out
 
 
 def test_launch_exits_with_status_of_local_job(write_spec, capsys, monkeypatch):

@@ -10,13 +10,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import diffusion
 from diffusion.config.options import DIR, Count, Option, Overrides, RecipeFile, add_command
-from diffusion.config.schema import did_you_mean
+from diffusion.config.schema import Problem, did_you_mean
 from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
 from diffusion.exit_codes import CLOSED_PIPE, CONFIG_ERROR, INTERRUPTED, USAGE_ERROR
+
+if TYPE_CHECKING:
+    from diffusion.config.recipe import Recipe
 
 
 class _Commands(argparse._SubParsersAction):
@@ -184,6 +187,8 @@ class CheckOptions:
     """Also check that the recipe can run on this total number of GPUs."""
     gpus_per_node: Count = 8
     """Number of GPUs per node, for --gpus."""
+    data: bool = False
+    """Also look at the data in object stores: existence of the index, image size and number of images."""
     resume: bool = False
     """Also show which settings have changed since the run's newest checkpoint, and the learning rate with which the run
     would resume; imports torch."""
@@ -191,8 +196,7 @@ class CheckOptions:
 
 def run_check(options: CheckOptions) -> int:
     """Run `diffusion check`: print the resolved recipe and the keys that are still ???; return the exit status."""
-    from diffusion.config.load import RecipeError, check_devices, check_paths, load, overlap, to_yaml
-    from diffusion.planning.workload import local_repetition_warnings
+    from diffusion.config.load import RecipeError, check_devices, load, overlap, to_yaml
 
     started = time.perf_counter()
     recipe = load(options.recipe, options.overrides, allow_missing=not options.strict)
@@ -201,11 +205,12 @@ def run_check(options: CheckOptions) -> int:
         raise RecipeError(problems, options.recipe)
     if not options.quiet:
         print(to_yaml(recipe))
+    problems, warnings = _check_data(recipe, in_stores=options.data)
     missing = [each.where for each in recipe.missing]
-    absent = [each for each in check_paths(recipe) if not any(overlap(each.where, where) for where in missing)]
+    absent = [each for each in problems if not any(overlap(each.where, where) for where in missing)]
     if absent and options.strict:
         raise RecipeError(absent, options.recipe)
-    for warning in local_repetition_warnings(recipe):
+    for warning in warnings:
         print(f'# warning: {warning}')
     if recipe.missing or absent:
         print(f'# {options.recipe}: valid, but incomplete; before it can run it needs')
@@ -219,6 +224,30 @@ def run_check(options: CheckOptions) -> int:
         for line in describe_resume(recipe):
             print(f'# {line}')
     return 0
+
+
+def _check_data(recipe: 'Recipe', *, in_stores: bool) -> tuple[list[Problem], list[str]]:
+    """Return the problems of local data, and of data in object stores if `in_stores`; and the warnings.
+
+    Raises:
+        ExternalError: A store does not respond.
+    """
+    from diffusion.config.checks import remote_streams
+    from diffusion.config.path_checks import check_paths
+    from diffusion.planning.workload import local_repetition_warnings
+
+    if not in_stores:
+        if remote := remote_streams(recipe):
+            print(f'# not looked at: data in object stores ({", ".join(remote)}); add --data')
+        return check_paths(recipe), local_repetition_warnings(recipe)
+    from diffusion.config.store_checks import copied_streams
+    from diffusion.storage.retry import GaveUp
+
+    try:
+        with copied_streams(recipe) as copies:
+            return copies.check(), local_repetition_warnings(copies.recipe)
+    except GaveUp as error:
+        raise ExternalError(f'check --data: {error}') from error
 
 
 @dataclass

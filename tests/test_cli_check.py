@@ -7,7 +7,7 @@ from recipe_comparison import all_values
 
 from diffusion.cli import main
 from diffusion.config.load import load
-from diffusion.exit_codes import USAGE_ERROR
+from diffusion.exit_codes import FAILED, USAGE_ERROR
 
 YAMLS = Path(__file__).parents[1] / 'yamls'
 GOOD = """
@@ -54,7 +54,8 @@ def test_valid_recipe_is_printed_and_timed(write, capsys):
     assert out.splitlines()[-1].startswith('# ')
     assert ': ok, checked in ' in out.splitlines()[-1]
     assert main(['check', write(GOOD), '--quiet']) == 0
-    assert capsys.readouterr().out.count('\n') == 1
+    note, last = capsys.readouterr().out.splitlines()
+    assert note == '# not looked at: data in object stores (streams.a); add --data' and ': ok, checked in ' in last
 
 
 def test_number_of_gpus_is_checked_on_request(write, capsys):
@@ -146,3 +147,26 @@ def test_few_images_for_a_recipe_are_warned_of(write, pictures, capsys):
     assert '# warning: run: a batch of 41 repeats some of the 40 images' in capsys.readouterr().out
     main(['check', path, '--quiet', 'global_batch=40', 'trainer.max_duration=1000ep'])
     assert 'warning' not in capsys.readouterr().out
+
+
+def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, capsys):
+    """The store has 40 images of 32 px."""
+    url = store.upload(pictures[32])
+    path = write(GOOD.replace('remote: s3://bucket/mds, resolution: 64', f'remote: {url}, resolution: 32'))
+    words = ['check', path, 'model.resolution=32', '--quiet', '--data']
+    store.requests.clear()
+    assert main([*words, 'global_batch=41']) == 0
+    out = capsys.readouterr().out
+    assert ': ok, checked in ' in out and 'a batch of 41 repeats some of the 40 images' in out
+    assert {request.partition(' ')[0] for request in store.requests} == {'GET'}
+    for override, problem in (
+        ('streams.a.resolution=64', f'streams.a.resolution: 64x64, but the images in {url} have shorter sides of at'),
+        (f'streams.a.remote={url}/x', f'streams.a.remote: {url}/x has no index.json; is it an MDS folder?'),
+        ('streams.a.remote=s3://none/x', 'streams.a.remote: s3://none/x/index.json: there is no such bucket'),
+        ('streams.a.aspects=true', f'streams.a.remote: {url} has no buckets.json'),
+    ):
+        assert main([*words, override, '--strict']) == USAGE_ERROR
+        assert problem in capsys.readouterr().err
+    store.fail('index.json', 503)
+    assert main([*words, 'streams.a.download_retry=0']) == FAILED
+    assert f'error: check --data: {url}/index.json: cannot be read, tried 1 time' in capsys.readouterr().err

@@ -209,6 +209,16 @@ def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]
     ]
 
 
+def remote_streams(recipe: Recipe) -> dict[str, StreamConfig]:
+    """Return the streams in object stores that a recipe's task reads, by path, such as streams.laion."""
+    return {
+        f'{section}.{name}': stream
+        for section, streams in stream_sections(recipe)
+        for name, stream in streams.items()
+        if '://' in (stream.remote or '')
+    }
+
+
 def image_streams(recipe: Recipe) -> dict[str, StreamConfig]:
     """Return the streams of images that a recipe trains on; for latents, the streams that they are encoded from."""
     if recipe.dataset.name != 'latents':

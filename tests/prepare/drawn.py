@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import os
 import pickle
@@ -9,7 +10,7 @@ import re
 import signal
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ class DrawnSource:
         return Entry(key, image, [f'a caption of image {number}', f'another {number}'], metadata)
 
 
+class Backwards(DrawnSource):
+    def parts(self) -> Sequence[Part]:
+        return super().parts()[::-1]
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        return iter(list(super().read(part))[::-1])
+
+
 def settings(out: Path | str, **values: object) -> PrepareSettings:
     defaults = {'source': {'kind': 'folder', 'location': 'drawn'}, 'out': str(out), 'sizes': [16, 32], 'workers': 2}
     return settings_of(defaults | {'max_rejected': 1.0} | values)
@@ -128,11 +137,26 @@ def here(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
     return map(run_job, jobs)
 
 
-def run(out: Path | str, source: Any = None, **values: object) -> PrepareReport:
-    """Prepare a dataset in this process; by default of 20 synthetic images."""
-    report = prepare(settings(out, **values), source=source or DrawnSource(2, 10), run=here)
+def interrupted(count: int) -> Callable[[Iterable[WorkerJob]], Iterator[Any]]:
+    """Return a function that runs some jobs, then stops as by Ctrl-C."""
+
+    def run_some(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
+        yield from map(run_job, itertools.islice(jobs, count))
+        raise KeyboardInterrupt
+
+    return run_some
+
+
+def report_of(given: PrepareSettings | dict[str, Any], source: Any = None, run: Any = here) -> PrepareReport:
+    """Prepare a dataset in this process, and return its report."""
+    report = prepare(given if isinstance(given, PrepareSettings) else settings_of(given), source=source, run=run)
     assert report is not None
     return report
+
+
+def run(out: Path | str, source: Any = None, **values: object) -> PrepareReport:
+    """Prepare a dataset in this process; by default of 20 synthetic images."""
+    return report_of(settings(out, **values), source or DrawnSource(2, 10))
 
 
 def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -168,6 +192,10 @@ def samples(bucket: Path) -> list[dict[str, Any]]:
 def keys(out: Path) -> dict[str, list[str]]:
     folders = sorted(path.parent for path in out.rglob('index.json'))
     return {folder.relative_to(out).as_posix(): [sample['key'] for sample in samples(folder)] for folder in folders}
+
+
+def held_out(out: Path) -> Path:
+    return out.with_name(f'{out.name}-held-out')
 
 
 def snapshot(out: Path) -> dict[str, bytes]:

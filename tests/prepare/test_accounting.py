@@ -6,10 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepare.drawn import draw, encode, here, samples, tar_of, write_files
+from prepare.drawn import draw, encode, report_of, samples, tar_of, write_files
 
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import PrepareSettings, settings_of
 
 IMAGE = encode(draw(1, width=40, height=40), 'PNG')
@@ -51,8 +50,7 @@ def settings(kind: str, folder: Path, **others: str) -> PrepareSettings:
 
 
 def prepared(kind: str, folder: Path, **others: str) -> PrepareReport:
-    report = prepare(settings(kind, folder, **others), run=here)
-    assert report is not None
+    report = report_of(settings(kind, folder, **others))
     counts = [*report.rejected.values(), *report.passed_over.values()]
     assert report.inputs == report.pictures + sum(each.count for each in counts)
     saved = PrepareReport.read(folder.parent / 'out' / 'report.json')

@@ -2,23 +2,21 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, contents, draw, encode, here, keys, settings, write_files
+from drawn import DrawnSource, contents, draw, encode, here, interrupted, keys, report_of, settings, write_files
 from object_store import Store
 
 from diffusion.errors import UserError
-from diffusion.prepare import append as append_module
 from diffusion.prepare.append import append
 from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
-from diffusion.prepare.worker_pool import run_job
 
 CHOICES: dict[str, Any] = {'aspects': ['32x32', '32x24'], 'duplicates': 'near', 'shard_mb': 0.01}
 
@@ -58,15 +56,25 @@ def sliced(first: int, stop: int, *, each: int = 5, **values: Any) -> Slice:
 
 
 def start(out: Path | str, source: Any, **values: Any) -> PrepareReport:
-    report = prepare(settings(out, **CHOICES | values), source=source, run=here)
-    assert report is not None
-    return report
+    return report_of(settings(out, **CHOICES | values), source)
 
 
 def add(out: Path | str, source: Any, **values: Any) -> PrepareReport:
     report = append(settings(out, **CHOICES | values), source=source, run=here)
     assert report is not None
     return report
+
+
+def add_before_commit(monkeypatch: pytest.MonkeyPatch, out: Path, source: Any) -> None:
+    """Let another process add a delivery just before the next change of a dataset is recorded."""
+    commit = RecordedDataset.commit
+
+    def second(self: Any, record: Any) -> None:
+        monkeypatch.setattr(RecordedDataset, 'commit', commit)
+        add(out, source, work=str(out.parent / 'other.work'))
+        commit(self, record)
+
+    monkeypatch.setattr(RecordedDataset, 'commit', second)
 
 
 def all_keys(out: Path) -> set[str]:
@@ -172,16 +180,7 @@ def test_held_out_images_stay_held_out_and_their_copies_are_not_trained_on(tmp_p
 def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one compares its images with those of the first, so that none is in the dataset twice."""
     start(tmp_path / 'out', sliced(0, 10))
-    commit = append_module.RecordedDataset.commit
-    other = threading.Event()
-
-    def interrupted(self: Any, record: Any) -> None:
-        if not other.is_set():
-            other.set()
-            add(tmp_path / 'out', sliced(10, 30), work=str(tmp_path / 'other.work'))
-        commit(self, record)
-
-    monkeypatch.setattr(append_module.RecordedDataset, 'commit', interrupted)
+    add_before_commit(monkeypatch, tmp_path / 'out', sliced(10, 30))
     # Its first ten images are those of the other process, under other keys.
     report = add(tmp_path / 'out', sliced(20, 40, prefix='second-'))
     assert report.rejected['duplicate'].count >= 10 and report.pictures <= 10
@@ -196,31 +195,17 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
 def test_two_processes_with_the_same_delivery_add_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue may hand out a message twice; both processes write the same files for the same version."""
     start(tmp_path / 'out', sliced(0, 10))
-    commit = append_module.RecordedDataset.commit
-    others = [sliced(10, 20)]
-
-    def interrupted(self: Any, record: Any) -> None:
-        if others:
-            add(tmp_path / 'out', others.pop(), work=str(tmp_path / 'other.work'))
-        commit(self, record)
-
-    monkeypatch.setattr(append_module.RecordedDataset, 'commit', interrupted)
+    add_before_commit(monkeypatch, tmp_path / 'out', sliced(10, 20))
     assert add(tmp_path / 'out', sliced(10, 20)).notes[0].endswith('nothing to do')
     start(tmp_path / 'all', sliced(0, 20))
     assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
     assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
 
 
-def one_part(jobs: Any) -> Iterator[Any]:
-    """Run the first job, then stop as by Ctrl-C."""
-    yield run_job(next(iter(jobs)))
-    raise KeyboardInterrupt
-
-
 def test_unfinished_work_is_finished_or_kept(tmp_path: Path) -> None:
     start(tmp_path / 'out', sliced(0, 10))
     with pytest.raises(KeyboardInterrupt):
-        append(settings(tmp_path / 'out', **CHOICES), source=sliced(10, 20), run=one_part)
+        append(settings(tmp_path / 'out', **CHOICES), source=sliced(10, 20), run=interrupted(1))
     assert (tmp_path / 'out.work/plan.json').exists()
     with pytest.raises(UserError, match=r'out.work: has an unfinished addition to a dataset; finish it with --append'):
         start(tmp_path / 'out', sliced(0, 10), overwrite=True)
@@ -229,14 +214,14 @@ def test_unfinished_work_is_finished_or_kept(tmp_path: Path) -> None:
     assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
     # Work on another source is not thrown away, even if there is nothing to add from this one.
     with pytest.raises(KeyboardInterrupt):
-        append(settings(tmp_path / 'out', **CHOICES), source=sliced(25, 35), run=one_part)
+        append(settings(tmp_path / 'out', **CHOICES), source=sliced(25, 35), run=interrupted(1))
     another = settings(tmp_path / 'out', source={'kind': 'folder', 'location': 'another'}, **CHOICES)
     with pytest.raises(UserError, match=r'settings.source.location: drawn at the start, another now'):
         append(another, source=sliced(0, 15, prefix='b-'), run=here)
     assert add(tmp_path / 'out', sliced(25, 35)).inputs == 10
     assert not (tmp_path / 'out.work').exists()
     with pytest.raises(KeyboardInterrupt):
-        prepare(settings(tmp_path / 'out', overwrite=True, **CHOICES), source=sliced(0, 20), run=one_part)
+        prepare(settings(tmp_path / 'out', overwrite=True, **CHOICES), source=sliced(0, 20), run=interrupted(1))
     with pytest.raises(UserError, match=r'out.work: has an unfinished preparation; finish it without --append'):
         add(tmp_path / 'out', sliced(10, 20))
 

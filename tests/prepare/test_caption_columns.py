@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from prepare.drawn import encoded_image, entries, here, samples, tar_of, write_files
+from prepare.drawn import encoded_image, entries, report_of, samples, tar_of, write_files
 from prepare.hub_datasets import parquet_of
 
 from diffusion.config.load import load
@@ -24,7 +24,6 @@ from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.folder_source import FolderSource
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.parquet import ParquetSource
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Source
 from diffusion.prepare.webdataset import WebDatasetSource
@@ -67,9 +66,7 @@ def by_column(captions: list[Any], columns: list[str]) -> dict[str, list[str]]:
 
 def run(source: Source, out: Path, **settings: Any) -> PrepareReport:
     where = {'kind': 'parquet', 'location': 'x', 'caption_column': list(COLUMNS)}
-    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': [16]} | settings), source=source, run=here)
-    assert report is not None
-    return report
+    return report_of({'source': where, 'out': str(out), 'sizes': [16]} | settings, source)
 
 
 @pytest.mark.parametrize('kind', SOURCES)
@@ -98,8 +95,7 @@ def test_a_text_file_is_the_column_txt(tmp_path: Path) -> None:
 def test_a_key_that_no_file_has_is_in_the_report(tmp_path: Path) -> None:
     write_files(tmp_path / 'images', FILES | {f'{stem}.txt': f'text {stem}'.encode() for stem in '012'})
     where = {'kind': 'folder', 'location': str(tmp_path / 'images'), 'caption_column': ['txt', 'lmm']}
-    report = prepare(settings_of({'source': where, 'out': str(tmp_path / 'out'), 'sizes': [16]}), run=here)
-    assert report is not None
+    report = report_of({'source': where, 'out': str(tmp_path / 'out'), 'sizes': [16]})
     missing = "no image has a caption in 'lmm'; correct --caption-column if this is a mistake"
     assert {'captions by column: txt 3, lmm 0', missing} <= set(report.notes)
 

@@ -64,6 +64,11 @@ def test_split_is_train_or_the_only_one() -> None:
         choose_split(['dev', 'test'], None, 'x')
 
 
+def folder_of(path: Path, names: list[str]) -> Path:
+    contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
+    return write_files(path, {name: contents[name.rpartition('.')[2]] for name in names})
+
+
 def parts(kind: str, location: Path) -> int:
     source = SourceSettings(kind=kind, location=str(location)).open(sizes=[32])  # pyright: ignore[reportArgumentType]
     return len(source.parts())
@@ -84,8 +89,7 @@ def parts(kind: str, location: Path) -> int:
     ],
 )
 def test_folder_of_several_splits_is_refused(tmp_path: Path, kind: str, names: list[str], narrower: str) -> None:
-    contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
-    folder = write_files(tmp_path / 'in', {name: contents[name.rpartition('.')[2]] for name in names})
+    folder = folder_of(tmp_path / 'in', names)
     message = rf"several splits.*prepare huggingface {folder} --split \w+`, or give .* give '{folder}/\*\*' to read all"
     with pytest.raises(UserError, match=message) as raised:
         parts(kind, folder)
@@ -106,9 +110,7 @@ def test_folder_of_several_splits_is_refused(tmp_path: Path, kind: str, names: l
     ],
 )
 def test_ordinary_names_are_not_refused(tmp_path: Path, kind: str, names: list[str]) -> None:
-    contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
-    folder = write_files(tmp_path / 'in', {name: contents[name.rpartition('.')[2]] for name in names})
-    assert parts(kind, folder) >= 1
+    assert parts(kind, folder_of(tmp_path / 'in', names)) >= 1
 
 
 def test_keys_of_a_pattern_do_not_depend_on_the_other_splits(tmp_path: Path) -> None:

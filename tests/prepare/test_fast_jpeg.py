@@ -22,6 +22,11 @@ def write(folder: Path, numbers: range, **size: int) -> None:
         (folder / f'{number}.txt').write_text(f'number {number}')
 
 
+def add_copy(photograph: Path, folder: Path, name: str) -> None:
+    for suffix in ('.jpg', '.txt'):
+        shutil.copy(photograph.with_suffix(suffix), folder / f'{name}{suffix}')
+
+
 def prepared(capsys: Any, folder: Path, out: Path, *options: str) -> str:
     assert main(['prepare', 'folder', str(folder), '--out', str(out), *options]) == 0
     captured = capsys.readouterr()
@@ -43,7 +48,8 @@ def photographs(tmp_path: Path) -> Path:
 def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: Path, capsys: Any) -> None:
     options, out = ('--sizes', '32', '64', '--duplicates', 'exact', '--max-rejected', '1'), tmp_path / 'fast'
     prepared(capsys, photographs, tmp_path / 'whole', *options)
-    prepared(capsys, photographs, out, *options, '--fast-jpeg')
+    add_copy(photographs / '3.jpg', photographs, 'copy')
+    assert 'copy.jpg (duplicate of 3.jpg)' in prepared(capsys, photographs, out, *options, '--fast-jpeg')
     whole, fast = stored(tmp_path / 'whole'), stored(out)
     assert len(whole) == 2 * (LARGE + SMALL) and whole.keys() == fast.keys()
     differing = 0
@@ -62,32 +68,8 @@ def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: P
     # A delivery of one copy and one new image, with the settings of the dataset.
     delivery = tmp_path / 'delivery'
     write(delivery, range(30, 31), width=640, height=520)
-    shutil.copy(photographs / '5.jpg', delivery / 'again.jpg')
-    shutil.copy(photographs / '5.txt', delivery / 'again.txt')
+    add_copy(photographs / '5.jpg', delivery, 'again')
     prepared(capsys, delivery, out, '--append', '--max-rejected', '1')
     assert stored(out).keys() - fast.keys() == {'32px/30.jpg', '64px/30.jpg'}
     assert main(['data', 'remove', str(out), '--image', str(delivery / '30.jpg')]) == 0
     assert stored(out).keys() == fast.keys()
-
-
-@pytest.mark.slow
-def test_copies_are_found_in_the_dataset_and_when_it_grows_or_shrinks(
-    photographs: Path, tmp_path: Path, capsys: Any
-) -> None:
-    def add_copy(number: int, folder: Path, name: str) -> None:
-        for suffix in ('jpg', 'txt'):
-            shutil.copy(photographs / f'{number}.{suffix}', folder / f'{name}.{suffix}')
-
-    add_copy(3, photographs, 'copy')
-    out, delivery = tmp_path / 'out', tmp_path / 'delivery'
-    options = ('--sizes', '64', '--fast-jpeg', '--duplicates', 'exact', '--max-rejected', '1')
-    assert 'duplicate' in prepared(capsys, photographs, out, *options)
-    assert len(stored(out)) == LARGE + SMALL
-    # A delivery of one copy and one new image, with the settings of the dataset.
-    write(delivery, range(30, 31), width=640, height=520)
-    add_copy(5, delivery, 'again')
-    prepared(capsys, delivery, out, '--append', '--max-rejected', '1')
-    assert len(stored(out)) == LARGE + SMALL + 1
-    assert main(['data', 'remove', str(out), '--image', str(delivery / '30.jpg')]) == 0
-    assert len(stored(out)) == LARGE + SMALL
-    assert not any(name.endswith('/30') for name in stored(out))

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import here, samples
+from drawn import report_of, samples
 from PIL import Image
 
 from diffusion.cli import CommandParser
 from diffusion.errors import UserError
 from diffusion.prepare import cli
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.settings import settings_of
 
 
 def draw(path: Path, width: int = 40, height: int = 32, caption: str = 'a gradient') -> None:
@@ -31,9 +29,7 @@ def stored_image(sample: dict) -> Image.Image:
 
 def prepare_folder(source: Path, out: Path, sizes: list[int], captions: Path | None = None) -> PrepareReport:
     where = {'kind': 'folder', 'location': str(source), 'captions': captions and str(captions)}
-    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes}), run=here)
-    assert report is not None
-    return report
+    return report_of({'source': where, 'out': str(out), 'sizes': sizes})
 
 
 @pytest.fixture

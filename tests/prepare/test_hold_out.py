@@ -1,29 +1,22 @@
 """Held-out images: chosen by their keys, never trained on, and placed together with the training set."""
 
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, contents, keys, run, settings, snapshot
+from drawn import Backwards, DrawnSource, contents, held_out, keys, run, settings, snapshot
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from object_store import Store
 from xxhash import xxh3_64_intdigest
 
-from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.settings import settings_of
-from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.source import Entry
 from diffusion.prepare.work_dir import WorkFolder
-
-
-def held_out(out: Path) -> Path:
-    return out.with_name(f'{out.name}-held-out')
 
 
 @given(
@@ -66,14 +59,6 @@ def test_training_set_and_held_out_images_are_disjoint_and_together_all_accepted
         assert report.held_out.buckets == {name: len(found) for name, found in held.items()}
         assert report.rejected == everything.rejected and report.inputs == everything.inputs == 30
         assert report.unusable_share == everything.unusable_share
-
-
-class Backwards(DrawnSource):
-    def parts(self) -> Sequence[Part]:
-        return super().parts()[::-1]
-
-    def read(self, part: Part) -> Iterator[Entry]:
-        return iter(list(super().read(part))[::-1])
 
 
 def test_held_out_images_do_not_depend_on_the_order_of_the_input(tmp_path: Path) -> None:
@@ -193,30 +178,6 @@ def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Pat
     of_held_out = ['/out-held-out/' in name for name in puts if not name.endswith('.mds')]
     assert of_held_out == sorted(of_held_out, reverse=True) and any(of_held_out) and not all(of_held_out)
     assert run('s3://mds/a/out', work=str(tmp_path / 'work'), **choices).notes[-1].startswith('already prepared')
-
-
-@pytest.mark.parametrize(
-    ('values', 'message'),
-    [
-        ({'hold_out': -1}, 'hold_out: -1 is out of range; give 0 to 1000000000'),
-        (
-            {'hold_out': 5, 'source': {'kind': 'openmoji'}},
-            'hold_out: is not supported for openmoji, since it would separate variants of a drawing; use source.split',
-        ),
-        (
-            {'hold_out': 5, 'out': 's3://bucket/', 'work': 'work'},
-            'hold_out: needs a folder beside out, and s3://bucket/ is a whole bucket; give a folder in it as out',
-        ),
-        (
-            {'hold_out': 5, 'source': {'kind': 'folder', 'location': 'out-held-out/images'}},
-            'out: out-held-out contains the input out-held-out/images; give another folder',
-        ),
-    ],
-)
-def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: str) -> None:
-    valid = {'source': {'kind': 'folder', 'location': 'photos'}, 'out': 'out', 'sizes': [256]}
-    with pytest.raises(RecipeError, match=message):
-        settings_of(valid | values)
 
 
 @pytest.mark.parametrize(

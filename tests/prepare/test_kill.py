@@ -15,7 +15,7 @@ import hashlib, json, os, random, shutil, signal, sys, traceback
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 import pandas
-from drawn import DrawnSource, contents, here, settings, snapshot
+from drawn import DrawnSource, contents, held_out, here, settings, snapshot
 from test_append import add, indexed, sliced
 from test_append import start as create
 from diffusion.cli import main
@@ -56,10 +56,6 @@ def start(out, source, run=None, **values):
             yield result
 
     return lambda: prepare(chosen, source=source, run=run or marked) is None
-
-
-def held_out(out):
-    return out.with_name(f'{out.name}-held-out')
 
 
 def snapshots(out):

@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from drawn import here, samples
+from drawn import report_of, samples
 from PIL import Image
 
 from diffusion.cli import main
 from diffusion.prepare import openmoji
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.openmoji import SKIN_TONES, Emoji, all_emoji, choose_emoji
-from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.settings import settings_of
 
 
 @pytest.fixture(scope='module')
@@ -28,9 +26,7 @@ def emojis() -> list[Emoji]:
 
 def prepare_openmoji(out: Path, sizes: list[int], *, shard_mb: float = 256.0, **source: object) -> PrepareReport:
     values = {'source': {'kind': 'openmoji'} | source, 'out': str(out), 'sizes': sizes, 'shard_mb': shard_mb}
-    report = prepare(settings_of(values | openmoji.SETTINGS), run=here)
-    assert report is not None
-    return report
+    return report_of(values | openmoji.SETTINGS)
 
 
 def test_every_size_has_the_same_images(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 from prepare.drawn import encode as file_of
-from prepare.drawn import here, smooth, tar_of, write_files
+from prepare.drawn import report_of, smooth, tar_of, write_files
 
 from diffusion.errors import UserError
 from diffusion.prepare import optional_formats, svg_process
 from diffusion.prepare.image_decoding import MAX_PIXELS, DecodedImage, decode_image
 from diffusion.prepare.optional_formats import JxlHeader, pillow_formats, read_jxl_header
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Unfit
 
@@ -190,13 +189,13 @@ def test_sources_read_the_named_formats(tmp_path: Path, kind: str) -> None:
     files = images if kind == 'folder' else {'a.tar': tar_of(sorted(images.items()))}
     folder = write_files(tmp_path / 'in', files)
     values = {'source': {'kind': kind, 'location': str(folder)}, 'sizes': [32], 'max_rejected': 1.0}
-    plain = prepare(settings_of(values | {'out': str(tmp_path / 'plain')}), run=here)
-    assert plain is not None and plain.pictures == 1
+    plain = report_of(values | {'out': str(tmp_path / 'plain')})
+    assert plain.pictures == 1
     assert [note for note in plain.notes if '--formats' in note] == [
         f'images of other formats were skipped; read them with --formats {name}' for name in EVERY
     ]
-    report = prepare(settings_of(values | {'out': str(tmp_path / 'out'), 'formats': list(EVERY)}), run=here)
-    assert report is not None and report.pictures == 4 and not report.passed_over and not report.notes
+    report = report_of(values | {'out': str(tmp_path / 'out'), 'formats': list(EVERY)})
+    assert report.pictures == 4 and not report.passed_over and not report.notes
     assert report.versions.keys() >= {'pillow-heif', 'pillow-jxl-plugin', 'resvg-py'}
 
 
@@ -204,7 +203,7 @@ def test_folder_of_other_formats_names_the_option_or_package(tmp_path: Path, mon
     source = {'kind': 'folder', 'location': str(write_files(tmp_path / 'in', {'a.SVG': svg('')}))}
     values = {'source': source, 'sizes': [32], 'out': str(tmp_path / 'out')}
     with pytest.raises(UserError, match=r'contains no images .*; read others with --formats svg$'):
-        prepare(settings_of(values))
+        report_of(values)
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'heic, svg needs pillow-heif and resvg-py; install .*\[formats\]'):
         settings_of(values | {'formats': ['heic', 'svg']})

@@ -6,13 +6,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from drawn import encoded_image, snapshot
+from drawn import encoded_image, report_of, snapshot
 
 from diffusion.prepare import input_plan
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.settings import settings_of
 from diffusion.prepare.worker_pool import run_job
 
 IMAGES = 100
@@ -39,10 +37,8 @@ def run(images: Path, out: Path, jobs: list[str], **values: Any) -> PrepareRepor
         return run_job(job)
 
     source = {'kind': 'folder', 'location': str(images)}
-    given = settings_of({'source': source, 'out': str(out), 'sizes': [16], 'shard_mb': 0.01, **values})
-    report = prepare(given, run=partial(map, recording))
-    assert report is not None
-    return report
+    given = {'source': source, 'out': str(out), 'sizes': [16], 'shard_mb': 0.01, **values}
+    return report_of(given, run=partial(map, recording))
 
 
 def test_divided_folder_gives_the_same_dataset(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

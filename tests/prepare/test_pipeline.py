@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, draw, encode, run, samples, settings, snapshot
+from drawn import Backwards, DrawnSource, draw, encode, interrupted, run, samples, settings, snapshot
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare import convert_part as part_module
@@ -133,11 +133,6 @@ def test_every_file_is_flushed_before_it_is_renamed_into_place(tmp_path: Path, m
     assert not missed and len(flushed) > 10
 
 
-class Backwards(DrawnSource):
-    def parts(self) -> Sequence[Part]:
-        return super().parts()[::-1]
-
-
 @pytest.mark.parametrize(
     ('values', 'source', 'message'),
     [
@@ -148,12 +143,8 @@ class Backwards(DrawnSource):
     ],
 )
 def test_changed_plan_is_rejected(tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str) -> None:
-    def interrupted(jobs: Any) -> Iterator[Any]:
-        raise KeyboardInterrupt
-        yield
-
     with pytest.raises(KeyboardInterrupt):
-        prepare(settings(tmp_path / 'out'), source=DrawnSource(3, 4), run=interrupted)
+        prepare(settings(tmp_path / 'out'), source=DrawnSource(3, 4), run=interrupted(0))
     assert names(tmp_path / 'out.work') == ['lock', 'parts', 'plan.json']
     begun = 'work: .*out.work was started with other settings or another input'
     with pytest.raises(ValueError, match=f'{begun}:\n  {message}'):

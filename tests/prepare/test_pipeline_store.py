@@ -2,12 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, here, settings, snapshot
+from drawn import DrawnSource, here, interrupted, report_of, settings, snapshot
 from object_store import Store
 
 from diffusion.errors import DataError
@@ -28,9 +27,7 @@ SHARD = '32px/32x24/shard.00000.mds'
 
 
 def run(tmp_path: Path, out: str, jobs: Callable[..., Any] = here, **values: Any) -> PrepareReport:
-    report = prepare(settings(out, work=str(tmp_path / 'work'), **CHOICES, **values), source=SOURCE, run=jobs)
-    assert report is not None
-    return report
+    return report_of(settings(out, work=str(tmp_path / 'work'), **CHOICES, **values), SOURCE, jobs)
 
 
 @pytest.fixture(scope='module')
@@ -39,16 +36,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp('local')
     run(folder, str(folder / 'out'))
     return snapshot(folder / 'out')
-
-
-def interrupted(count: int) -> Callable[[Iterable[WorkerJob]], Iterator[Any]]:
-    """Return a function that runs some jobs, then stops as by Ctrl-C."""
-
-    def run_some(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
-        yield from map(run_job, islice(jobs, count))
-        raise KeyboardInterrupt
-
-    return run_some
 
 
 def puts(store: Store) -> list[str]:

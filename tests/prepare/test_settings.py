@@ -70,14 +70,24 @@ filters: {columns: {aesthetic: {min: 4.5}}}
         ({'filters': {'max_aspect': 0.5}}, 'filters.max_aspect: 0.5 is below 1'),
         ({'source': {'kind': 'tar', 'location': 'a'}}, "source.kind: 'tar' is not one of folder, webdataset, parquet"),
         ({'source': {'kind': 'webdataset'}}, 'source.location: is missing; give a folder, a file'),
-        (
-            {'source': VALID['source'] | {'limit': 5}},
-            'source.limit: is not a setting of webdataset, which',
-        ),
+        ({'source': VALID['source'] | {'limit': 5}}, 'source.limit: is not a setting of webdataset, which'),
         ({'source': {'kind': 'openmoji', 'location': 'a'}}, 'source.location: is not a setting of openmoji, which'),
         ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder: --work DIR'),
         ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: is not supported for object stores'),
         ({'out': '.'}, r'out: \. contains the input tars; give another folder'),
+        ({'hold_out': -1}, 'hold_out: -1 is out of range; give 0 to 1000000000'),
+        (
+            {'hold_out': 5, 'source': {'kind': 'openmoji'}},
+            'hold_out: is not supported for openmoji, since it would separate variants of a drawing; use source.split',
+        ),
+        (
+            {'hold_out': 5, 'out': 's3://bucket/', 'work': 'work'},
+            'hold_out: needs a folder beside out, and s3://bucket/ is a whole bucket; give a folder in it as out',
+        ),
+        (
+            {'hold_out': 5, 'source': {'kind': 'folder', 'location': 'out-held-out/images'}},
+            'out: out-held-out contains the input out-held-out/images; give another folder',
+        ),
     ],
 )
 def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Batches of a latent diffusion model, as its data loader would make them."""
+"""Batches of a latent diffusion model, as its data loader would make them, and comparisons of models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,3 +23,25 @@ def batch_of(
         batch_keys.EPOCH: torch.full((size,), 2),
         batch_keys.BATCH_INDEX: torch.full((size,), 7),
     }
+
+
+def size_of(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def shapes_of(module: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def assert_same_loss_and_gradients(model: Any, batch: Any, expected: torch.Tensor, **tolerances: float) -> None:
+    """Assert that the loss of a batch is the expected one, and that the two have the same gradients."""
+    model.zero_grad(set_to_none=True)
+    expected.backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    loss = model.loss(model(batch), batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert any(each is not None and each.any() for each in found.values())
+    torch.testing.assert_close(found, wanted, **tolerances)

@@ -6,10 +6,12 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forkserver import ROOT, Client, Process
+from recipe_files import write_yaml
 
 
 class Job:
@@ -19,11 +21,9 @@ class Job:
         self.processes, self.logs = processes, logs
 
     def running(self) -> bool:
-        """Return True if a rank still runs."""
         return any(process.poll() is None for process in self.processes)
 
     def send(self, number: int, rank: int) -> None:
-        """Send a signal to a rank."""
         os.kill(self.processes[rank].pid, number)
 
     def wait_for_death(self, rank: int, timeout: float = 120) -> None:
@@ -60,12 +60,19 @@ class Job:
             assert time.monotonic() < deadline, f'{path} does not exist after {timeout} s:\n{self.output()}'
             time.sleep(0.002)
 
+    def wait_for_batch(self, run: Path, batch: int) -> None:
+        """Wait until the loss of a batch is in the metrics of a run."""
+        metrics = run / 'metrics.jsonl'
+        self.wait_for(metrics)
+        while f'"step": {batch}, "loss/train/total"' not in metrics.read_text():
+            assert self.running(), self.output()
+            self.spend(0.005)
+
     def spend(self, seconds: float) -> None:
         """Let the run continue for some seconds."""
         time.sleep(seconds)
 
     def outputs(self) -> list[str]:
-        """Return the output of each rank."""
         return [log.read_text() for log in self.logs]
 
     def output(self) -> str:
@@ -134,8 +141,22 @@ class Ranks:
         return job.output()
 
 
+@dataclass
+class Runs:
+    """Runs of one recipe."""
+
+    root: Path
+    content: dict[str, Any]
+    ranks: Ranks
+
+    def recipe(self, name: str, **sections: Any) -> Path:
+        return write_yaml(self.root / f'{name}.yaml', self.content | {'name': name} | sections)
+
+    def folder(self, name: str) -> Path:
+        return self.root / 'runs' / name
+
+
 def free_port() -> int:
-    """Return a TCP port that is free on localhost."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         return probe.getsockname()[1]
@@ -150,7 +171,6 @@ def two_free_ports() -> int:
 
 
 def read_losses(run: Path) -> dict[int, float]:
-    """Return a run's training losses by batch."""
     from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 
     return read_metrics(run / 'metrics.jsonl')[TRAIN_LOSS]

@@ -1,6 +1,7 @@
 """Create test images and MDS folders."""
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,11 @@ def write_image_shards(folder: Path, *, count: int, side: int, offset: int = 0) 
             image = draw_image(index, side)
             writer.write({'image': image, 'captions': captions, 'width': side, 'height': side, 'key': f'p{index}'})
     return folder
+
+
+def streams_of(folders: Mapping[int, Path]) -> dict[str, dict[str, Any]]:
+    """Return a section with a stream for each folder of images, such as `px32`, by the side of the images."""
+    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in folders.items()}
 
 
 def open_shards(folder: Path, **settings: Any) -> 'StreamingDataset':

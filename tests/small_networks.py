@@ -23,7 +23,6 @@ SMALL: dict[str, Any] = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attenti
 
 
 def write_inception(path: Path) -> Path:
-    """Write random weights of torch-fidelity's network to a file."""
     torch.manual_seed(0)
     # The class needs a file even to be built.
     with pytest.MonkeyPatch.context() as patch:
@@ -35,7 +34,6 @@ def write_inception(path: Path) -> Path:
 
 
 def write_clip_vision(folder: Path) -> Path:
-    """Write a CLIP image encoder to a folder."""
     torch.manual_seed(1)
     config = CLIPVisionConfig(**SMALL, image_size=28, patch_size=14, projection_dim=8)
     CLIPVisionModelWithProjection(config).save_pretrained(folder)
@@ -56,8 +54,7 @@ def write_clip(folder: Path) -> Path:
     return folder
 
 
-def write_dino(folder: Path) -> Path:
-    """Write a DINOv2 to a folder."""
-    torch.manual_seed(3)
+def write_dino(folder: Path, *, seed: int = 3) -> Path:
+    torch.manual_seed(seed)
     Dinov2Model(Dinov2Config(**SMALL, image_size=56, patch_size=14)).save_pretrained(folder)
     return folder

@@ -8,6 +8,7 @@ import pytest
 import torch
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from model_batches import size_of
 from torch import nn
 from transformers import CLIPTextConfig
 
@@ -24,18 +25,10 @@ SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64], 'layers_per_block': 
 SMALLEST: dict[str, Any] = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
 
 
-def size_of(module):
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def trained(model):
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 def test_facts_of_tiny_match_the_built_model():
     settings = {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False}
     built, facts = tiny(**settings), ModelCounter(build_empty('tiny', settings)).facts()
-    assert facts['trained_parameters'] == trained(built)
+    assert facts['trained_parameters'] == size_of(built.denoiser)
     assert facts['frozen_parameters'] == size_of(built.vae) + size_of(built.text)
     assert facts['text_length'] == built.text.tokenizers[0].model_max_length
     assert (facts['text_width'], facts['trains_text_encoder']) == (built.text.width, built.train_text_encoder)
@@ -104,15 +97,8 @@ class Pixels(ComposerModel):
 
 def test_third_party_model_is_counted(monkeypatch):
     monkeypatch.setitem(registry.TARGETS['model'], 'pixels', Pixels)
-    found = answer(
-        {
-            'imports': [],
-            'name': 'pixels',
-            'kwargs': {'width': 16},
-            'flops': ['64x32'],
-            'activations': [('64x32', 'float32'), ('64x32', 'half')],
-        }
-    )
+    request = {'imports': [], 'name': 'pixels', 'kwargs': {'width': 16}, 'flops': ['64x32']}
+    found = answer(request | {'activations': [('64x32', 'float32'), ('64x32', 'half')]})
     facts = found['facts']
     assert (facts['trained_parameters'], facts['frozen_parameters']) == (16 * (27 + 1), 16 * (3 + 1))
     pixels = 64 * 32

@@ -16,11 +16,6 @@ from diffusion.models.flops import FlopCount, empty_copy, text_encoder_flops, va
 SMALL: dict[str, Any] = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
 
 
-@pytest.fixture(scope='module')
-def model(small_vae):
-    return tiny(vae=str(small_vae), **SMALL)
-
-
 def counted(call, *inputs):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call(*inputs)
@@ -71,7 +66,8 @@ def test_later_changes_to_the_denoiser_do_not_change_its_count():
     assert count(8, 8, 5) == 2 * 9 * 16 * 64
 
 
-def test_flops_of_encoders_match_torch(model):
+def test_flops_of_encoders_match_torch(small_vae):
+    model = tiny(vae=str(small_vae), **SMALL)
     image = torch.zeros(1, 3, 64, 96)
     assert vae_encoder_flops(model.vae, height=8, width=12) == counted(model.vae.encode, image)
     # torch does not count fused attention on a CPU; this VAE has no attention.

@@ -26,14 +26,11 @@ from diffusion.training import components
 CONV_AND_LINEAR = LoraConfig(rank=3, alpha=6.0, targets=['to_q', 'to_out.0', 'conv1'])
 
 
-def inputs():
-    draw = torch.Generator().manual_seed(1)
-    return (torch.randn(2, 4, 4, 4, generator=draw), torch.tensor([3, 700]), torch.randn(2, 16, 32, generator=draw))
-
-
 def predict(unet):
+    draw = torch.Generator().manual_seed(1)
+    noisy, text = (torch.randn(2, *shape, generator=draw) for shape in ((4, 4, 4), (16, 32)))
     with torch.no_grad():
-        return unet(*inputs(), return_dict=False)[0]
+        return unet(noisy, torch.tensor([3, 700]), text, return_dict=False)[0]
 
 
 @pytest.fixture(scope='module')

@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from model_batches import CAPTIONS, batch_of
+from model_batches import CAPTIONS, assert_same_loss_and_gradients, batch_of, shapes_of, size_of
 
 from diffusion.config.recipe import Component
 from diffusion.errors import UserError
@@ -38,12 +38,7 @@ def model(small_vae) -> LatentDiffusion:
 
 
 def stock(model: LatentDiffusion) -> StableDiffusion3Pipeline:
-    """Return the pipeline of a model."""
     return adapter_of(model.denoiser).pipeline(model)
-
-
-def size_of(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def test_published_number_of_parameters():
@@ -53,8 +48,7 @@ def test_published_number_of_parameters():
         sizes = {'num_layers': 24, 'num_attention_heads': 24, 'caption_projection_dim': 1536, 'sample_size': 128}
         theirs = SD3Transformer2DModel(**sizes, **published)  # type: ignore[arg-type]
     assert size_of(model.denoiser) == 2_243_171_520
-    ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
-    assert ours == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    assert shapes_of(model.denoiser) == shapes_of(theirs)
     assert len(blocks_of(model.denoiser)) == 24
     text: Any = model.text
     assert (text.length, text.token_length, text.width, text.pooled_width) == (77 + 256, 256, 4096, 2048)
@@ -72,12 +66,6 @@ def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, t5
     torch.manual_seed(0)
     model = tiny_mmdit(1024, vae=str(small_vae), caption_dropout=0.0, t5=t5, **TINY)
     batch = batch_of(model, height=32)
-    model.loss(model(batch), batch).backward()
-    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(gradient is not None for gradient in ours.values())
-    model.zero_grad()
-    loss = model.loss(model(batch), batch).detach()
-
     draws = Draws(17, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
     latents = model.latents_of(batch, draws)
     noise = draws.normal(Purpose.NOISE, latents.shape[1:])
@@ -90,10 +78,8 @@ def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, t5
     embeds, pooled = text[0], text[2]
     predicted = model.denoiser(noisy, timestep=1000 * t, encoder_hidden_states=embeds, pooled_projections=pooled).sample
     reference = functional.mse_loss(predicted, noise - latents)
-    reference.backward()
-    torch.testing.assert_close(loss, reference.detach())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+    assert_same_loss_and_gradients(model, batch, reference, rtol=1e-3, atol=1e-6)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_each_tokenizer_pads_to_its_own_length(model):
@@ -130,23 +116,11 @@ def pipeline_folder(tmp_path_factory, model):
     return folder
 
 
-@pytest.fixture
-def small_text(monkeypatch):
-    """Width of T5 in the tiny pipeline."""
-    monkeypatch.setattr(mmdit_builder, 'T5_WIDTH', 128)
-
-
 @pytest.mark.parametrize('t5', [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_pretrained_parts_are_read(pipeline_folder, small_text, model, t5):
-    loaded = mmdit(
-        32,
-        pretrained=str(pipeline_folder),
-        depth=1,
-        dual_attention_blocks=0,
-        t5=t5,
-        t5_length=24,
-        encoder_dtype='float32',
-    )
+def test_pretrained_parts_are_read(pipeline_folder, monkeypatch, model, t5):
+    monkeypatch.setattr(mmdit_builder, 'T5_WIDTH', 128)  # that of the tiny pipeline
+    sizes: dict[str, Any] = {'depth': 1, 'dual_attention_blocks': 0, 't5': t5, 't5_length': 24}
+    loaded = mmdit(32, pretrained=str(pipeline_folder), encoder_dtype='float32', **sizes)
     ids = loaded._tokens(CAPTIONS)
     assert torch.equal(ids, model._tokens(CAPTIONS)[:, : 3 if t5 else 2, : 24 if t5 else 16])
     ours, theirs = loaded.embed(ids), model.embed(model._tokens(CAPTIONS))

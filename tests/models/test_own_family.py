@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from docs_shell import blocks_of
 
@@ -17,9 +16,7 @@ from diffusion.training.components import build_model, build_tokenizers
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def sana(tmp_path, monkeypatch) -> Path:
-    """The example's recipe, with its folder importable."""
+def test_own_family_trains_and_draws(tmp_path, monkeypatch):
     (tmp_path / 'my_sana').mkdir()
     (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
     for block in blocks_of(ROOT / 'docs' / 'extending.md'):
@@ -29,11 +26,7 @@ def sana(tmp_path, monkeypatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(families, '_registered', [])
     monkeypatch.setitem(registry.TARGETS, 'model', dict(registry.TARGETS['model']))
-    return tmp_path / 'my_sana.yaml'
-
-
-def test_own_family_trains_and_draws(sana):
-    recipe = load(sana)
+    recipe = load(tmp_path / 'my_sana.yaml')
     model = build_model(recipe)
     assert isinstance(model, LatentDiffusion)
     assert type(model.adapter).__name__ == 'Sana' and family_of_model('tiny_sana').denoiser_class

@@ -24,18 +24,14 @@ from diffusion.models.vae import PixelSpace
 SIZES: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
 
 
-def alexnet_layers() -> torch.nn.Sequential:
-    """Return AlexNet's convolutions without weights: those of its last layers would take most of the time."""
-    with torch.device('meta'):
-        return alexnet().features
-
-
 @pytest.fixture(scope='module')
 def weights(tmp_path_factory) -> dict[str, str]:
     """Files of AlexNet's convolutions with random weights, and the folder of a miniature DINOv2."""
     folder = tmp_path_factory.mktemp('networks')
     torch.manual_seed(0)
-    layers = alexnet_layers().to_empty(device='cpu')
+    with torch.device('meta'):  # the weights of its last layers would take most of the time
+        layers = alexnet().features
+    layers.to_empty(device='cpu')
     for layer in layers:
         if isinstance(layer, torch.nn.Conv2d):
             layer.reset_parameters()

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import refusal
 
-from diffusion.cli import main
 from diffusion.errors import UserError
 from diffusion.tasks.argument_checks import check_pipeline
 from diffusion.tasks.exported_pipeline import ExportedPipeline
@@ -34,29 +34,22 @@ def pipeline(folder: Path, name: str, scheduler: dict[str, object]) -> Path:
 )
 def test_scheduler_that_a_pipeline_cannot_use_is_refused(name, scheduler, wanted, message, tmp_path, capsys):
     folder = pipeline(tmp_path / 'export', name, scheduler)
-    assert main(['generate', str(folder), 'a', '--out', str(tmp_path / 'out'), '--scheduler', wanted]) == 2
-    assert f'--scheduler: {message}' in capsys.readouterr().err
+    error = refusal(capsys, 'generate', folder, 'a', '--out', tmp_path / 'out', '--scheduler', wanted)
+    assert f'--scheduler: {message}' in error
 
 
-@pytest.mark.parametrize(
-    'part',
-    [
-        ['evil', 'Evil'],
-        ['diffusers.utils', 'Evil'],
-        ['transformers', 'AutoModel'],
-        ['diffusers', 'UNet2DConditionModel', 'x'],
-        [None, 'Evil'],
-    ],
-)
+CLASSES = [['evil', 'Evil'], ['diffusers.utils', 'Evil'], ['transformers', 'AutoModel'], [None, 'Evil']]
+
+
+@pytest.mark.parametrize('part', [*CLASSES, ['diffusers', 'UNet2DConditionModel', 'x']])
 def test_pipeline_of_other_classes_is_refused_and_nothing_is_imported(part, tmp_path, monkeypatch, capsys):
     (tmp_path / 'evil.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")\nclass Evil: pass\n')
     monkeypatch.syspath_prepend(tmp_path)
     folder = pipeline(tmp_path / 'export', 'StableDiffusionPipeline', DIFFUSION)
     content = {'_class_name': 'StableDiffusionPipeline', 'safety_checker': [None, None], 'unet': part}
     (folder / 'model_index.json').write_text(json.dumps(content))
-    assert main(['generate', str(folder), 'a', '--out', str(tmp_path / 'out')]) == 2
-    named = '.'.join(map(str, part))
-    assert f'{folder}/model_index.json: unet is {named}, which would run code' in capsys.readouterr().err
+    error = refusal(capsys, 'generate', folder, 'a', '--out', tmp_path / 'out')
+    assert f'{folder}/model_index.json: unet is {".".join(map(str, part))}, which would run code' in error
     with pytest.raises(UserError, match='which would run code'):
         ExportedPipeline(folder)
     assert not (tmp_path / 'ran').exists()
@@ -83,8 +76,7 @@ def test_published_parts_of_a_pipeline_are_accepted_and_code_beside_them_is_refu
 
 def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsys):
     def problem(source: Path, *options: str) -> str:
-        assert main(['generate', str(source), 'a', '--out', str(tmp_path / 'out'), *options]) == 2
-        return capsys.readouterr().err
+        return refusal(capsys, 'generate', source, 'a', '--out', tmp_path / 'out', *options)
 
     other = pipeline(tmp_path / 'other', 'FluxPipeline', FLOW)
     message = problem(other)
@@ -107,8 +99,7 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
 
 def test_export_is_refused_before_anything_is_loaded(tmp_path, capsys):
     def problem(*options: str) -> str:
-        assert main(['export', str(tmp_path / 'run'), *options]) == 2
-        return capsys.readouterr().err
+        return refusal(capsys, 'export', tmp_path / 'run', *options)
 
     recipe = {'name': 'run', 'global_batch': 8, 'model': {'name': 'tiny_prx'}, 'trainer': {'max_duration': '1ba'}}
     recipe['streams'] = {'small': {'local': 'shards', 'resolution': 32}}

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from commands import output_of, refusal
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from recipe_files import write_yaml
 from safetensors.torch import load_file
 
 from diffusion.algorithms.post_hoc_ema import find_snapshots, reconstruct_average
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER
-from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.tasks.export import export
 from diffusion.training.train import train
@@ -24,8 +24,7 @@ def run(tmp_path_factory, tiny_recipe) -> Path:
     """A run of 8 batches with checkpoints after 4 and 8 and snapshots after 3, 6 and 8."""
     root = tmp_path_factory.mktemp('post-hoc')
     algorithms = {'post_hoc_ema': {'widths': [0.05, 0.1, 0.2], 'every': '3ba', 'dtype': 'float32'}}
-    recipe = root / 'recipe.yaml'
-    recipe.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', name='run', algorithms=algorithms)))
+    recipe = write_yaml(root / 'recipe.yaml', tiny_recipe(root / 'runs', name='run', algorithms=algorithms))
     train(load(recipe)).close()
     return root / 'runs' / 'run'
 
@@ -48,9 +47,7 @@ def test_run_writes_snapshots_at_interval_and_end(run):
     ('place', 'options', 'batch'), [('ba4', [], 3), pytest.param('ba8', ['--at', '6'], 6, marks=pytest.mark.slow)]
 )
 def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, place, options, batch):
-    command = ['export', str(run / place), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1', *options]
-    assert main(command) == 0
-    output = capsys.readouterr().out
+    output = output_of(capsys, 'export', run / place, '--out', tmp_path / 'sd', '--ema-width', 0.1, *options)
     assert f'post-hoc EMA 0.1 (batch {batch}) weights; load with StableDiffusionPipeline' in output
     assert same(denoiser_of(tmp_path / 'sd'), load_file(run / SNAPSHOT_FOLDER / f'width0.1-ba{batch}.safetensors'))
     (tmp_path / 'plain').touch()
@@ -82,5 +79,5 @@ def test_invalid_width_or_batch_is_an_error(run, tmp_path, settings, message):
 
 def test_missing_snapshots_error_names_the_algorithm_that_takes_them(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / 'plain', symlinks=True, ignore=shutil.ignore_patterns(SNAPSHOT_FOLDER))
-    assert main(['export', str(tmp_path / 'plain'), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1']) == 2
-    assert 'plain/post_hoc_ema: no snapshots; `algorithms: {post_hoc_ema: }` takes them' in capsys.readouterr().err
+    error = refusal(capsys, 'export', tmp_path / 'plain', '--out', tmp_path / 'sd', '--ema-width', 0.1)
+    assert 'plain/post_hoc_ema: no snapshots; `algorithms: {post_hoc_ema: }` takes them' in error

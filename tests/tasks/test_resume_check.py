@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
+from commands import output_of
+from recipe_files import write_yaml
 
-from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 
@@ -29,8 +29,7 @@ def finished(tmp_path_factory, tiny_recipe):
     root = tmp_path_factory.mktemp('finished')
     content = tiny_recipe(root / 'runs', scheduler={'name': 'cosine'})
     content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': f'{BATCHES}ba'}
-    path = root / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(content))
+    path = write_yaml(root / 'recipe.yaml', content)
     train(load(path)).close()
     return str(path)
 
@@ -49,8 +48,7 @@ def test_extended_run_says_its_learning_rate_before_and_after(finished, tmp_path
     last, now, same = cosine(5, 6), cosine(6, 12), cosine(6, 6)
     assert now / last == pytest.approx(2.52, abs=0.01)
     expected = f'learning rate {last:.4g} in batch 5, {now:.4g} in batch 6 ({now / last:.4g} times), {same:.4g} without'
-    assert main(['check', finished, LONGER, '--resume', '--quiet']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'check', finished, LONGER, '--resume', '--quiet')
     assert expected in out
     assert 'trainer.max_duration 6ba -> 12ba (applied: the length of the run; the learning rate follows)' in out
     caplog.set_level(logging.INFO, logger='diffusion')
@@ -65,8 +63,7 @@ def test_extended_run_says_its_learning_rate_before_and_after(finished, tmp_path
 
 
 def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, capsys):
-    assert main(['check', finished, '--resume', '--quiet']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'check', finished, '--resume', '--quiet')
     assert 'ba6, no changed settings' in out
     assert out.rstrip().endswith(f'{cosine(6, 6):.4g} in batch 6 ({cosine(6, 6) / cosine(5, 6):.4g} times)')
     caplog.set_level(logging.INFO, logger='diffusion')
@@ -75,10 +72,11 @@ def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, c
 
 
 def test_run_without_checkpoint_starts_at_batch_0(write_recipe, capsys):
-    assert main(['check', str(write_recipe()), '--resume', '--quiet']) == 0
-    assert 'has no checkpoint, so the run would start at batch 0' in capsys.readouterr().out
+    out = output_of(capsys, 'check', write_recipe(), '--resume', '--quiet')
+    assert 'has no checkpoint, so the run would start at batch 0' in out
 
 
 def test_schedule_in_epochs_uses_the_length_of_an_epoch(finished, capsys):
-    assert main(['check', finished, 'scheduler.t_max=2ep', 'trainer.max_duration=9ba', '--resume', '--quiet']) == 0
-    assert f' {cosine(BATCHES, 2 * EPOCH):.4g} in batch 6' in capsys.readouterr().out
+    overrides = ('scheduler.t_max=2ep', 'trainer.max_duration=9ba')
+    out = output_of(capsys, 'check', finished, *overrides, '--resume', '--quiet')
+    assert f' {cosine(BATCHES, 2 * EPOCH):.4g} in batch 6' in out

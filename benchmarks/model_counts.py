@@ -27,6 +27,7 @@ MODELS = {
     'phase1.yaml and phase2.yaml': Component('sd2'),
     'sdxl.yaml, sdxl_512.yaml and sdxl_1024.yaml': Component('sdxl'),
     'quickstart.yaml': load(YAMLS / 'quickstart.yaml').model,
+    'small.yaml': load(YAMLS / 'small.yaml', allow_missing=True).model,
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),

@@ -22,6 +22,7 @@ import yaml
 from browser import browser_context, needs_browser
 from docs_shell import RUN, Reader, blocks_of, offline
 from prepare import drawn, hub_datasets
+from safetensors import safe_open
 
 from diffusion.config import registry
 from diffusion.config.load import load
@@ -103,9 +104,23 @@ def quickstart(checkout) -> str:
 
 
 @pytest.fixture(scope='module')
-def own_images(checkout, quickstart) -> str:
-    """Output of the page whose files the page about data uses."""
-    return checkout.read(DOCS / 'own-images.md')
+def own_images(tmp_path_factory, forkserver) -> tuple[Reader, str]:
+    """A folder with photographs alone, after the page was followed in it, and the output."""
+    reader = Reader(tmp_path_factory.mktemp('own'), forkserver.path)
+    make_photographs(reader.folder / 'photos', count=30, size=(96, 72))
+    after_init(reader, r's/: [0-9]+ba/: 4ba/')
+    return reader, reader.read(DOCS / 'own-images.md')
+
+
+def after_init(reader: Reader, *edits: str, options: str = '') -> None:
+    """Make `diffusion init` edit the recipe that it has written by expressions of sed, so that the run is short."""
+    script = reader.programs / 'diffusion'
+    words = ' '.join(f'-e {shlex.quote(edit)}' for edit in edits)
+    run = script.read_text().splitlines()[-1].removeprefix('exec ')
+    script.write_text(
+        f'#!/bin/bash\nset -e\n[ "$1" != init ] || set -- "$@" {options}\n{run}\n'
+        f'if [ "$1" = init ]; then sed -i -E {words} photos.yaml; fi\n'
+    )
 
 
 @pytest.mark.slow
@@ -120,8 +135,10 @@ def test_quickstart_page(checkout, quickstart):
 
 
 @pytest.mark.slow
-def test_own_images_page_from_photographs_to_an_export(checkout, own_images):
-    folder = checkout.folder
+def test_own_images_page_from_photographs_to_an_export(own_images):
+    reader, output = own_images
+    folder = reader.folder
+    assert 'diffusion:small' in output and 'photos.yaml: ok' in output and 'openmoji' not in output
     counts = [
         sum(
             shard['samples']
@@ -131,13 +148,32 @@ def test_own_images_page_from_photographs_to_an_export(checkout, own_images):
     ]
     assert counts == [22, 8]
     assert (folder / 'look.png').exists()
-    assert (folder / 'runs' / 'photos' / 'ba40').exists()
+    assert (folder / 'runs' / 'photos' / 'ba4').exists()
     assert [path.suffix for path in (folder / 'cats').glob('*.png')] == ['.png']
-    assert (folder / 'photos-model' / 'model_index.json').exists()
+    assert draws_with_stock_diffusers('PRXPixelPipeline', folder / 'photos-model', use_resolution_binning=False)
+
+
+def draws_with_stock_diffusers(pipeline: str, folder: Path, lora: Path | None = None, **call: Any) -> bool:
+    """Return True if a process without this package draws an image with an exported pipeline."""
+    program = f"""
+import sys, diffusers
+pipeline = diffusers.{pipeline}.from_pretrained({str(folder)!r})
+if {lora is not None}:
+    pipeline.load_lora_weights({str(lora)!r}, weight_name='pytorch_lora_weights.safetensors')
+image = pipeline('a photograph', num_inference_steps=2, **{call!r}).images[0]
+assert 'diffusion' not in sys.modules
+print(image.size)
+"""
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.endswith(')\n')
 
 
 @pytest.mark.slow
-def test_data_page(checkout, own_images):
+def test_data_page(checkout, quickstart, own_images):
+    for name in ('photos.yaml', 'data/photos', 'data/photos-held-out'):
+        (checkout.folder / name).symlink_to(own_images[0].folder / name)
     for number in range(2):
         write_tar(checkout.folder / 'laion' / f'{number:05}.tar', number)
     write_parquet(checkout.folder / 'parquet' / '0.parquet', checkout.folder / 'photos')
@@ -150,7 +186,7 @@ def test_data_page(checkout, own_images):
     output = checkout.read(DOCS / 'data.md') + checkout.read(DOCS / 'changing-data.md')
     (loss,) = re.findall(r'loss (\d+\.\d{3})$', output, flags=re.MULTILINE)
     assert 0 < float(loss) < 10
-    assert (checkout.folder / 'runs' / 'photos-latents' / 'ba40').exists()
+    assert (checkout.folder / 'runs' / 'photos-latents' / 'ba4').exists()
 
 
 def write_tar(path: Path, number: int) -> None:
@@ -223,7 +259,7 @@ def test_docker_page(checkout):
 
 @pytest.mark.slow
 def test_readme(checkout, tmp_path, forkserver):
-    """Use a small model in place of Stable Diffusion 2, whose keys and data are those of the page."""
+    """Use a miniature in place of the published Stable Diffusion 2, and pretend that the machine has a GPU."""
     reader = Reader(tmp_path / 'reader', forkserver.path)
     for path in checkout.folder.iterdir():
         if path.name not in ('photos', 'yamls', '.programs', '.overlay', 'data', 'runs'):
@@ -233,23 +269,44 @@ def test_readme(checkout, tmp_path, forkserver):
     for name in ('data/openmoji', 'data/openmoji-latents', 'runs/quickstart'):
         if (checkout.folder / name).exists():
             shutil.copytree(checkout.folder / name, reader.folder / name, symlinks=True)
-    real = (ROOT / 'yamls' / 'phase1.yaml').read_text()
-    (reader.folder / 'yamls' / 'real.yaml').write_text(real.replace('name: sd2', 'name: tiny'))
-    small = {
-        'extends': 'real.yaml',
-        'model': {'block_out_channels': [32], 'text_layers': 1},
-        'device_train_microbatch_size': None,
-        'parallelism': {'strategy': 'ddp', 'checkpoints': 'whole'},
-        'loader': {'num_workers': 0},
-        'callbacks': {'memory_monitor': False, 'image_grid': False},
-        'generate': {'num_inference_steps': 2},
-        'trainer': {'max_duration': '1ba', 'precision': 'fp32'},
-    }
-    (reader.folder / 'yamls' / 'phase1.yaml').write_text(yaml.safe_dump(small))
-    make_photographs(reader.folder / 'photos', count=80, size=(300, 260))
-    reader.read(ROOT / 'README.md', **offline(reader.environ), PYTEST_ARGS='tests/config/test_image_shapes.py')
-    assert (reader.folder / 'sd2' / 'model_index.json').exists()
+    write_miniature(reader.folder)
+    make_photographs(reader.folder / 'photos', count=24, size=(560, 520))
+    edits = ('s/diffusion:lora/miniature.yaml/', 's/: [0-9]+ba/: 4ba/', 's/resolution: 512/resolution: 64/')
+    after_init(reader, *edits, options='--gpu rtx-4090 --gpus 1')
+    output = reader.read(ROOT / 'README.md', **offline(reader.environ), PYTEST_ARGS='tests/config/test_image_shapes.py')
+    assert 'a LoRA, since 16 images are too few' in output
+    assert [path.suffix for path in (reader.folder / 'oranges').glob('*.png')] == ['.png']
+    folder, lora = reader.folder / 'published', reader.folder / 'photos-model'
+    assert draws_with_stock_diffusers('StableDiffusionPipeline', folder, lora)
+    reader.shell('diffusion export runs/photos --out photos.safetensors')
+    with safe_open(reader.folder / 'photos.safetensors', 'pt') as file:
+        assert all(name.startswith('lora_unet_') for name in file.keys())  # noqa: SIM118
     assert [*(reader.folder / '.overlay').glob('lib/*/site-packages/diffusion/__init__.py')]
+
+
+def write_miniature(folder: Path) -> None:
+    """Write the pipeline of a small model, and the recipe of a LoRA of it, with the keys of diffusion:lora."""
+    from diffusion.training.components import build_model
+
+    stream = {'photos': {'local': '???', 'resolution': 64}}
+    recipe: dict[str, Any] = {
+        'name': 'miniature',
+        'global_batch': 4,
+        'model': {'name': 'tiny', 'resolution': 64, 'block_out_channels': [32], 'train_text_encoder': False},
+        'dataset': {'name': 'image_text'},
+        'streams': stream,
+        'eval_streams': stream,
+        'loader': {'num_workers': 0},
+        'scheduler': {'name': 'constant_with_warmup', 't_warmup': '1ba'},
+        'callbacks': {'image_grid': {'every': '2ba', 'prompts': ['a photograph'], 'num_inference_steps': 2}},
+        'generate': {'prompts': ['a photograph'], 'num_inference_steps': 2},
+        'trainer': {'max_duration': '4ba', 'save_interval': '2ba', 'precision': 'fp32', 'autoresume': True},
+    }
+    path = folder / 'miniature.yaml'
+    path.write_text(yaml.safe_dump(recipe))
+    model: Any = build_model(load(path, allow_missing=True))
+    model.adapter.pipeline(model).save_pretrained(folder / 'published')
+    path.write_text(yaml.safe_dump(recipe | {'init_from': 'published', 'lora': {'rank': 4, 'alpha': 4.0}}))
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ class Small:
 
 OWN = {
     'tiny_mmdit': Small('tiny_mmdit', {'depth': 1, 'text_width': 32}),
+    'tiny_prx': Small('tiny_prx', {'depth': 1, 'text_width': 32}),
     'autoencoder': Small('autoencoder', {'block_out_channels': [8, 8, 16, 16]}),
 }
 """Models of recipes that have no larger one."""

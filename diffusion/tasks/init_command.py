@@ -1,0 +1,254 @@
+"""Command `diffusion init`: write a recipe that fits prepared images and the GPUs of this machine."""
+
+import json
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from diffusion.compatibility.nvml import load_nvml
+from diffusion.config.declarations import AtLeast
+from diffusion.config.image_shapes import BUCKETS, read_buckets
+from diffusion.config.options import Option
+from diffusion.errors import UserError
+from diffusion.launch.rank_discovery import count_gpus
+from diffusion.planning.base_recipe import SMALL, BaseRecipe, choose_recipe, memory_gib
+from diffusion.planning.gpus import GPU, find_gpu, load_gpus
+from diffusion.prepare.source import IMAGE_SUFFIXES
+from diffusion.storage import mds
+
+STREAM = 'photos'
+PROMPTS = 8
+LONGEST_PROMPT = 300
+"""Captions of more characters make no title of a sample image."""
+SMALL_MINUTES, SMALL_IMAGES = 10, 51_200
+"""Minutes of diffusion:small on two CPU cores, at 0.5 CPU seconds per batch, and the images that it sees in them."""
+CHECKS = 4
+"""Number of validations, image grids and saves of a shortened run."""
+
+
+@dataclass
+class InitOptions:
+    """Options of `diffusion init`."""
+
+    data: Annotated[Path, Option('DIR', positional=True, files=True)]
+    """Folder that `diffusion prepare` wrote, such as data/photos."""
+    out: Path
+    """YAML file to write."""
+    gpu: str | None = None
+    """Name of the GPU model, such as a100-80gb (default: this machine's)."""
+    gpus: Annotated[int | None, AtLeast(0)] = None
+    """Number of GPUs; 0 for CPU cores alone (default: this machine's)."""
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    """Images of one size that `diffusion prepare` wrote."""
+
+    folder: Path
+    count: int
+    aspects: bool
+
+    def stream(self, resolution: int) -> str:
+        """Return the images as a stream of a recipe, in YAML."""
+        aspects = ', aspects: true' if self.aspects else ''
+        return f'{{local: {json.dumps(str(self.folder))}, resolution: {resolution}{aspects}}}'
+
+
+def run_init(options: InitOptions) -> int:
+    """Run `diffusion init`: write the recipe and print what it is and the commands that follow.
+
+    Raises:
+        UserError: The data is not prepared or does not suit any recipe, an option is wrong, or the file exists.
+    """
+    if options.out.suffix not in ('.yaml', '.yml'):
+        raise UserError(f'--out: {options.out} is not a YAML file; give a name such as {options.out}.yaml')
+    if options.out.exists():
+        raise UserError(f'--out: {options.out} exists; give another name, or remove it')
+    gpu, gpus = machine(options.gpu, options.gpus)
+    data, images = read_images(options.data, has_gpu=gpu is not None)
+    base = choose_recipe({size: each.count for size, each in images.items()}, gpu, gpus)
+    held_out = sizes_in(data.with_name(f'{data.name}-held-out')).get(base.size)
+    text = recipe_text(options.out, images[base.size], held_out, base, gpu, gpus)
+    try:
+        with options.out.open('x', encoding='utf-8') as file:
+            file.write(text)
+    except FileNotFoundError:
+        raise UserError(f'--out: the folder {options.out.parent} does not exist; create it') from None
+    print(text[: text.index('\n\n')])
+    return 0
+
+
+def machine(name: str | None, count: int | None) -> tuple[GPU | None, int]:
+    """Return GPU model and number of GPUs from the options, by default those of this machine; (None, 0) without any."""
+    found = count_gpus(os.environ)
+    gpus = (found or int(name is not None)) if count is None else count
+    if not gpus:
+        return None, 0
+    if name is None and not found:
+        raise UserError(
+            '--gpus: this machine has no GPU; name the model for which the recipe is, such as --gpu h100-sxm'
+        )
+    return (this_gpu() if name is None else find_gpu(name, load_gpus(), or_file=False)), gpus
+
+
+def this_gpu() -> GPU:
+    """Return the known GPU model that is closest to the first GPU of this machine."""
+    nvml = load_nvml()
+    if nvml is None:
+        raise UserError('--gpu: NVML does not say which GPU this machine has; name it, such as --gpu h100-sxm')
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    name: Any = nvml.nvmlDeviceGetName(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
+    return closest_gpu(name.decode() if isinstance(name, bytes) else name, memory, load_gpus().values())
+
+
+def closest_gpu(name: str, memory_gib: float, gpus: Iterable[GPU]) -> GPU:
+    """Return the GPU model whose name has most words of `name`, such as NVIDIA A100-SXM4-80GB; else by its memory."""
+    words = name.lower().replace('-', ' ').split()
+    smaller = [gpu for gpu in gpus if gpu.memory_gib <= memory_gib + 1]
+    if not smaller:
+        raise UserError(
+            f'--gpu: {name} has {memory_gib:.0f} GiB of memory, less than all GPUs in gpus.yaml; use --gpus 0'
+        )
+    return max(smaller, key=lambda gpu: (sum(word in words for word in gpu.name.split('-')), gpu.memory_gib))
+
+
+def read_images(data: Path, *, has_gpu: bool) -> tuple[Path, dict[int, PreparedImages]]:
+    """Return the dataset's folder and its images by size in pixels; `data` may be the folder of a size.
+
+    Raises:
+        UserError: The folder does not exist or has no prepared images; for images, the message has the command.
+    """
+    if '://' in str(data) or not data.is_dir():
+        raise UserError(f'init: {data} is not a folder of this machine; give the folder that `diffusion prepare` wrote')
+    if images := sizes_in(data):
+        return data, images
+    if data.parent.is_dir() and (each := sizes_in(data.parent)) and any(one.folder == data for one in each.values()):
+        return data.parent, each
+    if not (count := sum(1 for path in data.rglob('*') if path.suffix.lower()[1:] in IMAGE_SUFFIXES)):
+        raise UserError(f'init: {data} has neither prepared images nor image files; give the folder of your images')
+    held_out = f' --hold-out {min(500, count // 8)}' if count >= 16 else ''
+    out, size = Path('data') / data.resolve().name, 512 if has_gpu else 64
+    raise UserError(
+        f'init: the {count:,} images in {data} are not prepared. First run:\n'
+        f'  diffusion prepare folder {data} --out {out} --sizes {size}{held_out}\n  diffusion init {out} --out ...'
+    )
+
+
+def sizes_in(data: Path) -> dict[int, PreparedImages]:
+    """Return the images that `diffusion prepare` wrote to a folder, by size in pixels, without empty sizes."""
+    found = {}
+    for folder in sorted(data.glob('*px')):
+        size = folder.name.removesuffix('px')
+        aspects = (folder / BUCKETS).is_file()
+        if size.isdecimal() and (count := sum(_counts(folder, aspects=aspects).values())):
+            found[int(size)] = PreparedImages(folder, count, aspects)
+    return found
+
+
+def _counts(folder: Path, *, aspects: bool) -> Mapping[Path, int]:
+    """Return the number of samples in each folder of shards."""
+    if aspects:
+        return {folder / str(shape): count for shape, count in read_buckets(folder).items()}
+    try:
+        shards = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
+        return {folder: sum(shard['samples'] for shard in shards)}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'init: {folder / mds.INDEX} is damaged ({error}); prepare the images again') from error
+
+
+def prompts_in(images: PreparedImages) -> list[str]:
+    """Return the first captions of a dataset that are short enough, without duplicates."""
+    counts = Counter(_counts(images.folder, aspects=images.aspects))
+    samples = mds.first_samples(counts.most_common(1)[0][0], 4 * PROMPTS)
+    captions = dict.fromkeys(str(text).strip() for sample in samples for text in (sample.get('captions') or [])[:1])
+    # OmegaConf would replace ${...}, and ??? is a missing value.
+    return [text for text in captions if 0 < len(text) <= LONGEST_PROMPT and '$' not in text and text != '???'][
+        :PROMPTS
+    ]
+
+
+def recipe_text(
+    out: Path, images: PreparedImages, held_out: PreparedImages | None, base: BaseRecipe, gpu: GPU | None, gpus: int
+) -> str:
+    """Return the recipe as YAML with comments."""
+    return '\n'.join([*_header(out, images, base, gpu, gpus), '', *_body(out, images, held_out, base), ''])
+
+
+def _header(out: Path, images: PreparedImages, base: BaseRecipe, gpu: GPU | None, gpus: int) -> Iterator[str]:
+    """Yield the comment at the beginning: what the recipe trains and why, what it costs, and the next commands."""
+    prompt = json.dumps(next(iter(prompts_in(images)), 'a photograph'), ensure_ascii=False)
+    yield f'# {images.count:,} images in {images.folder}, for diffusion:{base.name}. Written by `diffusion init`.'
+    yield '#'
+    yield from textwrap.wrap(base.reason, 110, initial_indent='# Base:     ', subsequent_indent='#           ')
+    if base.plan is not None and gpu is not None:
+        hours, need = base.plan.expected.hours, memory_gib(base.plan)
+        time = (
+            f'{60 * hours:.0f} minutes'
+            if hours < 2
+            else f'{hours:.0f} hours'
+            if hours < 48
+            else f'{hours / 24:.1f} days'
+        )
+        yield f'# Plan:     {time} on {gpus} x {gpu.name}, with {need:.0f} of {gpu.memory_gib:.0f} GiB of GPU memory'
+    elif base.name == SMALL:
+        minutes = SMALL_MINUTES * base.batches * base.global_batch / SMALL_IMAGES
+        yield f'# Plan:     about {minutes:.0f} minutes on two CPU cores'
+    commands = [
+        f'diffusion check {out} --quiet',
+        f'diffusion data look {out} --out look.png',
+        f'diffusion train {out}',
+        f'diffusion generate runs/{out.stem} {prompt} --out pictures',
+        f'diffusion export runs/{out.stem} --out {out.stem}-model',
+    ]
+    for label, command in zip(['Next:', *[''] * 4], commands, strict=True):
+        yield f'# {label:9} {command}'
+
+
+def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, base: BaseRecipe) -> Iterator[str]:
+    """Yield the settings of the recipe."""
+    settings = base.settings
+    resolution = next(int(stream.resolution) for stream in settings.streams.values())
+    yield f'extends: diffusion:{base.name}\nname: {out.stem}\n'
+    steps = images.count // base.global_batch
+    yield f'global_batch: {base.global_batch}  # images per step: {steps:,} steps see each image once'
+    if base.microbatch is not None:
+        yield f'device_train_microbatch_size: {base.microbatch}  # images at a time on a GPU: as many as fit in memory'
+    for key, found in (('streams', images), ('eval_streams', held_out)):
+        yield f'\n{key}:' + ('' if found or getattr(settings, key) else ' {}')
+        yield from (f'  {name}: false' for name in getattr(settings, key) if name != STREAM or not found)
+        if found:
+            yield f'  {STREAM}: {found.stream(resolution)}'
+        else:
+            yield '  # No images are held out: prepare with --hold-out 8 for a loss on images that were not trained on.'
+    yield from _duration(images, base)
+
+
+def _duration(images: PreparedImages, base: BaseRecipe) -> Iterator[str]:
+    """Yield the duration, what depends on it, and the prompts of the sample images."""
+    longest = int(str(base.settings.trainer['max_duration']).removesuffix('ba'))
+    interval = max(1, base.batches // CHECKS)
+    shortened = base.batches < longest
+    epochs = base.batches * base.global_batch / images.count
+    if prompts := prompts_in(images):
+        yield '\ncallbacks:\n  image_grid:'
+        if shortened:
+            yield f'    every: {interval}ba'
+        yield '    prompts:  # captions of your images'
+        yield from (f'      - {json.dumps(prompt, ensure_ascii=False)}' for prompt in prompts)
+    if shortened:
+        warmup = min(base.batches // 10, int(str(base.settings.scheduler.kwargs['t_warmup']).removesuffix('ba')))
+        yield f'\nscheduler:\n  t_warmup: {warmup}ba'
+        if 'ema' in base.settings.algorithms:
+            yield f'algorithms:\n  ema:\n    ema_start: {base.batches // 2}ba'
+    yield f'\ntrainer:\n  max_duration: {base.batches}ba  # each image is seen about {epochs:,.0f} times'
+    if shortened:
+        yield f'  eval_interval: {interval}ba\n  save_interval: {interval}ba'
+    if base.precision is not None:
+        yield f'  precision: {base.precision}  # this GPU has no bfloat16'

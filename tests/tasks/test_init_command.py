@@ -1,0 +1,155 @@
+"""`diffusion init`: the recipe that it writes fits the prepared images and the GPUs."""
+
+import json
+
+import pytest
+from PIL import Image
+from shards import write_buckets
+
+from diffusion.cli import main
+from diffusion.config.load import check_paths, load
+from diffusion.planning.gpus import load_gpus
+from diffusion.storage import mds
+from diffusion.tasks.init_command import closest_gpu
+
+COLUMNS = {'captions': 'json', 'width': 'int', 'height': 'int'}
+
+
+def prepared(folder, *captions, side):
+    """Write shards without images: `diffusion init` reads captions and numbers only."""
+    samples = [{'captions': [text], 'width': side, 'height': side} for text in captions]
+    mds.write_dataset(folder, samples, COLUMNS)
+
+
+def pretend(folder, count):
+    """Write an index of shards that do not exist."""
+    folder.mkdir(parents=True)
+    size = {'basename': 'shard.00000.mds', 'bytes': 10_000 * count, 'hashes': {}}
+    entry = {
+        'samples': count,
+        'raw_data': size,
+        'zip_data': None,
+        'compression': None,
+        'hashes': [],
+        'size_limit': None,
+    }
+    entry |= {'column_names': ['key'], 'column_encodings': ['str'], 'column_sizes': [None]}
+    (folder / 'index.json').write_text(json.dumps({'version': 2, 'shards': [entry]}))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    return tmp_path
+
+
+def written(*words):
+    """Return the recipe that `diffusion init data/photos` writes, which must be complete."""
+    assert main(['init', 'data/photos', '--out', 'mine.yaml', *words]) == 0
+    return load('mine.yaml')
+
+
+def test_few_images_without_gpu_get_the_small_recipe(folder, capsys):
+    captions = [f'"photo": {index} #1 – ü' for index in range(54)]
+    prepared(folder / 'data/photos/64px', '${HOME}', *captions, side=64)
+    prepared(folder / 'data/photos-held-out/64px', 'a cat', side=64)
+    recipe = written()
+    out = capsys.readouterr().out
+    assert 'since there is no GPU' in out and 'diffusion train mine.yaml' in out
+    assert (recipe.name, recipe.global_batch, recipe.model.name) == ('mine', 32, 'tiny_prx')
+    assert recipe.trainer['max_duration'] == '1600ba'
+    assert recipe.callbacks['image_grid'].kwargs['prompts'] == captions[:8]
+    assert [stream.local for stream in recipe.streams.values()] == ['data/photos/64px']
+    assert [stream.local for stream in recipe.eval_streams.values()] == ['data/photos-held-out/64px']
+    assert check_paths(recipe) == []
+    before = (folder / 'mine.yaml').read_bytes()
+    assert main(['init', 'data/photos', '--out', 'mine.yaml']) == 2
+    assert 'mine.yaml exists' in capsys.readouterr().err and (folder / 'mine.yaml').read_bytes() == before
+
+
+def test_few_images_with_a_gpu_get_a_lora_of_a_length_that_fits_them(folder, capsys):
+    prepared(folder / 'data/photos/512px', *(f'photo {index}' for index in range(54)), side=512)
+    pretend(folder / 'data/photos/64px', 54)
+    recipe = written('--gpu', 'v100-16gb', '--gpus', '2')
+    assert 'on 2 x v100-16gb, with 9 of 16 GiB' in capsys.readouterr().out
+    assert recipe.lora is not None and recipe.eval_streams == {}
+    assert (recipe.global_batch, recipe.device_train_microbatch_size) == (4, 2), 'at least 8 batches per epoch'
+    assert (recipe.trainer['max_duration'], recipe.trainer['save_interval']) == ('1350ba', '337ba'), '100 epochs'
+    assert recipe.trainer['precision'] == 'amp_fp16', 'a V100 has no bfloat16'
+    assert check_paths(recipe) == []
+
+
+@pytest.mark.parametrize(
+    ('size', 'count', 'gpu', 'base'),
+    [
+        (512, 5_000, 'h100-sxm', 'finetune'),
+        (768, 5_000, 'rtx-4090', 'finetune'),
+        (512, 5_000, 'v100-16gb', 'lora'),
+        (256, 5_000, 'h100-sxm', 'small'),
+        (256, 2_000_000, 'h100-sxm', 'prx_256'),
+    ],
+)
+def test_base_follows_number_size_and_memory(folder, size, count, gpu, base):
+    pretend(folder / f'data/photos/{size}px', count)
+    assert main(['init', 'data/photos', '--out', 'mine.yaml', '--gpu', gpu, '--gpus', '1']) == 0
+    assert f'extends: diffusion:{base}\n' in (folder / 'mine.yaml').read_text()
+    recipe = load('mine.yaml', allow_missing=True)
+    assert [*recipe.streams] == ['photos'] and recipe.eval_streams == {}
+    assert [each.where for each in recipe.missing] == (['model.revision'] if base == 'prx_256' else [])
+
+
+def test_aspect_buckets_are_read_as_such(folder):
+    prepared(folder / 'data/photos/512px/512x512', *map(str, range(20)), side=512)
+    write_buckets(folder / 'data/photos/512px', 512, {'512x512': {'samples': 20}})
+    recipe = written('--gpu', 'h200')
+    assert recipe.streams['photos'].aspects and check_paths(recipe) == []
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['nowhere'], 'nowhere is not a folder of this machine'),
+        (['s3://bucket/photos'], 'give the folder that `diffusion prepare` wrote'),
+        (['empty'], 'empty has neither prepared images nor image files'),
+        (
+            ['photos'],
+            'diffusion prepare folder photos --out data/photos --sizes 64 --hold-out 2\n  diffusion init data/pho',
+        ),
+        (['data/photos', '--gpus', '2'], 'no GPU; name the model for which the recipe is, such as --gpu h100-sxm'),
+        (['data/photos', '--gpu', 'h100-smx'], "did you mean 'h100-sxm'?"),
+        (['data/photos', '--gpu', 'h200', '--gpus', '8'], '8 GPUs for 3 images; pass --gpus 1'),
+        (['data/photos', '--out', 'mine'], 'mine is not a YAML file; give a name such as mine.yaml'),
+        (['data/photos', '--out', 'nowhere/mine.yaml'], 'the folder nowhere does not exist'),
+        (['data/icons'], 'the largest prepared size is 32 px'),
+        (['data/torn'], 'index.json is damaged'),
+    ],
+)
+def test_wrong_input_is_answered_in_a_line_or_two(folder, capsys, words, message):
+    prepared(folder / 'data/photos/64px', 'a', 'b', 'c', side=64)
+    pretend(folder / 'data/icons/32px', 9)
+    (folder / 'data/torn/64px').mkdir(parents=True)
+    (folder / 'data/torn/64px/index.json').write_text('{"shards"')
+    for name in ('empty', 'photos/more'):
+        (folder / name).mkdir(parents=True)
+    for index in range(16):
+        Image.new('RGB', (8, 8)).save(folder / 'photos' / 'more' / f'{index}.JPG', 'JPEG')
+    assert main(['init', *words, *([] if '--out' in words else ['--out', 'mine.yaml'])]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) <= 3
+    assert not (folder / 'mine.yaml').exists()
+
+
+def test_driver_names_of_gpus_are_matched_with_known_models():
+    gpus = load_gpus().values()
+    for name, memory, expected in (
+        ('NVIDIA A100-SXM4-80GB', 79.2, 'a100-80gb'),
+        ('NVIDIA A100-SXM4-40GB', 39.4, 'a100-40gb'),
+        ('NVIDIA H100 PCIe', 79.2, 'h100-pcie'),
+        ('NVIDIA H100 80GB HBM3', 79.6, 'h100-sxm'),
+        ('NVIDIA GeForce RTX 4090', 24.0, 'rtx-4090'),
+        ('NVIDIA GeForce RTX 3090', 24.0, 'rtx-4090'),
+        ('Tesla V100-SXM2-32GB', 32.0, 'v100-32gb'),
+        ('NVIDIA H200', 140.4, 'h200'),
+    ):
+        assert closest_gpu(name, memory, gpus).name == expected, name

@@ -44,6 +44,16 @@ class BaseRecipe:
     precision: str | None = None
     """Precision to set, for a GPU before Ampere, which has no bfloat16; None keeps the recipe's."""
 
+    @property
+    def resolution(self) -> int:
+        """Side in pixels of the images that the model is trained on."""
+        return next(int(stream.resolution) for stream in self.settings.streams.values())
+
+    @property
+    def longest(self) -> int:
+        """Number of batches of the shipped recipe, which is the maximum."""
+        return int(str(self.settings.trainer['max_duration']).removesuffix('ba'))
+
 
 def choose_recipe(images: Mapping[int, int], gpu: GPU | None, gpus: int) -> BaseRecipe:
     """Return the recipe for prepared images: one that starts from published weights if possible.
@@ -102,9 +112,9 @@ def _fitted(name: str, reason: str, size: int, count: int, gpu: GPU | None, gpus
     # From scratch, noise on the gradients of a small batch costs more than it helps.
     least, epochs = (1, SMALL_EPOCHS) if name == SMALL else (BATCHES_PER_EPOCH, EPOCHS)
     batch = _global_batch(min(settings.global_batch, count // least), gpus if gpu is not None else 1)
-    longest = int(str(settings.trainer['max_duration']).removesuffix('ba'))
-    batches = max(1, min(longest, epochs * count // batch))
-    base = BaseRecipe(name, reason, size, batch, batches, settings)
+    base = BaseRecipe(name, reason, size, batch, 1, settings)
+    batches = max(1, min(base.longest, epochs * count // batch))
+    base = replace(base, batches=batches)
     if gpu is None or name == SMALL:
         return base
     precision = None if 'bf16' in gpu.peak_tflops else 'amp_fp16'

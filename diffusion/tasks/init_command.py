@@ -71,6 +71,13 @@ def run_init(options: InitOptions) -> int:
     gpu, gpus = machine(options.gpu, options.gpus)
     data, images = read_images(options.data, has_gpu=gpu is not None)
     base = choose_recipe({size: each.count for size, each in images.items()}, gpu, gpus)
+    if images[base.size].aspects and base.resolution != base.size:
+        side = base.resolution
+        raise UserError(
+            f'init: {images[base.size].folder} has aspect-ratio buckets, but '
+            f'diffusion:{base.name} trains on {side} px; '
+            f'prepare the images with --sizes {side} and without --aspects'
+        )
     held_out = sizes_in(data.with_name(f'{data.name}-held-out')).get(base.size)
     text = recipe_text(options.out, images[base.size], held_out, base, gpu, gpus)
     try:
@@ -114,7 +121,12 @@ def closest_gpu(name: str, memory_gib: float, gpus: Iterable[GPU]) -> GPU:
         raise UserError(
             f'--gpu: {name} has {memory_gib:.0f} GiB of memory, less than all GPUs in gpus.yaml; use --gpus 0'
         )
-    return max(smaller, key=lambda gpu: (sum(word in words for word in gpu.name.split('-')), gpu.memory_gib))
+
+    def similarity(gpu: GPU) -> tuple[bool, int, float]:
+        kind, *variant = gpu.name.split('-')
+        return kind in words, sum(word in words for word in variant), gpu.memory_gib
+
+    return max(smaller, key=similarity)
 
 
 def read_images(data: Path, *, has_gpu: bool) -> tuple[Path, dict[int, PreparedImages]]:
@@ -214,7 +226,6 @@ def _header(out: Path, images: PreparedImages, base: BaseRecipe, gpu: GPU | None
 def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, base: BaseRecipe) -> Iterator[str]:
     """Yield the settings of the recipe."""
     settings = base.settings
-    resolution = next(int(stream.resolution) for stream in settings.streams.values())
     yield f'extends: diffusion:{base.name}\nname: {out.stem}\n'
     steps = images.count // base.global_batch
     yield f'global_batch: {base.global_batch}  # images per step: {steps:,} steps see each image once'
@@ -224,7 +235,7 @@ def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, ba
         yield f'\n{key}:' + ('' if found or getattr(settings, key) else ' {}')
         yield from (f'  {name}: false' for name in getattr(settings, key) if name != STREAM or not found)
         if found:
-            yield f'  {STREAM}: {found.stream(resolution)}'
+            yield f'  {STREAM}: {found.stream(base.resolution)}'
         else:
             yield '  # No images are held out: prepare with --hold-out 8 for a loss on images that were not trained on.'
     yield from _duration(images, base)
@@ -232,9 +243,8 @@ def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, ba
 
 def _duration(images: PreparedImages, base: BaseRecipe) -> Iterator[str]:
     """Yield the duration, what depends on it, and the prompts of the sample images."""
-    longest = int(str(base.settings.trainer['max_duration']).removesuffix('ba'))
     interval = max(1, base.batches // CHECKS)
-    shortened = base.batches < longest
+    shortened = base.batches < base.longest
     epochs = base.batches * base.global_batch / images.count
     if prompts := prompts_in(images):
         yield '\ncallbacks:\n  image_grid:'

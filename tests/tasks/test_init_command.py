@@ -7,6 +7,7 @@ from PIL import Image
 from shards import write_buckets
 
 from diffusion.cli import main
+from diffusion.config.image_shapes import Shape
 from diffusion.config.load import check_paths, load
 from diffusion.planning.gpus import load_gpus
 from diffusion.storage import mds
@@ -72,7 +73,7 @@ def test_few_images_with_a_gpu_get_a_lora_of_a_length_that_fits_them(folder, cap
     prepared(folder / 'data/photos/512px', *(f'photo {index}' for index in range(54)), side=512)
     pretend(folder / 'data/photos/64px', 54)
     recipe = written('--gpu', 'v100-16gb', '--gpus', '2')
-    assert 'on 2 x v100-16gb, with 9 of 16 GiB' in capsys.readouterr().out
+    assert 'on 2 x v100-16gb, with 7 of 16 GiB' in capsys.readouterr().out
     assert recipe.lora is not None and recipe.eval_streams == {}
     assert (recipe.global_batch, recipe.device_train_microbatch_size) == (4, 2), 'at least 8 batches per epoch'
     assert (recipe.trainer['max_duration'], recipe.trainer['save_interval']) == ('1350ba', '337ba'), '100 epochs'
@@ -101,7 +102,7 @@ def test_base_follows_number_size_and_memory(folder, size, count, gpu, base):
 
 def test_aspect_buckets_are_read_as_such(folder):
     prepared(folder / 'data/photos/512px/512x512', *map(str, range(20)), side=512)
-    write_buckets(folder / 'data/photos/512px', 512, {'512x512': {'samples': 20}})
+    write_buckets(folder / 'data/photos/512px', 512, {Shape(512, 512): {'samples': 20}})
     recipe = written('--gpu', 'h200')
     assert recipe.streams['photos'].aspects and check_paths(recipe) == []
 
@@ -121,6 +122,7 @@ def test_aspect_buckets_are_read_as_such(folder):
         (['data/photos', '--gpu', 'h200', '--gpus', '8'], '8 GPUs for 3 images; pass --gpus 1'),
         (['data/photos', '--out', 'mine'], 'mine is not a YAML file; give a name such as mine.yaml'),
         (['data/photos', '--out', 'nowhere/mine.yaml'], 'the folder nowhere does not exist'),
+        (['data/wide'], 'data/wide/512px has aspect-ratio buckets, but diffusion:small trains on 64 px'),
         (['data/icons'], 'the largest prepared size is 32 px'),
         (['data/torn'], 'index.json is damaged'),
     ],
@@ -128,6 +130,8 @@ def test_aspect_buckets_are_read_as_such(folder):
 def test_wrong_input_is_answered_in_a_line_or_two(folder, capsys, words, message):
     prepared(folder / 'data/photos/64px', 'a', 'b', 'c', side=64)
     pretend(folder / 'data/icons/32px', 9)
+    pretend(folder / 'data/wide/512px/512x512', 9)
+    write_buckets(folder / 'data/wide/512px', 512, {Shape(512, 512): {'samples': 9}})
     (folder / 'data/torn/64px').mkdir(parents=True)
     (folder / 'data/torn/64px/index.json').write_text('{"shards"')
     for name in ('empty', 'photos/more'):

@@ -246,7 +246,7 @@ class _Addition(Preparation):
         first = 0 if mode != 'none' else len(earlier) - earlier.removed_count
         known_exact, known_perceptual, known_is_flat = (earlier.hashes[name][first:] for name in names)
         count = len(known_exact)
-        # Search only for the new images among the old ones. A search among all pairs, as for a new dataset, would take
+        # Search only for duplicates of the new images. A search among all pairs, as for a new dataset, would take
         # minutes and 16 GB with a hundred million old images, even for a small delivery.
         near = mode == 'near'
         known = known_exact, known_perceptual, ~known_is_flat & near

@@ -35,7 +35,7 @@ class CaptionRow:
     where: str
     """Position of the row, for messages, such as `captions.csv line 7`."""
     file: str
-    """The path as written in the file; if the value is not a path, its text."""
+    """The image's path as written in the caption file; if the value is not text, its `repr`."""
     captions: list[str]
     metadata: dict[str, Any]
     caption_columns: list[str]

@@ -56,7 +56,7 @@ class PrepareReport:
     inputs: int | None = None
     """Number of inputs (images, captions, rows or files): kept, rejected and skipped."""
     notes: list[str] = field(default_factory=list)
-    """Further messages, such as a filter for a column that no image has."""
+    """Further messages, for example about a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
     """Histograms of the dataset's images by quantity: edges, counts and quantiles."""
     fingerprint: str | None = None

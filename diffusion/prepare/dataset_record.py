@@ -124,7 +124,7 @@ class RecordedDataset:
         return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
 
     def commit(self, record: DatasetRecord) -> None:
-        """Replace the record, so that a change takes effect; PreconditionFailed if it has changed since `refresh`."""
+        """Replace the record to make a change effective; raise PreconditionFailed if it has changed since `refresh`."""
         self.folder.replace(RECORD, record.content(), self.version)
         self.refresh()
 

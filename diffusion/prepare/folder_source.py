@@ -401,7 +401,7 @@ def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
 
 
 def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]) -> Iterator[PassedOver]:
-    """Yield the skipped files; `tables` are URLs of caption files."""
+    """Yield as skipped the files that are neither in `read` nor caption files; `tables` are these files' URLs."""
     used = {file.name for file in read}
     yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
 

@@ -190,7 +190,7 @@ class _Renderer:
         return answer
 
     def close(self) -> int | None:
-        """End the process and return its exit status, or None if there is none; the next drawing starts a new one."""
+        """End the process, if one is running, and return its exit status, else None; the next drawing starts one."""
         process, self._process = self._process, None
         if process is None:
             return None

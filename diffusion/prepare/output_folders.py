@@ -34,7 +34,7 @@ def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) 
 
 
 class FolderOutput:
-    """Dataset in a local folder, renamed from the work folder, so both must be on the same file system."""
+    """Dataset in a local folder, moved there by renaming a part of the work folder: both must be on one file system."""
 
     def __init__(self, out: Path, staging: Staging, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out
@@ -195,7 +195,7 @@ class ShardJob:
 def plan_shards(
     catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
 ) -> Iterator[ShardJob]:
-    """Yield jobs that write a bucket's final shards from the given samples, in order, as many per shard as fit."""
+    """Yield jobs that write a bucket's final shards, numbered from `first`, with the samples `numbers` in order."""
     samples = catalog.samples
     for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
         chosen = numbers[span.start : span.stop]

@@ -1,7 +1,7 @@
 """Rewrite MDS shards without some of their samples; all other samples are copied as bytes, not decoded.
 
-If shards have no record (`dataset_record`), as for latents, all are read to find the keys. Shards that contain a key
-are rewritten under new names, the index is replaced, and the old shards are deleted.
+If shards have no record (`dataset_record`), as for latents, all are read to find the samples to remove. Shards that
+contain such samples are rewritten under new names, the index is replaced, and the old shards are deleted.
 """
 
 import hashlib

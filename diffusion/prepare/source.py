@@ -101,7 +101,7 @@ def summed_details(details: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[s
 
 
 def count_details(details: dict[str, dict[str, int]], reason: str, found: Mapping[str, int]) -> None:
-    """Add explanations for one reason with their counts; at most `NAMES_SHOWN` distinct explanations are kept."""
+    """Add `found`, the counts of explanations of a reason, to `details`; keep at most `NAMES_SHOWN` per reason."""
     total = details.setdefault(reason, {})
     for detail, count in found.items():
         if detail in total or len(total) < NAMES_SHOWN:

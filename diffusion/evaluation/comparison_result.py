@@ -205,7 +205,7 @@ class ComparisonResult:
         preferences: Preference for A over B for each question, by the keys of `QUESTIONS`.
         raters: Number of raters whose answers count.
         excluded: Fraction of attention checks that each excluded rater failed.
-        unchecked: Number of these raters who saw no attention check.
+        unchecked: Number of raters whose answers count although they saw no attention check.
     """
 
     a: str

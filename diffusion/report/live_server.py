@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.token:
             given = (query.get('token') or [''])[0]
             return hmac.compare_digest(given.encode(), self.server.token.encode())
-        # Check the Host header against DNS rebinding: another site's page whose name resolves here sends that name.
+        # Prevent DNS rebinding: if another site's name resolves to this machine, its page sends that name as Host.
         host = self.headers.get('Host', '').rsplit(':', 1)[0].strip('[]')
         return host in LOCAL_HOSTS
 

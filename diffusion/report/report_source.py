@@ -247,7 +247,7 @@ class TableSource:
                 notes.append(str(error))
                 return None
 
-        # Use threads: if a run on another machine may be dead, its reader watches it for some seconds.
+        # Use threads: reading a run on another machine that may have died takes some seconds of watching it.
         with ThreadPoolExecutor(_THREADS) as threads:
             rows = [each for each in threads.map(row, names) if each is not None]
         return Page({'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}, {})

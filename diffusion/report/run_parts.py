@@ -211,14 +211,14 @@ def _text(value: Any) -> str:
 
 
 MAX_POINTS = 400
-"""Maximum number of points of the axis of hours; between points, hours are interpolated."""
+"""Maximum number of batches with known hours; for a chart's axis of hours, those between are interpolated."""
 HOUR = 3600
 
 
 def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
     """Return batches and, for each, the run's total hours so far, increasing; None if no batch was recorded.
 
-    Time between attempts does not count. If a batch was repeated, the last time counts.
+    Time between attempts does not count. A repeated batch has the hours of its last repetition.
     """
     before, begin, latest = 0.0, None, 0.0
     points: list[tuple[int, float]] = []

@@ -148,7 +148,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.task == 'train' and isinstance(recipe.trainer, dict) and isinstance(recipe.callbacks, dict):
         _check_loss_guard(recipe.trainer, recipe.callbacks, gather)
     _check_notify(recipe.notify, gather)
-    # Check the defaults of keywords too: they are saved with the recipe, and would be refused when it is loaded again.
+    # Check the defaults of keywords too: they are saved with the recipe, which could not be loaded with a wrong one.
     own = {where: registry.settings_of(kind, each) for where, kind, each in _components(recipe)}
     if recipe.task == 'train':
         gather.problems += check_initial_weights(recipe.init_from)

@@ -189,7 +189,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _add_defaults(kind: str, entry: Any) -> None:
-    if isinstance(entry, dict):  # if not, it is null or an interpolation
+    if isinstance(entry, dict):  # otherwise, the entry is null or an interpolation
         entry |= registry.saved_defaults(kind, entry['name'], entry, supplied=SUPPLIED.get(kind, ()))
 
 

@@ -145,7 +145,7 @@ def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: 
 
 
 def _added_defaults(found: Signature, given: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the plain defaults of keywords that are not given, and fill in the defaults in given mappings."""
+    """Return the plain defaults of keywords not in `given` or `left_out`, and given mappings with their defaults."""
     added = {}
     for parameter in found.parameters:
         value, nested = given.get(parameter.name), found.nested_signature(parameter)

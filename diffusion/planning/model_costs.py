@@ -254,7 +254,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
 
 
 def _config_of(folder: str, part: str) -> str | None:
-    """Return a model part's config.json with sorted keys, from a folder of the pipeline or part; None if missing."""
+    """Return a model part's config.json with sorted keys; `folder` has the part or a pipeline. None if missing."""
     for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:

@@ -147,7 +147,7 @@ def precompute(recipe: Recipe) -> None:
     if dist.get_global_rank() == 0:
         for stage in stages:
             pin_plan(stage.output.begun, stage.plan, where='precompute.out')
-    dist.barrier()  # wait until rank 0 has checked the plan of an unfinished job: before, no rank may write shards
+    dist.barrier()  # no rank may write shards before rank 0 has checked the plan of an unfinished job
     _encode(recipe, dataset, model, stages)
     dist.barrier()  # wait for the shards of all ranks, which rank 0 needs for the index
     if dist.get_global_rank() == 0:

@@ -22,7 +22,7 @@ from diffusion.storage.atomic import write_atomically
 
 Result = TypeVar('Result')
 RaiseTogether = Callable[[str], AbstractContextManager[None]]
-"""Function from a place for messages to a context manager that raises any rank's error on all ranks; a collective."""
+"""Function of a name for messages; returns a collective context manager that raises any rank's error on all ranks."""
 
 
 def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:

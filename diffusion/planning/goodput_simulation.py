@@ -150,7 +150,7 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
             elif training > tier.lag:
                 reached = begun + int((training - tier.lag) / (strategy.interval + strategy.stall))
                 point = reached - reached % tier.every
-                # Otherwise, keep the old one: this tier may lack points up to `begun`, which are in another tier.
+                # Otherwise, keep an older point: this tier may lack points up to `begun`, which another tier has.
                 if point > begun:
                     newest[index] = point
         begun = max(newest)

@@ -65,7 +65,7 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     rank, worst = min(failed, key=lambda each: SEVERITY.index(each[1].kind))
     if error is not None:
         assert report is not None
-        if logs and report.kind not in ('user', 'damage'):
+        if logs and report.kind in ('other', 'storage'):  # messages of other kinds are printed where they are caught
             log.error('%s (rank %d: %s)', where, dist.get_global_rank(), error)
         if report.kind != worst.kind:
             raise _as_error(worst, where, rank) from error

@@ -34,6 +34,8 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'pick_score': MetricInfo('pick_score', 'higher'),
 }
 """Metrics by name. A Fréchet distance of fewer images than features is too large: the covariance is singular."""
+HIGHER_IS_BETTER = {'retrieval_top1'}
+"""Metrics of evaluators other than `image_metrics` for which higher is better."""
 NETWORKS: dict[str, str | None] = {
     'inception': None,
     'clip_fid': 'openai/clip-vit-base-patch32@3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268',
@@ -46,6 +48,13 @@ NETWORKS: dict[str, str | None] = {
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
 LAYOUTS = ('geneval', 't2i_compbench')
 """Layouts of image folders that the scoring scripts of benchmarks read."""
+
+
+def better_directions(names: set[str]) -> dict[str, str]:
+    """Return whether lower or higher is better for each of these metrics and validation losses, where known."""
+    found: dict[str, str] = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
+    found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
+    return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
 
 
 def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:

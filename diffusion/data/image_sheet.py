@@ -99,7 +99,7 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
     """Draw sections one below the other in a single image, with the first lines of each caption below its figure.
 
     Args:
-        columns: Figures per row; None means as many as fit into SHEET_WIDTH.
+        columns: Maximum number of figures per row; None means as many as fit into SHEET_WIDTH.
         side: Side in pixels of a square image on the sheet; other images have the same area. Smaller images are
             enlarged without smoothing, by the integer factor that comes nearest to this area.
     """
@@ -125,7 +125,8 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
     fitting = columns or max(1, (SHEET_WIDTH - MARGIN) // (figure_width + MARGIN))
     title_height = 2 * LINE_HEIGHT + MARGIN if section.title else MARGIN
     row_height = height + CAPTION_LINES * LINE_HEIGHT + MARGIN
-    strip_width = MARGIN + columns * (figure_width + MARGIN) if columns else SHEET_WIDTH
+    filled = min(fitting, len(section.figures)) * (figure_width + MARGIN)
+    strip_width = max(MARGIN + filled, 2 * MARGIN + round(bold.getlength(section.title))) if columns else SHEET_WIDTH
     strip = Image.new('RGB', (strip_width, title_height + -(-len(section.figures) // fitting) * row_height), 'white')
     draw = ImageDraw.Draw(strip)
     strip.info[FIGURES] = places = []

@@ -212,7 +212,7 @@ def _inception_file() -> Path:
     try:
         torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix='6726825d', progress=False)
     except (URLError, TimeoutError, ConnectionError, RuntimeError) as error:  # RuntimeError means that the hash differs
-        what = f'{INCEPTION_URL}: cannot be downloaded ({error}); copy the file to {path}, or give its path'
+        what = f'{INCEPTION_URL}: cannot be downloaded ({error}); copy the file to {path}'
         raise ExternalError(what) from error
     return path
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import CLIPImageProcessor, CLIPModel
 
 from diffusion.compatibility.transformers_versions import clip_features, fast_tokenizer
-from diffusion.config.image_metrics import NETWORKS
+from diffusion.config.image_metrics import IMAGE_METRICS, NETWORKS
 from diffusion.config.weight_sources import COMMIT
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception
 from diffusion.models.pretrained import load_pretrained
 
@@ -216,7 +216,6 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
         UserError: The network cannot be loaded; the message names the recipe key.
         ExternalError: The network cannot be downloaded.
     """
-    where = f'networks.{name}'
     source = sources.get(name, NETWORKS[name])
     try:
         if name == 'inception':
@@ -231,8 +230,10 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
         if name == 'dino':
             return Dino(repository, revision)
         return Clip(repository, revision, resize='clean' if name == 'clip_fid' else 'bicubic')
-    except UserError as error:
-        raise UserError(f'{where}: {error}') from error
+    except (UserError, ExternalError) as error:
+        metrics = ', '.join(each for each, info in IMAGE_METRICS.items() if info.network == name)
+        what = f'networks.{name}: {error}. To use a copy of this network: --network {name}=PATH. Needed by {metrics}'
+        raise (UserError if isinstance(error, UserError) else ExternalError)(what) from error
 
 
 def _split(source: str) -> tuple[str, str | None]:

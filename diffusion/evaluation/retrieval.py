@@ -20,6 +20,8 @@ from diffusion.models import batch_keys
 log = logging.getLogger(__name__)
 
 SIDE = 128
+SAMPLES = 'samples.png'
+"""Sheet of generated and real images in the run's folder."""
 SHEET_TITLE = 'Generated image (left) and real image (right) of each caption'
 
 
@@ -81,7 +83,7 @@ class Retrieval:
             pairs = zip(captions, to_images(generated), to_images(real[chosen]), strict=True)
             figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
             sheet = draw_sheet([Section(SHEET_TITLE, figures)], columns=self.columns, side=SIDE)
-            save_image(sheet, checkpoint.run_dir / 'samples.png')
+            save_image(sheet, checkpoint.run_dir / SAMPLES)
             result = [sum(correct) / len(correct)]
         dist.broadcast_object_list(result, src=0)
         return EvaluationResult({'retrieval_top1': result[0]})

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
+from diffusion.config.image_metrics import better_directions
 from diffusion.errors import ExternalError, UserError
 from diffusion.report.metric_reader import Series, averages, downsample
 from diffusion.report.page import MAX_BYTES, report_page
-from diffusion.report.run_parts import better_directions, recipe_differences
+from diffusion.report.run_parts import recipe_differences
 from diffusion.report.run_reader import RunContent, RunReader, looks_like_a_run
 from diffusion.runs import attempts
 from diffusion.runs.run_status import TRAIN_LOSS
@@ -123,10 +124,11 @@ def runs_in(place: str) -> list[str]:
 def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
     status, cost = run.status, run.cost
     cause = status.attempts[-1]['cause'] if status.attempts else None
+    ended = None if cause is None else attempts.CAUSES.get(cause, cause)
     return {
         'name': run.name,
         'link': link,
-        'state': status.state if status.state != 'ended' or cause is None else f'ended, {cause}',
+        'state': status.state if status.state != 'ended' or ended is None else f'ended, {ended.removeprefix("ended ")}',
         'kind': _kind(status.state, cause),
         'batch': status.batch,
         'total': status.total_batches,
@@ -148,7 +150,7 @@ def _kind(state: str, cause: str | None) -> str:
 
 def _last_evaluation(run: RunContent) -> str:
     if not run.evaluations:
-        return ''
+        return '' if run.validation is None else f'validation loss {run.validation[1]:.4g} (ba{run.validation[0]})'
     last = run.evaluations[-1]
     values = last['metrics'] or last['losses']
     names = [name for name in _SHOWN_METRICS if name in values] or [*values][:2]

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from diffusion.config.image_metrics import IMAGE_METRICS
 from diffusion.config.secrets import secret_problems
 from diffusion.config.yaml_files import parse_yaml
 from diffusion.planning.gpus import GPU, load_gpus
@@ -95,8 +94,6 @@ def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
 
 
 _RESULTS = re.compile(r'ba\d{1,15}\.json')
-HIGHER_IS_BETTER = {'retrieval_top1'}
-"""Metrics of evaluators other than `image_metrics` for which higher is better."""
 
 
 def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
@@ -111,12 +108,6 @@ def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
             else:
                 found.append(results | {'checkpoint': name.removesuffix('.json'), 'batch': int(name[2:-5])})
     return sorted(found, key=lambda each: each['batch'])
-
-
-def better_directions(names: set[str]) -> dict[str, str]:
-    found = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
-    found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
-    return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
 
 
 def _results(content: bytes) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 A part that cannot be read becomes a note on the page; only a run without any readable part is an error.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,9 @@ T = TypeVar('T')
 _CHUNK = 2**25
 _ATTEMPT_BYTES = 2**24
 """Number of bytes of attempts.jsonl to read for the axis of hours."""
+_TABLE_BYTES = 2**22
+"""Number of bytes of metrics.jsonl to read for the last validation loss in a table of runs."""
+_VALIDATION = re.compile(r'metrics/.*/loss')
 MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
 """Files and folders that identify a run: every run has at least one of them."""
 
@@ -49,12 +53,25 @@ class RunContent:
     breakdown: dict[str, float] = field(default_factory=dict)
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    validation: tuple[int, float] | None = None
+    """Batch and value of the last validation loss, if the run has no evaluated checkpoint; only without curves."""
     images: SampledImages = field(default_factory=SampledImages)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     recipe: str = ''
     changes: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def last_validation(metrics: bytes) -> tuple[int, float] | None:
+    """Return the batch and the value of the last validation loss, given the end of a metrics file's content."""
+    for line in reversed(metrics.splitlines()):
+        # Look for the name before parsing: most of the lines are about single batches.
+        for values in parse_json_lines(line) if b'"metrics/' in line else ():
+            found = [value for name, value in values.items() if _VALIDATION.fullmatch(name)]
+            if found and isinstance(values.get('step'), int) and isinstance(found[0], float):
+                return values['step'], found[0]
+    return None
 
 
 def looks_like_a_run(listing: Listing) -> bool:
@@ -111,6 +128,9 @@ class RunReader:
         records = tried(ATTEMPTS, lambda: self._files.read(ATTEMPTS, tail_bytes=_ATTEMPT_BYTES), None)
         content.hours = batch_hours(parse_json_lines(records or b''))
         content.evaluations = tried('The evaluations', lambda: read_evaluations(self._files, notes), [])
+        if not self._curves and not content.evaluations:
+            metrics = tried(METRICS, lambda: self._files.read(METRICS, tail_bytes=_TABLE_BYTES), None)
+            content.validation = last_validation(metrics or b'')
         content.checkpoints = tried('The checkpoints', lambda: self._checkpoints.read(listing, notes), [])
         content.saves = saves_by_place(content.series)
         self._add_recipe(content, tried(RECIPE, lambda: self._files.read(RECIPE), None) or b'')

@@ -402,7 +402,7 @@ def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> lis
         if running and attempt is attempts[-1]:
             reason = 'running'
         duration = format_duration(attempt.end - attempt.begin)
-        lines.append(f'  {attempt.number:3d}  {begin}  {duration:>8}  {batches}; {reason}{status}')
+        lines.append(f'  {attempt.number + 1:3d}  {begin}  {duration:>8}  {batches}; {reason}{status}')
     parts = {
         'productive': found.productive,
         'starting': found.starting,

@@ -3,6 +3,8 @@
 import json
 import logging
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from composer import Trainer
@@ -18,10 +20,14 @@ from diffusion.config.registry import build
 from diffusion.data.loader import to_data_spec
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, results_of, write_results
+from diffusion.evaluation.result_lines import earlier_results, result_lines
+from diffusion.evaluation.retrieval import SAMPLES
 from diffusion.loggers.progress_lines import ProgressLine, has_terminal
 from diffusion.models.frozen_parts import evaluating
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.atomic import write_atomically
+from diffusion.storage.places import files_of_run
 from diffusion.training import components
 
 log = logging.getLogger(__name__)
@@ -95,15 +101,31 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
             details |= result.details
     metrics = losses | measured
     if dist.get_global_rank() == 0:
-        results = results_of(checkpoint, measured, details, seconds=time.time() - began)
-        write_results(recipe.run_dir, name, results | {'losses': losses})
+        results = results_of(checkpoint, measured, details, seconds=time.time() - began) | {'losses': losses}
+        write_results(recipe.run_dir, name, results)
         write_atomically(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
-        for key, value in metrics.items():
-            print(f'{key:32s} {value:.4f}')
-        for each in details.get('guidance', [])[1:]:
-            values = ', '.join(f'{key} {value:.4f}' for key, value in each['metrics'].items())
-            print(f'guidance {each["guidance_scale"]:<23g} {values}')
         if recipe.run_url is not None:
             try_to_push(RunMirror(recipe.run_dir, recipe.run_url), since=began)
+        print('\n'.join(describe_evaluation(recipe, checkpoint, results)))
     dist.barrier()
     return metrics
+
+
+def describe_evaluation(recipe: Recipe, checkpoint: EvaluatedCheckpoint, results: Mapping[str, Any]) -> list[str]:
+    """Return the lines to print about an evaluation: its metrics, its files, and the command that shows all of them."""
+    earlier: list[dict[str, Any]] = []
+    with suppress(UserError, OSError):  # a store that does not answer must not hide the results
+        earlier = earlier_results(files_of_run(recipe.run_place), results['batch'], results['weights'])
+    found = [
+        ('results', f'{EVALUATIONS}/{checkpoint.name}.json'),
+        ('generated images', f'{EVALUATIONS}/{checkpoint.name}'),
+        *([('generated and real images', SAMPLES)] if 'retrieval_top1' in results['metrics'] else []),
+    ]
+    place = recipe.run_place
+    lines = [(label, f'{place}/{path}') for label, path in found if (recipe.run_dir / path).exists()]
+    return [
+        f'{checkpoint.label} of {place}:',
+        *result_lines(results, earlier),
+        *(f'{label:32s} {path}' for label, path in lines),
+        f'{"all evaluations of the run":32s} diffusion report {place}',
+    ]

@@ -26,6 +26,7 @@ from diffusion.launch.workers import discarding_lost_output, end_process
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
 from diffusion.runs import heartbeats
+from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.runs.openmp_spin import describe_spin
 from diffusion.runs.stop_signals import StoppedEarly, stopping_early
 
@@ -109,7 +110,8 @@ def run_task(recipe: Recipe) -> None:
             from diffusion.training.train import train
 
             train(recipe).close()
-        print_results(recipe)
+        if os.environ.get('RANK', '0') == '0':
+            print(describe_results(recipe))
     elif recipe.task == 'precompute':
         from diffusion.tasks.precompute import precompute
 
@@ -118,16 +120,10 @@ def run_task(recipe: Recipe) -> None:
         from diffusion.tasks.evaluate import evaluate
 
         evaluate(recipe)
-        print_results(recipe)
     else:
         from diffusion.tasks.generate import generate
 
         generate(recipe)
-
-
-def print_results(recipe: Recipe) -> None:
-    if os.environ.get('RANK', '0') == '0':
-        print(describe_results(recipe))
 
 
 def configure_logging() -> None:
@@ -149,14 +145,13 @@ def describe_results(recipe: Recipe) -> str:
     run = recipe.run_dir
     newest = [f'{recipe.run_place}/{path.name}' for path in list_checkpoints(run)[:1]]
     found = [
-        ('loss curve', run / 'loss.png'),
-        ('image grids', run / 'images'),
-        ('metrics of the evaluation', run / 'evaluation.json'),
-        ('generated and real images', run / 'samples.png'),
-        *(('captions of the data', path) for path in caption_files(recipe)),
+        ('loss curve', 'loss.png'),
+        ('image grids', 'images'),
+        ('results of evaluations', EVALUATIONS),
     ]
     lines = [('newest checkpoint', name) for name in newest]
-    lines += [(label, str(path)) for label, path in found if path.exists()]
+    lines += [(label, f'{recipe.run_place}/{name}') for label, name in found if (run / name).exists()]
+    lines += [('captions of the data', str(path)) for path in caption_files(recipe)]
     return '\n'.join([f'{recipe.run_place}:', *(f'  {label:26s} {path}' for label, path in lines)])
 
 

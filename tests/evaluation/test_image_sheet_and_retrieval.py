@@ -62,7 +62,7 @@ def test_small_images_are_enlarged_by_an_integer_factor_with_a_gap_between_them(
     generator = np.random.default_rng(0)
     pixels = [generator.integers(0, 200, (size, size, 3), dtype=np.uint8) for _ in range(2)]
     sheet = np.asarray(
-        draw_sheet([Section('', [Figure([Image.fromarray(each) for each in pixels], '')])], columns=1, side=side)
+        draw_sheet([Section('', [Figure([Image.fromarray(each) for each in pixels], '')])], columns=8, side=side)
     )
     large = [each.repeat(factor, axis=0).repeat(factor, axis=1) for each in pixels]
     white = np.full((size * factor, GAP, 3), 255, np.uint8)
@@ -70,6 +70,7 @@ def test_small_images_are_enlarged_by_an_integer_factor_with_a_gap_between_them(
     height, width, _ = figure.shape
     assert GAP > 1
     assert np.array_equal(sheet[MARGIN : MARGIN + height, MARGIN : MARGIN + width], figure)
+    assert sheet.shape[1] == width + 2 * MARGIN, 'as wide as its only figure'
 
 
 @pytest.mark.parametrize('size', [(512, 512), (1024, 256), (256, 1024), (320, 192)])

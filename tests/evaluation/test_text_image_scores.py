@@ -61,7 +61,11 @@ def test_pick_score_is_the_scaled_cosine(clip):
     [
         ('pick_score', {}, 'networks.pick_score: has no default; set it to a folder'),
         ('cmmd', {'cmmd': 'openai/clip'}, 'neither a folder nor a repository with a commit'),
-        ('inception', {'inception': 'gone.pth'}, 'networks.inception: gone.pth: does not exist'),
+        (
+            'inception',
+            {'inception': 'gone.pth'},
+            'networks.inception: gone.pth: does not exist.*--network inception=PATH',
+        ),
         ('clip_score', {'clip_score': 'a/b@' + 'a' * 40}, 'networks.clip_score: .*a/b'),
     ],
 )

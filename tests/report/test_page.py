@@ -208,10 +208,10 @@ def test_colors_are_chosen_and_kept(visit, report):
 
 def test_several_runs_are_laid_over_each_other(visit, comparison):
     page = visit(comparison)
-    assert page.locator('#summary tbody tr').count() == 3
+    assert page.locator('#summary table').first.locator('tbody tr').count() == 3
     for name in ('loss', 'validation', 'rate', 'throughput', 'metric-fid'):
         assert [text in legend(page, name) for text in ('run-0', 'run-1', 'run-2')] == [True] * 3, name
-    differences = page.locator('#recipe table').first
+    differences = page.locator('#summary table').last
     assert differences.locator('tbody th').all_inner_texts() == ['optimizer.lr']
     prompt = page.locator('#samples .prompt').first
     assert prompt.locator('h4').inner_text() == 'a frog'
@@ -279,7 +279,7 @@ def test_a_run_without_a_batch_has_a_page(visit, tmp_path):
 @pytest.mark.slow
 def test_table_of_runs(visit, tmp_path):
     first = write_run(tmp_path / 'first')
-    write_run(tmp_path / 'second', batches=200, evaluations=False)
+    write_run(tmp_path / f'second-{"-".join(["of-a-long-name"] * 5)}', batches=200, evaluations=False)
     (tmp_path / 'no-run').mkdir()
     (first / 'report.html').write_text(RunsSource([str(first)]).write())
     table = TableSource(str(tmp_path), price=None, link=lambda name: written_report(str(tmp_path), name))
@@ -287,6 +287,8 @@ def test_table_of_runs(visit, tmp_path):
     page = visit(tmp_path / 'report.html')
     rows = page.locator('tbody tr')
     assert rows.count() == 2 and serious_issues(page) == []
+    widths = page.evaluate("(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.scroll'))")
+    assert widths[0] <= widths[1], 'the last column is not cut'
     page.get_by_role('button', name='Run').click()
     assert '400 of 1,000' in rows.first.inner_text() and 'fid' in rows.first.inner_text()
     assert page.locator('tbody a').count() == 1, 'only the first run has a page'

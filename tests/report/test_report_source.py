@@ -1,6 +1,7 @@
 """Size of pages, and reading of many runs."""
 
 import json
+import re
 
 import pytest
 from synthetic_run import append_metrics, write_run
@@ -42,6 +43,8 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)
     rows = {row['name']: row for row in table.read().data['rows']}
     assert rows['a']['batch'] == 40 and rows['a']['dollars'] == pytest.approx(2 * rows['a']['device_hours'])
+    assert re.fullmatch(r'validation loss \d[.\d]* \(ba\d+\)', rows['a']['evaluation'])
+    assert rows['a']['state'] == 'ended, completed'
     assert rows['a']['loss'] == pytest.approx(RunReader(str(tmp_path / 'a')).read().status.last_loss)
 
     def fail(reader: RunReader) -> None:

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_report(tmp_path):
         append_attempt(tmp_path, 'end', each)
     text = '\n'.join(attempts_table(read_attempts(tmp_path)))
     assert '2 attempts' in text
+    assert re.findall(r'(?m)^ {2,}(\d) ', text) == ['1', '2'], 'counted from 1, as in the report'
     assert 'batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1' in text
     assert 'goodput 0.404 of 99.0 s: productive 40.0 s' in text
     assert 'time lost (process failed): 47.0 s' in text

@@ -30,7 +30,7 @@ def small_run(store: Store, tmp_path, monkeypatch) -> str:
 
 
 @pytest.mark.slow
-def test_tasks_take_the_url_of_a_run(store, write_recipe, pictures, tmp_path, monkeypatch):
+def test_tasks_take_the_url_of_a_run(store, write_recipe, pictures, tmp_path, monkeypatch, capsys):
     """The run was trained on another machine."""
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'trained'))
     streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
@@ -47,7 +47,9 @@ def test_tasks_take_the_url_of_a_run(store, write_recipe, pictures, tmp_path, mo
     assert main(['export', f'{run}/ba2', '--out', 'average', '--ema-width', '0.1']) == 0
     assert (tmp_path / 'average' / 'model_index.json').is_file()
     assert '(batch 2)' in (tmp_path / 'average' / 'README.md').read_text()
+    capsys.readouterr()
     assert run_recipe.main([str(path), 'task=evaluate', runs_dir]) == 0
+    assert f' {run}/evaluations/ba4.json\n' in capsys.readouterr().out
     metrics = json.loads(store.objects('bucket')['runs/run/evaluation.json'])
     assert metrics['weights'] == 'training' and len(metrics) > 1
     assert {path.name for path in working_folder(run, 'downloads').glob('ba*')} == {'ba2', 'ba4'}

@@ -1,6 +1,7 @@
 """The paths of a run's files that are printed at its end."""
 
 from diffusion.config.load import load
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.tasks.run_recipe import describe_results
 
 
@@ -24,4 +25,15 @@ def test_results_list_the_files_that_exist(write_recipe, tmp_path):
         f'  image grids                {run}/images',
         f'  captions of the data       {data}/captions.txt',
         f'  captions of the data       {data}/held-out/captions.txt',
+    ]
+
+
+def test_files_of_a_run_in_a_bucket_are_named_there(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'here'))
+    recipe = load(write_recipe(), ['runs_dir=s3://bucket/runs'])
+    recipe.run_dir.mkdir(parents=True)
+    (recipe.run_dir / 'loss.png').touch()
+    assert describe_results(recipe).splitlines()[:2] == [
+        's3://bucket/runs/run:',
+        '  loss curve                 s3://bucket/runs/run/loss.png',
     ]

@@ -5,7 +5,7 @@ const charts = new Map(); // by id
 
 class Chart {
   /** Args:
-        spec: `title`, `series`, and optionally `format`, `log`, `stacked`, `xTitle`, `note`, `marks`. A series has `label`,
+        spec: `title`, `series`, and optionally `format`, `log`, `stacked`, `xTitle`, `yTitle`, `note`, `marks`. A series has `label`,
           `color` (function), `curve` (x, y, mx, my), and optionally `run`, `dash`, `points` and `rough`; the curve of a
           rough series is drawn faintly behind its average.
   */
@@ -199,6 +199,7 @@ class Chart {
             ticks: grid,
             font,
             size: 34,
+            ...this.axisTitle(this.xTitle),
             values: (_, values) => values.map(value => (value === null ? '' : shortNumber(value))),
             space: 60,
           },
@@ -208,6 +209,7 @@ class Chart {
             ticks: grid,
             font,
             size: this.axisWidth.bind(this),
+            ...this.axisTitle(this.spec.yTitle),
             values: (_, values) => short(values),
           },
         ],
@@ -225,6 +227,14 @@ class Chart {
     );
     this.describe();
     this.showCursor(this.plot);
+  }
+
+  get xTitle() {
+    return this.spec.xTitle || (settings.axis === 'hours' ? 'hours' : 'batch');
+  }
+
+  axisTitle(label) {
+    return label ? {label, labelSize: 18, labelGap: 0, labelFont: '12px system-ui, sans-serif'} : {};
   }
 
   range(_, low, high) {
@@ -245,7 +255,7 @@ class Chart {
   }
 
   height() {
-    return this.box.clientWidth < 420 ? 200 : 250;
+    return this.box.clientWidth < 420 ? 215 : 265;
   }
 
   resize() {

@@ -82,13 +82,14 @@ function trainingCharts() {
     ),
   );
   if (several()) {
-    specs.push(['loss', {title: 'Training loss', series: train, note: gapNote(train)}]);
-    if (validation.length) specs.push(['validation', {title: 'Validation loss', series: validation}]);
+    specs.push(['loss', {title: 'Training loss', yTitle: 'loss', series: train, note: gapNote(train)}]);
+    if (validation.length) specs.push(['validation', {title: 'Validation loss', yTitle: 'loss', series: validation}]);
   } else if (train.length || validation.length) {
     specs.push([
       'loss',
       {
         title: 'Loss',
+        yTitle: 'loss',
         series: [...train, ...validation],
         marks,
         note: [resumed, gapNote(train)].filter(Boolean).join(' '),
@@ -101,6 +102,7 @@ function trainingCharts() {
       'terms',
       {
         title: 'Terms of the loss',
+        yTitle: 'loss',
         marks,
         series: terms.map((name, index) => seriesOf(runs[0], name, name.slice(11), index, {rough: true})),
       },
@@ -109,10 +111,10 @@ function trainingCharts() {
   const rates = several()
     ? perRun(namesOf(runs.find(run => namesOf(run, isRate).length) || runs[0], isRate).slice(0, 1), '', 0)
     : namesOf(runs[0], isRate).map((name, index) => seriesOf(runs[0], name, name.slice(3), index));
-  if (rates.length) specs.push(['rate', {title: 'Learning rate', series: rates, marks}]);
+  if (rates.length) specs.push(['rate', {title: 'Learning rate', yTitle: 'learning rate', series: rates, marks}]);
   const norm = perRun(['grad_norm/total', 'l2_norm/grad/global'], 'norm of the gradient', 0, {rough: true});
   if (norm.length)
-    specs.push(['gradient', {title: 'Gradient norm', series: norm, marks, log: true, note: gapNote(norm)}]);
+    specs.push(['gradient', {title: 'Gradient norm', yTitle: 'norm', series: norm, marks, log: true, note: gapNote(norm)}]);
   return specs;
 }
 
@@ -139,6 +141,7 @@ function noiseLevelCharts(runs, marks) {
             'levels',
             {
               title: 'Validation loss per noise level',
+              yTitle: 'loss',
               series,
               marks,
               note: 't is the timestep of the noise schedule: 0 is almost no noise, 1000 is noise alone.',
@@ -156,7 +159,7 @@ function noiseLevelCharts(runs, marks) {
       ? [{curve, label: run.label, color: () => colorOf(index), dash: DASHES[index % 8], points: true}]
       : [];
   });
-  return series.length ? [['levels', {title: 'Last validation loss per noise level', xTitle: 'timestep', series}]] : [];
+  return series.length ? [['levels', {title: 'Last validation loss per noise level', xTitle: 'timestep', yTitle: 'loss', series}]] : [];
 }
 
 function speedCharts() {
@@ -167,18 +170,18 @@ function speedCharts() {
     const series = perRun(names, label, 0, {rough: true});
     if (series.length) specs.push([id, {title, series, marks, ...options}]);
   };
-  add('throughput', 'Images per second', ['throughput/samples_per_sec'], 'all devices');
-  add('mfu', 'Model FLOPs utilization (MFU)', ['throughput/device/mfu'], 'MFU', {format: formatPercent});
+  add('throughput', 'Images per second', ['throughput/samples_per_sec'], 'all devices', {yTitle: 'images/s'});
+  add('mfu', 'Model FLOPs utilization (MFU)', ['throughput/device/mfu'], 'MFU', {format: formatPercent, yTitle: 'MFU'});
   if (!several()) {
     const series = Object.entries(STAGES)
       .map(([stage, [label, color]]) => seriesOf(runs[0], `time_share/${stage}`, label, () => color))
       .filter(each => each && each.curve.y.some(value => value > 0.0005));
     if (series.length)
-      specs.push(['stages', {title: 'Share of each stage', series, marks, stacked: true, format: formatPercent}]);
+      specs.push(['stages', {title: 'Share of each stage', yTitle: 'share of the time', series, marks, stacked: true, format: formatPercent}]);
   }
-  add('memory', 'Peak GPU memory (GiB)', ['memory/peak_gib'], 'largest of all devices');
+  add('memory', 'Peak GPU memory', ['memory/peak_gib'], 'largest of all devices', {yTitle: 'GiB'});
   if (runs.some(run => run.cost.devices !== 1))
-    add('slowest', 'Step time of the slowest rank (s)', ['throughput/slowest_rank_step_seconds'], 'slowest rank');
+    add('slowest', 'Step time of the slowest rank', ['throughput/slowest_rank_step_seconds'], 'slowest rank', {yTitle: 'seconds'});
   return specs;
 }
 
@@ -202,14 +205,14 @@ function healthCharts() {
   const events = several()
     ? []
     : counts.map(([name, label], index) => seriesOf(runs[0], name, label, index)).filter(Boolean);
-  if (events.length) specs.push(['events', {title: 'Errors and events', series: events, marks}]);
+  if (events.length) specs.push(['events', {title: 'Errors and events', yTitle: 'count', series: events, marks}]);
   for (const [name, label] of several() ? counts : []) {
     const series = perRun([name], label, 0);
     if (series.length)
-      specs.push([`count-${name.replace('/', '-')}`, {title: label[0].toUpperCase() + label.slice(1), series}]);
+      specs.push([`count-${name.replace('/', '-')}`, {title: label[0].toUpperCase() + label.slice(1), yTitle: 'count', series}]);
   }
   const slow = perRun(['straggler/slowest_factor'], 'slowest rank', 0);
-  if (slow.length) specs.push(['straggler', {title: 'Time of the slowest rank (1 = median)', series: slow, marks}]);
+  if (slow.length) specs.push(['straggler', {title: 'Time of the slowest rank', yTitle: '1 = median', series: slow, marks}]);
   return specs;
 }
 
@@ -235,7 +238,7 @@ function evaluationCharts() {
     });
     const better = page.data.better[name];
     return series.some(each => each.curve.x.length > 1)
-      ? [[`metric-${name}`, {title: `${metricTitle(name)}${better ? `, ${better} is better` : ''}`, series}]]
+      ? [[`metric-${name}`, {title: `${metricTitle(name)}${better ? `, ${better} is better` : ''}`, yTitle: metricTitle(name), series}]]
       : [];
   });
 }

@@ -145,27 +145,28 @@ function costTable() {
   );
 }
 
+/** Return the card with the keys whose values differ between the recipes of several runs. */
+function recipeDifferences() {
+  const {runs, differences} = page.data;
+  const columns = [{title: 'Key', kind: 'text', head: true}, ...runs.map(run => ({title: run.label, kind: 'long'}))];
+  return card(
+    'Differences of the recipes',
+    differences.length
+      ? sortableTable(
+          'Differences of the recipes',
+          columns,
+          differences.map(row => [
+            row.key,
+            ...row.values.map(value => (value === null ? {sort: null, content: MISSING} : value)),
+          ]),
+        )
+      : quiet('The recipes are the same, except for their names and folders.'),
+  );
+}
+
 function recipeSection() {
-  const {runs, differences} = page.data,
+  const {runs} = page.data,
     parts = [];
-  if (several()) {
-    const columns = [{title: 'Key', kind: 'text', head: true}, ...runs.map(run => ({title: run.label, kind: 'long'}))];
-    parts.push(
-      differences.length
-        ? card(
-            'Differences',
-            sortableTable(
-              'Differences of the recipes',
-              columns,
-              differences.map(row => [
-                row.key,
-                ...row.values.map(value => (value === null ? {sort: null, content: MISSING} : value)),
-              ]),
-            ),
-          )
-        : card('Differences', quiet('The recipes are the same, except for their names and folders.')),
-    );
-  }
   for (const run of runs) {
     const columns = [
       {title: 'Batch', kind: 'number'},

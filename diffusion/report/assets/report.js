@@ -49,13 +49,13 @@ function notes() {
 function signatureOf(id) {
   const {runs, differences, better} = page.data;
   const parts = {
-    summary: run => [run.status, run.cost, run.notes, bestLoss(run), last(run, 'throughput/samples_per_sec')],
+    summary: run => [run.status, run.cost, run.notes, differences, bestLoss(run), last(run, 'throughput/samples_per_sec')],
     speed: run => Object.keys(STAGES).map(stage => last(run, `time_share/${stage}`)),
     samples: run => [run.sheets, run.generated],
     evaluations: run => run.evaluations,
     attempts: run => [run.attempts, run.breakdown],
     cost: run => run.cost,
-    recipe: run => [run.recipe, run.changes, differences],
+    recipe: run => [run.recipe, run.changes],
     checkpoints: run => [run.checkpoints, run.saves],
     metrics: run => Object.keys(run.series),
   };

@@ -5,7 +5,7 @@ const tableOrder = {column: 8, sign: -1}; // the newest first
 
 function showTable(data, main) {
   const columns = [
-    {title: 'Run', kind: 'text', head: true},
+    {title: 'Run', kind: 'long', head: true},
     {title: 'State', kind: 'long'},
     {title: 'Batch', kind: 'number'},
     {title: 'Loss', kind: 'number'},
@@ -47,7 +47,10 @@ function showTable(data, main) {
       'section',
       {class: 'part-of-page'},
       element('h2', {}, plural(rows.length, 'run')),
-      card('', sortableTable('Runs', columns, rows, tableOrder)),
+      element('section', {class: 'card dense'}, sortableTable('Runs', columns, rows, tableOrder)),
+      data.rows.some(row => !row.link)
+        ? quiet('Runs have a link if diffusion report RUN has written their page, and this table is in their parent folder.')
+        : '',
       data.notes.length
         ? element(
             'details',

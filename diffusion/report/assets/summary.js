@@ -59,7 +59,7 @@ function tile(name, value, detail = '') {
 
 function summary() {
   const {runs} = page.data;
-  return several() ? runsTable(runs) : singleSummary(runs[0]);
+  return several() ? element('div', {}, runsTable(runs), recipeDifferences()) : singleSummary(runs[0]);
 }
 
 function singleSummary(run) {
@@ -136,7 +136,7 @@ function runsTable(runs) {
         last(run, 'throughput/samples_per_sec'),
         {sort: last(run, 'throughput/device/mfu'), content: formatPercent(last(run, 'throughput/device/mfu'))},
         {sort: run.status.goodput, content: formatPercent(run.status.goodput)},
-        run.cost.device_hours,
+        {sort: run.cost.device_hours, content: formatHours(run.cost.device_hours)},
       ]),
     ),
   );

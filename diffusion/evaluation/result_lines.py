@@ -1,0 +1,61 @@
+"""Text about an evaluation: each metric with its better direction and its change since an earlier evaluation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from diffusion.config.image_metrics import better_directions
+from diffusion.evaluation.evaluated_checkpoint import parse_results
+from diffusion.runs.evaluation_claims import EVALUATIONS
+from diffusion.storage.places import Place
+
+MAX_EARLIER = 5
+"""Number of earlier evaluations in which a value to compare with is searched."""
+
+
+def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, Any]]:
+    """Return the results of a run's last evaluations of the same weights before a batch, newest first."""
+    names = (name for name in files.list(EVALUATIONS).files if name.startswith('ba') and name[2:-5].isdigit())
+    batches = sorted((each for name in names if (each := int(name[2:-5])) < batch), reverse=True)
+    paths = [f'{EVALUATIONS}/ba{each}.json' for each in batches[:MAX_EARLIER]]
+    found = [parse_results(files.read(path), files.locate(path)) for path in paths]
+    return [each for each in found if each is not None and each.get('weights') == weights]
+
+
+def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line per metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
+
+    Args:
+        results: Content of a results file, of this evaluation alone.
+        earlier: Results of earlier evaluations, newest first.
+    """
+    values = results['losses'] | results['metrics']
+    better = better_directions(set(values))
+    for name, value in values.items():
+        line = f'{name:32s} {value:10.4f}'
+        if name in better:
+            line += f'  {better[name]} is better'
+            before = ((_comparable(each, results, name), each['checkpoint']) for each in earlier)
+            found = next(((number, where) for number, where in before if number is not None), None)
+            line += '' if found is None else f', {_change(value, *found, better[name])}'
+        yield line
+    for each in results.get('guidance', [])[1:]:
+        texts = ', '.join(f'{key} {value:.4f}' for key, value in each['metrics'].items())
+        yield f'guidance {each["guidance_scale"]:<23g} {texts}'
+
+
+def _change(value: float, before: float, where: str, better: str) -> str:
+    if value == before:
+        return f'= equal to {where}'
+    verdict = 'better' if (value < before) == (better == 'lower') else 'worse'
+    return f'{"↓" if value < before else "↑"} {verdict} than {before:.4f} at {where}'
+
+
+def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
+    """Return an earlier value of a metric, or None if there is none for as many images at the same guidance scale."""
+    scale = next((each['guidance_scale'] for each in results.get('guidance', ()) if name in each['metrics']), None)
+    if scale is None:
+        return (earlier.get('losses', {}) | earlier.get('metrics', {})).get(name)
+    if any(earlier.get(key) != results.get(key) for key in ('images', 'prompts')):
+        return None
+    found = [each['metrics'] for each in earlier.get('guidance', ()) if each['guidance_scale'] == scale]
+    return found[-1].get(name) if found else None

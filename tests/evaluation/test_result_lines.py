@@ -1,0 +1,41 @@
+"""Lines about an evaluation: directions of metrics, and changes since the last evaluation of the run."""
+
+import json
+
+from diffusion.evaluation.result_lines import earlier_results, result_lines
+from diffusion.storage.places import LocalPlace
+
+
+def results(batch: int, loss: float, fid: float, images: int = 2048, top1: float = 0.5, weights: str = 'ema') -> dict:
+    guidance = [{'guidance_scale': scale, 'metrics': {'fid': fid + scale}} for scale in (3.0, 7.5)]
+    return {
+        **{'checkpoint': f'ba{batch}', 'batch': batch, 'weights': weights, 'images': images, 'prompts': 'own'},
+        **{'losses': {'loss': loss}, 'metrics': {'fid': fid + 3, 'retrieval_top1': top1}, 'guidance': guidance},
+    }
+
+
+def test_each_metric_has_its_direction_and_its_change_since_the_last_comparable_evaluation(tmp_path):
+    (tmp_path / 'evaluations').mkdir()
+    for each in (
+        results(2, 0.9, 20.0),
+        results(4, 0.5, 40.0, images=100),
+        results(6, 0.1, 1.0, weights='training'),
+        results(8, 0.6, 30.0),
+        results(20, 0.1, 1.0),
+    ):
+        (tmp_path / f'evaluations/{each["checkpoint"]}.json').write_text(json.dumps(each))
+    (tmp_path / 'evaluations/ba3.json').write_text('[]')
+    last = results(8, 0.6, 30.0)
+    assert [*result_lines(last, earlier_results(LocalPlace(tmp_path), 8, 'ema'))] == [
+        'loss                                 0.6000  lower is better, ↑ worse than 0.5000 at ba4',
+        'fid                                 33.0000  lower is better, ↑ worse than 23.0000 at ba2',
+        'retrieval_top1                       0.5000  higher is better, = equal to ba4',
+        'guidance 7.5                     fid 37.5000',
+    ]
+    first = results(9, 0.4, 10.0, top1=0.7)
+    assert [line.partition(' is better, ')[2] for line in result_lines(first, [last])][:3] == [
+        '↓ better than 0.6000 at ba8',
+        '↓ better than 33.0000 at ba8',
+        '↑ better than 0.5000 at ba8',
+    ]
+    assert [line.partition('better')[2] for line in result_lines(first, [])][:3] == ['', '', '']

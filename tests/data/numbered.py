@@ -69,9 +69,13 @@ def served(loader: BucketedLoader) -> dict[int, int]:
     """Return the number of every sample in an epoch by id; a sample served twice must have the same number."""
     found: dict[int, int] = {}
     for batch in loader:
-        for index, value in zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True):
+        for index, value in numbers_of(batch).items():
             assert found.setdefault(index, value) == value
     return found
+
+
+def numbers_of(batch: dict[str, Any]) -> dict[int, int]:
+    return dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
 
 
 def expected(salt: str = '', count: int = SAMPLES) -> dict[int, int]:

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from numbered import SAMPLES, expected, loader_over, number, payload, served, write_samples
+from numbered import SAMPLES, expected, loader_over, number, numbers_of, payload, served, write_samples
 
 from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, quarantine, replacement
 from diffusion.errors import DataError
@@ -46,7 +46,7 @@ def test_replacements_do_not_depend_on_workers_or_resume(tmp_path):
     resumed.load_state_dict(state)
     rest = served(resumed)
     for batch in first:
-        rest |= dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
+        rest |= numbers_of(batch)
     assert rest == alone
 
 

@@ -4,19 +4,15 @@ import json
 import shutil
 
 import pytest
-from composer import Trainer
+from shards import streams_of
 
 from diffusion.callbacks.run_recipe import SameRun
 from diffusion.config.load import load
 from diffusion.data.streams import BucketedDataset
 from diffusion.models import batch_keys
 from diffusion.storage.shard_writer import differences
-from diffusion.training import components
 from diffusion.training.components import build_loader, run_identity
-
-
-def streams_of(pictures):
-    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+from diffusion.training.train import build_trainer, train
 
 
 @pytest.fixture
@@ -120,36 +116,14 @@ def test_changed_seed_always_raises(allow):
         same_run(allow=allow, seed=18, choose=128).load_state_dict(SAVED)
 
 
-def trainer_of(recipe) -> Trainer:
-    loader = build_loader(recipe)
-    model = components.build_model(recipe)
-    return Trainer(
-        model=model,
-        train_dataloader=loader,
-        optimizers=components.build_optimizer(recipe, model),
-        callbacks=[SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)],
-        max_duration='4ba',
-        save_folder=str(recipe.run_dir),
-        save_filename='ba{batch}.pt',
-        save_interval='2ba',
-        save_overwrite=True,
-        device='cpu',
-        progress_bar=False,
-        load_path=str(recipe.run_dir / 'ba2.pt') if (recipe.run_dir / 'ba2.pt').exists() else None,
-    )
-
-
 def test_trainer_compares_data_on_resume_and_accepts_allowed_change(write_recipe, pictures, caplog):
     path = write_recipe(streams=streams_of(pictures))
-    trainer = trainer_of(load(path))
-    trainer.fit()
-    trainer.close()
-    del trainer
+    train(load(path, ['trainer.max_duration=2ba'])).close()
     refusal = r'(?s)set allow_data_change: true to resume .*\n  global_batch: 8 in the checkpoint, 16 now'
     with pytest.raises(ValueError, match=refusal):
-        trainer_of(load(path, ['global_batch=16']))
+        build_trainer(load(path, ['global_batch=16']))
     changed = ['global_batch=16', 'loader.shuffle_seed=3', 'loader.num_canonical_nodes=4', 'allow_data_change=true']
-    trainer = trainer_of(load(path, changed))
+    trainer = build_trainer(load(path, [*changed, 'trainer.max_duration=4ba']))
     assert 'shuffle_seed: 17 in the checkpoint, 3 now' in caplog.text
     dataset = trainer.state.train_dataloader.dataset  # type: ignore[union-attr]
     assert isinstance(dataset, BucketedDataset)

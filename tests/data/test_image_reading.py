@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageCms, PngImagePlugin
+from prepare.drawn import encode, swapped_profile
 
 from diffusion.config.image_shapes import Shape
 from diffusion.data.transforms import decode, decode_for_model
@@ -23,12 +24,6 @@ PICTURE = Image.fromarray(RGB)
 PALETTE = PICTURE.quantize(16)
 WITH_ALPHA = Image.fromarray(np.dstack([RGB, ALPHA]))
 INDEX_ALPHA = np.arange(0, 256, 17, dtype=np.uint8)
-
-
-def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def png(image: Image.Image, **options: Any) -> bytes:
@@ -56,16 +51,8 @@ def gray(values: np.ndarray) -> np.ndarray:
     return np.repeat(values[..., None], 3, axis=2)
 
 
-def swapped_profile() -> bytes:
-    """Return an sRGB profile with red and green exchanged."""
-    content = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
-    red, green = content.index(b'rXYZ'), content.index(b'gXYZ')
-    content[red : red + 1], content[green : green + 1] = b'g', b'r'
-    return bytes(content)
-
-
 def in_srgb(pixels: np.ndarray) -> np.ndarray:
-    source, target = ImageCms.getOpenProfile(io.BytesIO(swapped_profile())), ImageCms.createProfile('sRGB')
+    source, target = ImageCms.getOpenProfile(io.BytesIO(PROFILE)), ImageCms.createProfile('sRGB')
     intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
     converted = ImageCms.profileToProfile(
         Image.fromarray(pixels), source, target, renderingIntent=intent, outputMode='RGB', flags=flags

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
+from shards import streams_of
 
 from diffusion.config.load import load
 from diffusion.data.loader import timestep_quantiles
 from diffusion.models import batch_keys
 from diffusion.training import components
 from diffusion.training.components import build_loader
-
-
-@pytest.fixture
-def stratified(write_recipe, pictures):
-    streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-    return load(write_recipe(streams=streams), ['model.objective.timesteps=stratified'])
 
 
 def copies_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -37,7 +32,8 @@ def test_quantiles_depend_on_samples_not_ranks(ranks):
     assert sorted((on_one_rank * 48).long().tolist()) == list(range(48))
 
 
-def test_each_global_batch_covers_all_strata(stratified):
+def test_each_global_batch_covers_all_strata(write_recipe, pictures):
+    stratified = load(write_recipe(streams=streams_of(pictures)), ['model.objective.timesteps=stratified'])
     batches = list(build_loader(stratified))
     quantiles = [batch[batch_keys.TIMESTEP_QUANTILE] for batch in batches]
     assert len(quantiles) == 8

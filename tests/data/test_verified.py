@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from numbered import Numbers, expected, loader_over, served, shards_of, write_samples
+from numbered import Numbers, expected, loader_over, numbers_of, served, shards_of, write_samples
 from processes import Forked
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from waiting import wait_until
 
 from diffusion.errors import DataError, UserError
-from diffusion.models import batch_keys
 from diffusion.storage import bucket_interface, transfers
 from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import GaveUp, RetryPolicy
@@ -209,7 +209,7 @@ def test_cached_shard_overwritten_during_training_is_downloaded_again(store, buc
     for batch in loader:
         for shard in local.glob('*.mds'):
             damage_file(shard, 'flipped')
-        found |= dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
+        found |= numbers_of(batch)
     assert found == expected()
 
 
@@ -333,10 +333,7 @@ def test_full_disk_is_reported(store, bucket, tmp_path):
             served(loader_over(bucket, local))
         # Downloads under way in other threads end because of the error; Python waits for these threads at exit, which
         # a forked process skips.
-        deadline = time.monotonic() + 5
-        while list(local.rglob('*.mds')):
-            assert time.monotonic() < deadline, list(local.rglob('*.mds'))
-            time.sleep(0.02)
+        wait_until(lambda: not list(local.rglob('*.mds')), 5)
 
     local = tmp_path / 'local'
     store.fail('GET shard', 0.5, times=1)

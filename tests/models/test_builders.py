@@ -1,13 +1,14 @@
 """Model builders: exact configurations, pretrained parts from local folders, errors without access to the Hub."""
 
 import json
-from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from model_batches import shapes_of, size_of
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.errors import UserError
@@ -28,19 +29,13 @@ PUBLISHED_UNET = json.loads(
 )
 
 
-def count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def test_sd2_is_stable_diffusion_2_base():
     with torch.device('meta'):
         model = sd2(pretrained=None)
         published: Any = UNet2DConditionModel.from_config(PUBLISHED_UNET)
-    assert count(model.denoiser) == 865_910_724
-    assert count(model.vae) == 83_653_863
-    assert count(model.text) == 340_387_840
-    ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
-    assert ours == {name: tensor.shape for name, tensor in published.state_dict().items()}
+    sizes = [size_of(module) for module in (model.denoiser, model.vae, model.text)]
+    assert sizes == [865_910_724, 83_653_863, 340_387_840]
+    assert shapes_of(model.denoiser) == shapes_of(published)
     different = {key for key in PUBLISHED_UNET if model.denoiser.config[key] != published.config[key]}
     assert not different
 
@@ -52,34 +47,19 @@ def test_tokenizer_adds_no_token_and_pads_with_id_0():
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (49406, 49407)
 
 
-@pytest.fixture(scope='module')
-def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in Stable Diffusion's layout with narrow parts and as few layers as possible."""
-    folder = tmp_path_factory.mktemp('pretrained')
-    levels = 4
-    vae = AutoencoderKL(
-        down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]
-        up_block_types=('UpDecoderBlock2D',) * levels,  # type: ignore[arg-type]
-        block_out_channels=(4,) * levels,  # type: ignore[arg-type]
-        norm_num_groups=2,
-    )
-    vae.save_pretrained(folder / 'vae')
+def test_sd2_loads_its_frozen_parts_from_a_folder(tmp_path, small_vae, monkeypatch):
+    """The parts are narrow, with as few layers as possible."""
+    shutil.copytree(small_vae, tmp_path / 'vae')
     config = CLIPTextConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    CLIPTextModel(config).save_pretrained(folder / 'text_encoder')
-    clip_tokenizer().save_pretrained(folder / 'tokenizer')
-    return folder
-
-
-def test_sd2_loads_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
-    monkeypatch.setattr(
-        'diffusion.models.families.sd2.builder.UNET',
-        {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 64},
-    )
-    model = sd2(64, pretrained=str(local_sd2))
-    weights = AutoencoderKL.from_pretrained(local_sd2 / 'vae', low_cpu_mem_usage=False).state_dict()
+    CLIPTextModel(config).save_pretrained(tmp_path / 'text_encoder')
+    clip_tokenizer().save_pretrained(tmp_path / 'tokenizer')
+    small = {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 64}
+    monkeypatch.setattr('diffusion.models.families.sd2.builder.UNET', small)
+    model = sd2(64, pretrained=str(tmp_path))
+    weights = AutoencoderKL.from_pretrained(tmp_path / 'vae', low_cpu_mem_usage=False).state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.vae.state_dict().items())
     assert model._tokens(['a cat']).shape == (1, 1, 77)
-    again = sd2_tokenizers(pretrained=str(local_sd2))[0]
+    again = sd2_tokenizers(pretrained=str(tmp_path))[0]
     assert again('a cat').input_ids == clip_tokenizer()('a cat').input_ids
 
 

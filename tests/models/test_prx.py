@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
-from model_batches import CAPTIONS, batch_of
+from model_batches import CAPTIONS, assert_same_loss_and_gradients, batch_of, size_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
@@ -83,10 +83,9 @@ def test_published_number_of_parameters():
         model = prx(pretrained=None)
         pixels = prx(512, pretrained=None, vae='pixels', patch_size=32, bottleneck_size=256)
         published = PRXTransformer2DModel()
-    assert sum(parameter.numel() for parameter in model.denoiser.parameters()) == 1_170_691_648
+    assert (size_of(model.denoiser), size_of(pixels.denoiser)) == (1_170_691_648, 1_177_215_744)
     assert model.denoiser.state_dict().keys() == published.state_dict().keys()
     assert len(blocks_of(model.denoiser)) == 16
-    assert sum(parameter.numel() for parameter in pixels.denoiser.parameters()) == 1_177_215_744
     assert (pixels.latent_size, pixels.denoiser_sizes.patch) == (512, 32)
     assert (model.latent_size, model.text.length, model.text.width) == (32, 256, 2304)
 
@@ -99,11 +98,6 @@ def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, pr
     torch.manual_seed(0)
     model = tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, objective=objective, **TINY)
     batch = batch_of(model, height=32)
-    model.loss(model(batch), batch).backward()
-    ours = {name: parameter.grad for name, parameter in model.denoiser.named_parameters()}
-    model.zero_grad()
-    loss = model.loss(model(batch), batch).detach()
-
     draws = Draws(17, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
     time = objective.time_of(draws.uniform(Purpose.TIMESTEP)).float()
     latents = model.latents_of(batch, draws)
@@ -120,10 +114,7 @@ def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, pr
     else:
         target = noise - latents
     reference = functional.mse_loss(predicted, target)
-    reference.backward()
-    torch.testing.assert_close(loss, reference.detach())
-    for name, parameter in model.denoiser.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert_same_loss_and_gradients(model, batch, reference, rtol=1e-4, atol=1e-6)
 
 
 def test_padding_of_captions_has_no_effect(model):
@@ -164,15 +155,8 @@ def test_language_part_of_qwen_is_read_and_saved_with_a_pixel_pipeline(qwen_fold
     """Padding is hidden from the encoder too; the empty caption has no token at all."""
     objective = replace(FLOW, prediction_type='sample', noise_scale=2.0)
     sizes: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'patch_size': 8, 'bottleneck_size': 16}
-    model = prx(
-        32,
-        pretrained=str(qwen_folder),
-        vae='pixels',
-        max_length=12,
-        objective=objective,
-        encoder_dtype='float32',
-        **sizes,
-    )
+    sizes |= {'max_length': 12, 'encoder_dtype': 'float32'}
+    model = prx(32, pretrained=str(qwen_folder), vae='pixels', objective=objective, **sizes)
     ids = model._tokens(CAPTIONS)
     mask = model.text.padding_mask(ids)
     tokenizer, encoder = model.text.tokenizers[0], model.text.encoders[0]

@@ -1,15 +1,16 @@
 """Stable Diffusion XL: the published architecture, its conditions, and the loss against diffusers alone."""
 
 import json
+import shutil
 from typing import Any
 
 import model_batches
 import pytest
 import torch
 import torch.nn.functional as functional
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from model_batches import shapes_of, size_of
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.data.latents import manifest_of
@@ -81,16 +82,12 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_sdxl_is_the_published_model():
-    def count(module: torch.nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters())
-
     with torch.device('meta'):
         model = sdxl(pretrained=None)
         published: Any = UNet2DConditionModel.from_config(PUBLISHED_UNET)
-    assert (count(model.denoiser), count(model.vae)) == (2_567_463_684, 83_653_863)
-    assert [count(encoder) for encoder in model.text.encoders] == [123_060_480, 694_659_840]
-    ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
-    assert ours == {name: tensor.shape for name, tensor in published.state_dict().items()}
+    sizes = [size_of(module) for module in (model.denoiser, model.vae, *model.text.encoders)]
+    assert sizes == [2_567_463_684, 83_653_863, 123_060_480, 694_659_840]
+    assert shapes_of(model.denoiser) == shapes_of(published)
     config, theirs = model.denoiser.config, published.config
     # The published file has null for false.
     assert not {key for key in PUBLISHED_UNET if (config[key] or None) != (theirs[key] or None)}
@@ -103,53 +100,32 @@ def test_first_tokenizer_pads_with_the_end_of_text_and_the_second_with_id_0():
     assert second == [49406, 320, 49407, *[0] * 74]
 
 
-@pytest.fixture(scope='module')
-def local_sdxl(tmp_path_factory):
-    """A folder in Stable Diffusion XL's layout with narrow parts and as few layers as possible."""
-    folder = tmp_path_factory.mktemp('pretrained')
-    vae = AutoencoderKL(
-        down_block_types=('DownEncoderBlock2D',) * 4,  # type: ignore[arg-type]
-        up_block_types=('UpDecoderBlock2D',) * 4,  # type: ignore[arg-type]
-        block_out_channels=(4,) * 4,  # type: ignore[arg-type]
-        norm_num_groups=2,
-    )
-    vae.save_pretrained(folder / 'vae')
+def test_sdxl_loads_its_frozen_parts_from_a_folder(tmp_path, small_vae, monkeypatch):
+    """The parts are narrow, with as few layers as possible."""
+    shutil.copytree(small_vae, tmp_path / 'vae')
     sizes: dict[str, Any] = {'intermediate_size': 8, 'num_hidden_layers': 2, 'bos_token_id': 0, 'eos_token_id': 2}
     first = CLIPTextConfig(hidden_size=32, num_attention_heads=2, projection_dim=32, **sizes)
     second = CLIPTextConfig(hidden_size=64, num_attention_heads=2, projection_dim=64, **sizes)
-    CLIPTextModel(first).save_pretrained(folder / 'text_encoder')
-    CLIPTextModelWithProjection(second).save_pretrained(folder / 'text_encoder_2')
+    CLIPTextModel(first).save_pretrained(tmp_path / 'text_encoder')
+    CLIPTextModelWithProjection(second).save_pretrained(tmp_path / 'text_encoder_2')
     for name, tokenizer in zip(('tokenizer', 'tokenizer_2'), sdxl_tokenizers(pretrained=None), strict=True):
-        tokenizer.save_pretrained(folder / name)
-    return folder
-
-
-def test_sdxl_loads_its_frozen_parts_from_a_folder(local_sdxl, monkeypatch):
+        tokenizer.save_pretrained(tmp_path / name)
     small: dict[str, Any] = {'block_out_channels': (32, 32, 32), 'transformer_layers_per_block': 1}
     small |= {'attention_head_dim': 1, 'layers_per_block': 1}
     small |= {'cross_attention_dim': 32 + 64, 'projection_class_embeddings_input_dim': 64 + 6 * 256}
     monkeypatch.setattr('diffusion.models.families.sdxl.builder.UNET', UNET | small)
-    model = sdxl(64, pretrained=str(local_sdxl))
-    weights = CLIPTextModelWithProjection.from_pretrained(local_sdxl / 'text_encoder_2').state_dict()
+    model = sdxl(64, pretrained=str(tmp_path))
+    weights = CLIPTextModelWithProjection.from_pretrained(tmp_path / 'text_encoder_2').state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.text.encoders[1].state_dict().items())
     assert model._tokens(['a']).tolist()[0] == [[49406, 320, *[49407] * 75], [49406, 320, 49407, *[0] * 74]]
     with pytest.raises(UserError, match=r'vae.* has force_upcast, since its activations overflow in float16; set enc'):
-        sdxl(64, pretrained=str(local_sdxl), encoder_dtype='float16')
+        sdxl(64, pretrained=str(tmp_path), encoder_dtype='float16')
 
 
 def test_loss_and_gradients_equal_diffusers_alone(make):
     model = make(caption_dropout=0.0)
     batch = batch_of(model)
-    expected = reference_loss(model, batch)
-    expected.backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    theirs = [parameter.grad.clone() for parameter in trained]
-    model.zero_grad(set_to_none=True)
-    loss = model.loss(model(batch), batch)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    loss.backward()
-    for gradient, parameter in zip(theirs, trained, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
+    model_batches.assert_same_loss_and_gradients(model, batch, reference_loss(model, batch), rtol=1e-3, atol=1e-5)
     # DDP waits for the gradient of each; the first text encoder's last layer has none and is not trained.
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageCms
 
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
@@ -53,6 +53,14 @@ def encode(image: Image.Image, kind: str = 'JPEG', **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def swapped_profile() -> bytes:
+    """Return an sRGB profile with red and green swapped, so that applying it is obvious."""
+    content = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
+    red, green = content.index(b'rXYZ'), content.index(b'gXYZ')
+    content[red : red + 1], content[green : green + 1] = b'g', b'r'
+    return bytes(content)
 
 
 def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 from prepare.drawn import encode as file_of
-from prepare.drawn import smooth
+from prepare.drawn import smooth, swapped_profile
 
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, covering_size, decode_image, encode, shrink
@@ -32,14 +32,6 @@ def reason(encoded: bytes, **options: Any) -> str:
         decode_image(encoded, **options)
     assert rejection.value.detail
     return str(rejection.value)
-
-
-def swapped_profile() -> bytes:
-    """Return an sRGB profile with red and green swapped, so that applying it is obvious."""
-    content = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
-    red, green = content.index(b'rXYZ'), content.index(b'gXYZ')
-    content[red : red + 1], content[green : green + 1] = b'g', b'r'
-    return bytes(content)
 
 
 @pytest.mark.parametrize('kind', FORMATS)

@@ -2,53 +2,32 @@
 
 import re
 
-import pytest
 from forkserver import ROOT
-from terminal import Screen, terminal
+from terminal import terminal
 
 ROW = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): \S.*| {9}\S.*|runs/\w+:|  [a-z ]+ {2,}runs/\S+|[a-z]\w+ +\d\.\d{4}')
 """A message, a further line of a message, the list of the run's files, a metric of the evaluation."""
 STATUS = re.compile(r'(\[#*\.*\] )?batch \d+ of 12, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch), \d+ s left')
 
 
-@pytest.fixture
-def recipe(write_recipe, pictures):
+def test_messages_and_progress_of_training_share_no_row(forkserver, write_recipe, pictures, tmp_path):
     grid = {'prompts': ['a red square'], 'every': '6ba', 'num_inference_steps': 1}
-    return write_recipe(
+    recipe = write_recipe(
         eval_streams={'other': {'local': str(pictures[64]), 'resolution': 32}},
         callbacks={'image_grid': grid},
         evaluators={'retrieval': {'num_captions': 4, 'num_inference_steps': 1, 'num_shown': 4}},
         trainer={'max_duration': '12ba', 'eval_interval': '6ba', 'save_interval': '12ba', 'device': 'cpu'},
     )
-
-
-@pytest.fixture
-def see(forkserver, recipe, tmp_path):
-    """Function that runs the recipe in a terminal, checks its rows, and returns the screen."""
-
-    def run(columns: int, *overrides: str) -> Screen:
-        with terminal(columns) as (device, screen):
-            process = forkserver.start(
-                ROOT / 'run.py',
-                *(recipe, 'runs_dir=runs', *overrides),
-                output=device,
-                folder=tmp_path,
-                environment={'TERM': 'xterm'},
-            )
-            assert process.poll(300) is not None
-        rows = str(screen).splitlines()
-        assert process.status == 0, screen
-        assert [row for row in rows if not ROW.fullmatch(row)] == [], screen
-        assert rows.count('runs/run:') == 1
-        assert not screen.wrapped
-        assert max(map(len, screen.last_rows)) < columns
-        return screen
-
-    return run
-
-
-def test_messages_and_progress_of_training_share_no_row(see):
-    screen = see(80)
+    with terminal(80) as (device, screen):
+        command = (ROOT / 'run.py', recipe, 'runs_dir=runs')
+        process = forkserver.start(*command, output=device, folder=tmp_path, environment={'TERM': 'xterm'})
+        assert process.poll(300) is not None
+    rows = str(screen).splitlines()
+    assert process.status == 0, screen
+    assert [row for row in rows if not ROW.fullmatch(row)] == [], screen
+    assert rows.count('runs/run:') == 1
+    assert not screen.wrapped
+    assert max(map(len, screen.last_rows)) < 80
     assert re.search(r'INFO: batch 6, evaluation: loss=\d', str(screen))
     assert re.search(r'INFO: batch 12 of 12, loss \d\.\d{4}, ', str(screen))
     assert any(STATUS.fullmatch(row) for row in screen.last_rows)

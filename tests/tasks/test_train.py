@@ -5,17 +5,20 @@ import os
 import re
 import shutil
 import zipfile
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from commands import output_of, refusal
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from hub_server import logged_in
 from PIL import Image
+from ranks import read_losses
 from recipe_comparison import all_values
+from recipe_files import write_yaml
 from shards import open_shards
 from stock_pipeline import draw
 
@@ -29,7 +32,7 @@ from diffusion.loggers import metrics_file
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.original_layout import read_original
-from diffusion.tasks.evaluate import evaluate
+from diffusion.tasks.evaluate import evaluate, trained_model
 from diffusion.tasks.export import export
 from diffusion.tasks.generate import generate
 from diffusion.tasks.precompute import precompute
@@ -37,10 +40,6 @@ from diffusion.training.components import build_model
 from diffusion.training.train import build_trainer, train
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
-
-
-def losses(run: Path) -> dict[int, float]:
-    return read_metrics(run / 'metrics.jsonl')['loss/train/total']
 
 
 @pytest.fixture(scope='module')
@@ -68,8 +67,7 @@ def finished(tmp_path_factory, tiny_recipe, pictures, draw_loss_curve):
 def not_averaged(tmp_path_factory, tiny_recipe):
     """Folder of a run that ended before its EMA began."""
     root = tmp_path_factory.mktemp('not_averaged')
-    path = root / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '100ba'}})))
+    path = write_yaml(root / 'recipe.yaml', tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '100ba'}}))
     train(load(path, ['trainer.max_duration=1ba'])).close()
     return root / 'runs' / 'run'
 
@@ -101,17 +99,15 @@ def test_checkpoints_contain_training_and_averaged_weights_without_frozen_parts(
 
 def test_init_from_takes_averaged_weights(write_recipe, finished, tmp_path):
     _, run = finished
-    path = write_recipe('averaged')
-    content = yaml.safe_load(path.read_text()) | {'init_from': {'from': str(run / 'ba4'), 'weights': 'ema'}}
-    content['model']['objective'] = {'prediction_type': 'v_prediction'}
-    path.write_text(yaml.safe_dump(content))
-    trainer = build_trainer(load(path))
+    path = write_recipe('averaged', init_from={'from': str(run / 'ba4'), 'weights': 'ema'})
+    recipe = load(path, ['model.objective={prediction_type: v_prediction}'])
+    trainer = build_trainer(recipe)
     weights, loaded = weights_of(run / 'ba4', 'ema')[0], trainer.state.model.state_dict()
     assert all(torch.equal(weights[name], loaded[name]) for name in loaded)
     trainer.close()
     saved = tmp_path / 'saved.yaml'
-    saved.write_text(to_yaml(load(path)))
-    assert all_values(load(saved)) == all_values(load(path))
+    saved.write_text(to_yaml(recipe))
+    assert all_values(load(saved)) == all_values(recipe)
 
 
 @pytest.mark.slow
@@ -167,9 +163,8 @@ def test_evaluation_uses_the_averaged_weights(finished):
 def test_generated_images_depend_on_prompt_and_seed_only(finished, tmp_path):
     path, _ = finished
     files = generate(load(path, ['task=generate', f'generate.out={tmp_path}/a']))
-    again = generate(
-        load(path, ['task=generate', f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1'])
-    )
+    changes = [f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1']
+    again = generate(load(path, ['task=generate', *changes]))
     assert [file.name for file in files] == ['00000-a.png', '00001-b.png']
     with Image.open(again[0]) as single, Image.open(files[1]) as batched:
         one, other = (np.asarray(image).astype(int) for image in (single, batched))
@@ -185,8 +180,6 @@ def test_diffusers_pipeline_generates_the_same_images(finished, tmp_path, weight
     (tmp_path / 'sd').mkdir()  # an empty folder may be the output
     assert export(run / 'latest', tmp_path / 'sd', weights=weights) == weights
     recipe = load(path)
-    from diffusion.tasks.evaluate import trained_model
-
     model = trained_model(recipe, weights).model
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, 4, 4, 4)
@@ -199,17 +192,15 @@ def test_diffusers_pipeline_generates_the_same_images(finished, tmp_path, weight
 def test_single_file_has_the_averaged_weights_in_the_layout_of_the_original_code(finished, tmp_path, capsys):
     path, run = finished
     file = tmp_path / 'sd.safetensors'
-    words = ['export', str(run), '--out', str(file), '--dtype', 'float16']
-    assert main(words) == 0
-    assert f'{file}: ema weights in the layout that ComfyUI reads' in capsys.readouterr().out
+    words = ['export', run, '--out', file, '--dtype', 'float16']
+    assert f'{file}: ema weights in the layout that ComfyUI reads' in output_of(capsys, *words)
     model = build_model(load(path))
     assert isinstance(model, LatentDiffusion)
     saved = read_original(model.denoiser, file, 'training')
     averaged = weights_of(find_checkpoint(run), 'ema')[0]
     assert all(torch.equal(each, averaged[f'denoiser.{name}'].half()) for name, each in saved.items())
     before = file.read_bytes()
-    assert main(words) == 2
-    assert f'--out: {file} is a file; give a file that does not exist yet' in capsys.readouterr().err
+    assert f'--out: {file} is a file; give a file that does not exist yet' in refusal(capsys, *words)
     assert [*tmp_path.iterdir()] == [file] and file.read_bytes() == before
 
 
@@ -237,10 +228,7 @@ def test_export_is_uploaded_with_a_model_card_of_the_run(finished, tmp_path, mon
 
 def test_failed_export_leaves_no_files(finished, tmp_path, monkeypatch):
     _, run = finished
-
-    def full(*_args: object, **_kwargs: object) -> None:
-        raise OSError(28, 'No space left on device')
-
+    full = Mock(side_effect=OSError(28, 'No space left on device'))
     monkeypatch.setattr(StableDiffusionPipeline, 'save_pretrained', full)
     with pytest.raises(OSError, match='No space left'):
         export(run, tmp_path / 'sd')
@@ -249,23 +237,17 @@ def test_failed_export_leaves_no_files(finished, tmp_path, monkeypatch):
 
 @pytest.fixture(scope='module')
 def latents(finished, pictures, tmp_path_factory):
-    """Recipe, output folder and overrides of a finished job that encoded both buckets in float32."""
+    """Recipe and output folder of a finished job that encoded both buckets in float32."""
     path, _ = finished
     out = tmp_path_factory.mktemp('latents')
     streams = ', '.join(f'px{side}: {{local: {folder}, resolution: {side}}}' for side, folder in pictures.items())
-    overrides = [
-        'task=precompute',
-        f'precompute.out={out}',
-        f'precompute.streams={{{streams}}}',
-        'precompute.dtype=float32',
-        'precompute.batch_size=7',
-    ]
-    precompute(load(path, overrides))
-    return path, out, overrides
+    section = f'precompute={{out: {out}, streams: {{{streams}}}, dtype: float32, batch_size: 7}}'
+    precompute(load(path, ['task=precompute', section]))
+    return path, out
 
 
 def test_precomputed_latents_equal_encoder_output(latents, pictures):
-    path, out, _ = latents
+    path, out = latents
     model = build_model(load(path))
     assert isinstance(model, LatentDiffusion)
     for side, folder in pictures.items():
@@ -281,7 +263,7 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
 def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, tmp_path):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-    path, out, _ = latents
+    path, out = latents
     vae = AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False)
     vae.encoder.conv_in.weight.data += 0.1
     vae.save_pretrained(tmp_path / 'vae')
@@ -293,16 +275,14 @@ def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, t
 
 
 def test_streams_that_are_not_such_latents_are_an_error(latents, write_recipe):
-    for local, message in (
-        ({'local': str(latents[1] / 'px32')}, '64x64 px, but its latents were made from images of 32x32 px'),
-        ({}, 'its samples have .*, but latent_moments is required'),
+    of_32px = [f'streams.small.local={latents[1]}/px32', 'streams.small.resolution=64']
+    for changes, message in (
+        (of_32px, '64x64 px, but its latents were made from images of 32x32 px'),
+        ([], 'its samples have .*, but latent_moments is required'),
     ):
         path = write_recipe('wrong', dataset={'name': 'latents'})
-        content = yaml.safe_load(path.read_text())
-        content['streams']['small'] |= {'resolution': 64, **local} if local else {}
-        path.write_text(yaml.safe_dump(content))
         with pytest.raises(ValueError, match=f'streams.small: {message}'):
-            build_trainer(load(path))
+            build_trainer(load(path, changes))
 
 
 @pytest.mark.parametrize(
@@ -347,9 +327,7 @@ def test_missing_averaged_weights_error_names_the_start_of_ema(not_averaged):
 
 def test_status_of_a_run_that_launch_did_not_start(finished, capsys):
     _, run = finished
-    assert main(['status', str(run)]) == 0
-    last = losses(run)[7]
-    text = capsys.readouterr().out
+    text, last = output_of(capsys, 'status', run), read_losses(run)[7]
     assert text.startswith(f'{run}: ended, completed\n')
     assert re.search(r'(?m)^  batch +8 of 8', text) and f'{last:.4f}' in text and str(run / 'ba8') in text
     assert re.search(r'(?m)^  process +none, the run has ended$', text)

@@ -10,18 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from checkpointing.run_folders import write
+from commands import output_of, refusal
 from small_networks import write_clip
+from waiting import wait_until
 
-from diffusion import cli
 from diffusion.checkpointing.checkpoint_lookup import claimed_batches
 from diffusion.checkpointing.checkpoint_store import RECEIPT
+from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.runs.run_id import create_run_id
 from diffusion.tasks.watch import MAX_TRIES, Watcher, WatchSettings, evaluation_command, launch_command
+from diffusion.training.train import train
 
 FAKE = """
 import json, os, sys, time
@@ -64,7 +66,6 @@ class Site:
         return WatchSettings(self.run, lambda place: [*self.command, place, *rest], **values)
 
     def process(self, seconds: float, **changes) -> subprocess.Popen:
-        """Start a watcher as a process."""
         code = f"""
             import logging, sys
             sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -81,10 +82,7 @@ class Site:
         return sorted(path.name.partition('-')[0] for path in self.starts.iterdir())
 
     def wait_for_starts(self, count: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.started()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(self.started()) >= count)
 
 
 @pytest.fixture
@@ -161,10 +159,7 @@ def test_evaluation_of_a_killed_watcher_is_done_again(site):
     pid = int(next(site.starts.iterdir()).stem.partition('-')[2])
     watcher.kill()
     watcher.wait()
-    deadline = time.monotonic() + 10
-    while Path(f'/proc/{pid}').exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f'/proc/{pid}').exists(), 'the evaluation ends with its watcher'
+    wait_until(lambda: not Path(f'/proc/{pid}').exists(), 10, lambda: 'the evaluation does not end with its watcher')
     Watcher(site.settings()).run()
     assert results(site) == ['ba10', 'ba20', 'ba30']
     assert site.started().count('ba10') == 2
@@ -173,16 +168,11 @@ def test_evaluation_of_a_killed_watcher_is_done_again(site):
 def test_interrupted_watcher_ends_its_evaluation_and_frees_the_checkpoint(site):
     watcher, log = site.process(60), site.program.with_name('watcher.log')
     site.wait_for_starts(1)
-    deadline = time.monotonic() + 30
-    while 'evaluation started' not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: 'evaluation started' in log.read_text())
     status = Path('/proc', next(site.starts.iterdir()).stem.partition('-')[2], 'stat')
     watcher.send_signal(signal.SIGINT)
     watcher.wait(60)
-    while status.exists() and ') Z ' not in status.read_text():
-        assert time.monotonic() < deadline, 'the evaluation still runs'
-        time.sleep(0.05)
+    wait_until(lambda: not status.exists() or ') Z ' in status.read_text(), 30, lambda: 'the evaluation still runs')
     Watcher(site.settings(only=['ba10'])).run()
     assert results(site) == ['ba10']
 
@@ -250,9 +240,7 @@ def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appe
     )
     watcher, other = Watcher(settings), Watcher(settings)
     watcher._start()
-    deadline = time.monotonic() + 20
-    while not watcher._submitted and time.monotonic() < deadline:
-        watcher._collect()
+    wait_until(lambda: watcher._collect() or watcher._submitted, 20)
     assert claimed_batches(Path(site.run)) == {10}
     assert not watcher._running and len(watcher._submitted) == 1
     assert other._claims.take('ba10', 1) is None, 'the job goes on'
@@ -281,18 +269,14 @@ def test_run_in_a_bucket_with_faults(tmp_path, store, caplog):
 
 
 @pytest.mark.slow
-def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, ranks, capsys):
-    path = write_recipe()
-    content = yaml.safe_load(path.read_text())
-    content['eval_streams'] = content['streams']
-    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '1ba'}
-    path.write_text(yaml.safe_dump(content))
-    assert ranks.start(1, path).wait() == [0]
+def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, capsys):
+    short = ['trainer.max_duration=2ba', 'trainer.save_interval=1ba', 'eval_streams=${streams}']
+    train(load(write_recipe(), short)).close()
     run = tmp_path / 'runs' / 'run'
     before = (run / 'metrics.jsonl').read_bytes()
     clip = write_clip(tmp_path / 'clip')
     options = ['--metrics', 'clip_score', '--images', '2', '--steps', '2', '--network', f'clip_score={clip}']
-    assert cli.main(['watch', str(run), '--once', '--policy', 'latest', *options, '--keep-best', 'clip_score']) == 0
+    output_of(capsys, 'watch', run, '--once', '--policy', 'latest', *options, '--keep-best', 'clip_score')
     found = json.loads((run / 'evaluations' / 'ba2.json').read_text())
     assert found['metrics']['clip_score'] >= 0
     assert len(list((run / found['guidance'][0]['folder']).glob('*/*.png'))) == 2
@@ -303,8 +287,7 @@ def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, ranks
 def test_job_of_a_checkpoint_is_valid(capsys):
     spec = str(Path(__file__).parents[2] / 'yamls' / 'launch' / 'evaluate-kubernetes.yaml')
     words = launch_command(spec, 'sd2-evaluate', '/workspace/runs/phase1', [])('/workspace/runs/phase1/ba100')[3:]
-    assert cli.main([*words, '--render']) == 0
-    rendered = capsys.readouterr().out
+    rendered = output_of(capsys, *words, '--render')
     assert 'sd2-evaluate-ba100' in rendered
     assert 'checkpoint=/workspace/runs/phase1/ba100' in rendered
 
@@ -332,5 +315,5 @@ def test_commands_of_jobs_and_of_several_processes():
     ],
 )
 def test_mistakes_in_options(site, capsys, options, message):
-    assert cli.main(['watch', *(site.run if word == 'RUN' else word for word in options)]) == 2
-    assert message in capsys.readouterr().err
+    words = (site.run if word == 'RUN' else word for word in options)
+    assert message in refusal(capsys, 'watch', *words)

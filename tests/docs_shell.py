@@ -74,7 +74,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the code blocks of a page in order."""
     text = page.read_text(encoding='utf-8')
     return [Block(page, match[1], match[2], text[: match.start()]) for match in FENCE.finditer(text)]
 
@@ -150,7 +149,6 @@ def make_overlay(folder: Path) -> Path:
 
 
 def site_packages() -> str:
-    """Return the folder of this process's packages."""
     return next(path for path in sys.path if path.endswith('site-packages'))
 
 

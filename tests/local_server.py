@@ -30,7 +30,6 @@ class LocalServer:
         threading.Thread(target=self._server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer a request with `send`."""
         raise NotImplementedError
 
     def send(
@@ -51,6 +50,5 @@ class LocalServer:
             request.wfile.write(body[: len(body) // 2] if cut else body)
 
     def close(self) -> None:
-        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()

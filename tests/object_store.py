@@ -94,7 +94,6 @@ class Store:
         return Counter(path for path in paths if '.mds' in path)
 
     def clear(self) -> None:
-        """Delete all buckets, faults and recorded requests."""
         self.faults.clear()
         for bucket in self.client.list_buckets()['Buckets']:
             for found in self.listed(bucket['Name']):
@@ -158,7 +157,6 @@ class FaultyApp:
 
 
 def refused(status: int, code: str, start_response: Callable[..., Any]) -> list[bytes]:
-    """Return an S3 error response."""
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>as asked</Message></Error>'.encode()
     start_response(f'{status} Failed', [('Content-Type', 'application/xml'), ('Content-Length', str(len(body)))])
     return [body]

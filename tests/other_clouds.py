@@ -53,7 +53,6 @@ class Cloud:
         return keys, [name for name, is_folder in found[:PAGE] if is_folder], (found[PAGE][0] if found[PAGE:] else '')
 
     def google(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        """Answer a request to the JSON API of Google Cloud Storage."""
         match = re.fullmatch(r'(/upload|/download|)/storage/v1/b/([^/]+)/o(?:/(.+))?', path)
         assert match is not None, path
         kind, bucket, key = match[1], match[2], unquote(match[3] or '')
@@ -90,7 +89,6 @@ class Cloud:
         return {'name': key, 'size': str(len(body)), 'etag': f'G{generation}=', 'generation': str(generation)}
 
     def azure(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        """Answer a request to Azure Blob Storage."""
         container, _, key = unquote(path).removeprefix('/').partition('/')
         if container == 'missing':
             return 404, {'x-ms-error-code': 'ContainerNotFound'}, b''

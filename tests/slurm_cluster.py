@@ -98,7 +98,6 @@ class Cluster:
     """Process that holds the namespace; its stdin takes the signals to send to nodes."""
 
     def call(self, *command: str) -> str:
-        """Run one of Slurm's programs and return its output."""
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=60, env=os.environ | self.environ, check=False
         )
@@ -117,7 +116,6 @@ class Cluster:
         assert self.daemons.stdout.readline() == 'sent\n'
 
     def wait_until_idle(self) -> None:
-        """Wait until all nodes are registered and idle."""
         deadline = time.monotonic() + READY_SECONDS
         states: list[str] = []
         while states != ['idle'] * len(self.nodes):
@@ -129,7 +127,6 @@ class Cluster:
             states = subprocess.run(command, capture_output=True, text=True, env=environ, check=False).stdout.split()
 
     def log(self) -> str:
-        """Return the log of the daemons."""
         return (self.folder / 'log').read_text(errors='replace')
 
 

@@ -1,13 +1,14 @@
 """Datasets and loader on real shards, and the sizes of images."""
 
-import io
 import os
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
+from prepare.drawn import encode
+from recipe_files import write_yaml
+from shards import streams_of
 from streaming import MDSWriter, Stream
 
 from diffusion.config import registry
@@ -27,16 +28,12 @@ from diffusion.storage.s3_client import S3Client
 from diffusion.training.components import build_loader
 
 
-def two_buckets(pictures):
-    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-
-
 def batches_of(loader):
     return [{name: tensor.clone() for name, tensor in batch.items()} for batch in loader]
 
 
 def test_batches_have_one_resolution_and_all_keys(write_recipe, pictures):
-    loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
+    loader = build_loader(load(write_recipe(streams=streams_of(pictures))))
     batches = batches_of(loader)
     assert len(batches) == 8  # 40 and 24 images in batches of 8
     assert {batch[batch_keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
@@ -56,7 +53,7 @@ def test_remote_may_use_store_unknown_to_streaming(write_recipe, pictures, tmp_p
 
 
 def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
-    loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
+    loader = build_loader(load(write_recipe(streams=streams_of(pictures))))
     first, second = batches_of(loader), batches_of(loader)
     assert {batch[batch_keys.EPOCH].unique().item() for batch in first} == {0}
     assert {batch[batch_keys.EPOCH].unique().item() for batch in second} == {1}
@@ -66,7 +63,7 @@ def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
 
 def test_resume_mid_epoch_with_a_worker_equals_uninterrupted_run_without(write_recipe, pictures):
     dataset = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
-    path = write_recipe(streams=two_buckets(pictures), dataset=dataset)
+    path = write_recipe(streams=streams_of(pictures), dataset=dataset)
     uninterrupted = batches_of(build_loader(load(path)))
     loader = build_loader(load(path))
     iterator = iter(loader)
@@ -124,7 +121,7 @@ def test_default_worker_count_leaves_one_core_per_device():
 
 
 def test_epoch_follows_stream_proportions(write_recipe, pictures):
-    streams = two_buckets(pictures)
+    streams = streams_of(pictures)
     for name, proportion in (('px32', 1.0), ('px64', 3.0)):
         streams[name]['proportion'] = proportion
     batches = batches_of(build_loader(load(write_recipe(streams=streams))))
@@ -140,10 +137,9 @@ def write_ramps(folder, sizes):
             pixels = np.zeros((height, width, 3), np.uint8)
             pixels[..., 0] = (np.arange(width) + 0.5)[None] / width * 250
             pixels[..., 1] = (np.arange(height) + 0.5)[:, None] / height * 250
-            encoded = io.BytesIO()
-            Image.fromarray(pixels).save(encoded, 'PNG')
+            image = encode(Image.fromarray(pixels), 'PNG')
             stored = {'source_width': 3 * width, 'source_height': 3 * height}
-            writer.write({'image': encoded.getvalue(), 'captions': ['a'], 'key': str(index), 'metadata': stored})
+            writer.write({'image': image, 'captions': ['a'], 'key': str(index), 'metadata': stored})
     return folder
 
 
@@ -157,8 +153,7 @@ def test_crop_coordinates_locate_the_pixels(tmp_path, tiny_recipe, many_datasets
     content['streams'] = {'ramps': {'local': str(data), 'resolution': 40, 'shape': '48x32'}}
     content['loader']['shuffle'] = False
     content['seed'] = 0  # mirrors some of the images
-    path = tmp_path / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(content))
+    path = write_yaml(tmp_path / 'recipe.yaml', content)
     (batch,) = build_loader(load(path))
     mirrored = 0
     images = zip(encoded, batch[batch_keys.IMAGE], batch[batch_keys.IMAGE_SIZES], strict=True)
@@ -202,9 +197,7 @@ class WithoutSizes(ImageTextDataset):
 
 
 def test_dataset_without_sizes_is_refused_for_a_model_with_them(write_recipe, tiny_recipe, tmp_path, monkeypatch):
-    content = tiny_recipe(tmp_path)
-    model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}
-    recipe = load(write_recipe(model=model))
+    recipe = load(write_recipe(model=tiny_recipe(tmp_path)['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}))
     recipe.dataset = Component('without_sizes', {})
     monkeypatch.setitem(registry.TARGETS['dataset'], 'without_sizes', WithoutSizes)
     with pytest.raises(UserError, match='without_sizes takes no keyword image_sizes, but the model tiny_sdxl'):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shards import streams_of
 from streaming import Stream
 from streaming.base.batching import generate_work
 from streaming.base.spanner import Spanner
@@ -260,8 +261,7 @@ def test_recipe_check_reports_same_problems_without_data(write_recipe, pictures)
 
 def test_real_loader_serves_simulated_batches(write_recipe, pictures):
     """40 and 24 images in batches of 16: an epoch drops 8 of each."""
-    streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-    loader = build_loader(load(write_recipe(streams=streams, global_batch=16)))
+    loader = build_loader(load(write_recipe(streams=streams_of(pictures), global_batch=16)))
     served = [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in loader]
     assert len(loader) == len(served) == 3
     for layout in (Layout(1, 1), Layout(2, 8), Layout(4, 4, workers=2)):

@@ -2,17 +2,15 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import read_losses
-from shards import write_image_shards
+from shards import streams_of, write_image_shards
 
 from diffusion.config.load import load
 from diffusion.data.epoch_order import NO_SAMPLE, evaluation_order, numbered_ids
@@ -52,8 +50,7 @@ def test_every_sample_is_counted_once_and_batches_have_one_stream(sizes, ranks, 
 
 
 def test_loader_serves_the_rest_of_each_stream_in_a_short_batch(write_recipe, pictures):
-    streams = {f'{side}px': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-    recipe = load(write_recipe(global_batch=16, eval_streams=streams, loader={'num_workers': 0}))
+    recipe = load(write_recipe(global_batch=16, eval_streams=streams_of(pictures), loader={'num_workers': 0}))
     loader = build_loader(recipe, 'eval')
     assert len(loader) == 5
     for _ in range(2):
@@ -71,16 +68,11 @@ def test_losses_of_several_streams_are_those_of_one_rank_on_more_ranks(tmp_path,
     streams = {str(name): {'local': str(folder), 'resolution': 32} for name, folder in folders.items()}
     streams['64']['resolution'] = 64
     path = write_recipe(eval_streams=streams, global_batch=12, device_train_microbatch_size=4)
-    content = yaml.safe_load(path.read_text())
-    content['trainer'] |= {'max_duration': '1ba', 'save_interval': '1ba'}
-    path.write_text(yaml.safe_dump(content))
-    assert ranks.start(1, path).wait() == [0]
-    run = Path(content['runs_dir'], 'run')
+    train(load(path, ['trainer.max_duration=1ba', 'trainer.save_interval=1ba'])).close()
     losses = []
     for count, size in ((1, 4), (2, 3), (3, 4)):
-        job = ranks.start(count, path, 'task=evaluate', f'device_train_microbatch_size={size}')
-        assert job.wait() == [0] * count, job.output()
-        losses.append(json.loads((run / 'evaluations' / 'ba1.json').read_text())['losses'])
+        ranks.run(count, path, 'task=evaluate', f'device_train_microbatch_size={size}')
+        losses.append(json.loads((tmp_path / 'runs/run/evaluations/ba1.json').read_text())['losses'])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
 

@@ -9,16 +9,16 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import Numbers, cached_loader, expected, loader_over, served, shards_of, write_samples
+from numbered import Numbers, cached_loader, expected, loader_over, numbers_of, served, shards_of, write_samples
 from processes import Forked
 from streaming import Stream
+from waiting import wait_until
 
 from diffusion.config.image_shapes import square
 from diffusion.data import shard_cache, verified_dataset
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import CacheBudget, DownloadTurns, home
 from diffusion.data.streams import Bucket
-from diffusion.models import batch_keys
 from diffusion.storage import locks, object_store
 from diffusion.storage.retry import RetryPolicy
 
@@ -87,16 +87,12 @@ def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket
 @pytest.mark.slow
 def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
     old = iter(cached_loader(bucket, tmp_path / 'cache', predownload=60))
-    found, deadline = [next(old)], time.monotonic() + 20
-    while len(shards_in(tmp_path / 'cache')) < SHARDS:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    found = numbers_of(next(old))
+    wait_until(lambda: len(shards_in(tmp_path / 'cache')) == SHARDS, 20)
     for path in write_samples(tmp_path / 'again', salt='other').iterdir():
         store.put(bucket, path.name, path.read_bytes())
     assert served(cached_loader(bucket, tmp_path / 'cache')) == expected('other')
-    found += list(old)
-    pairs = [pair for b in found for pair in zip(b[batch_keys.SAMPLE_ID].tolist(), b['number'].tolist(), strict=True)]
-    assert dict(pairs) == expected()
+    assert found | served(old) == expected()
 
 
 @pytest.mark.slow
@@ -105,11 +101,9 @@ def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
     cache = tmp_path / 'cache'
     store.fail('GET shard.00000', 30.0, times=1)
     victim = Forked(lambda: served(cached_loader(bucket, cache, shuffle=False)))
-    while not any('shard.00000' in key for key in store.shard_reads()):
-        assert victim.running()
-        time.sleep(0.02)
+    wait_until(lambda: any('shard.00000' in key for key in store.shard_reads()))
     other = Forked(lambda: assert_correct(cached_loader(bucket, cache, shuffle=False)))
-    time.sleep(3)
+    time.sleep(1.5)
     assert other.running(), 'it waits for the job that is downloading'
     victim.kill()
     begin = time.monotonic()
@@ -348,8 +342,7 @@ def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: py
             os.replace(path.with_suffix(f'.{number}'), path)
 
     first = Forked(lambda: download(0, 3600.0))
-    while not holds.exists():
-        time.sleep(0.01)
+    wait_until(holds.exists)
     others = [Forked(lambda number=number: download(number, 0.1)) for number in (1, 2, 3)]
     assert [other.wait() for other in others] == [0, 0, 0]
     first.kill()

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from ranks import largest_difference, read_losses
+from recipe_files import write_yaml
 from shards import CAPTIONS, draw_image
 from streaming import MDSWriter
 
@@ -41,9 +41,7 @@ def recipe(tmp_path, tiny_recipe):
         content['streams'] = {'photos': {'resolution': 32} | stream}
         content['loader'] = {'num_workers': 0, 'num_canonical_nodes': 1, 'timeout_seconds': 60} | loader
         content['trainer'] |= {'max_duration': '11ba', 'save_interval': '100ba'}
-        path = tmp_path / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
-        return path
+        return write_yaml(tmp_path / f'{name}.yaml', content)
 
     return write
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from prepare.drawn import encode
 
 from diffusion.config.image_shapes import Shape, square
 from diffusion.data.bad_samples import BadSample
@@ -36,9 +37,7 @@ SHAPE = (3, 4, 5)
 
 
 def encoded(image, format='PNG', **options):
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
+    return encode(image, format, **options)
 
 
 def noise(width, height):

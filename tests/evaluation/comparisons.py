@@ -30,12 +30,10 @@ def draw_images(prompt: int) -> tuple[Image.Image, Image.Image]:
 
 
 def make_page(key: ComparisonKey) -> str:
-    """Return the HTML of the page of a key."""
     return ''.join(page_chunks(key.comparison, key.pairs, draw_images))
 
 
 def rater_name(number: int) -> str:
-    """Return the identifier of a person."""
     return f'{number:016x}'
 
 
@@ -59,5 +57,4 @@ def answers_of(
 
 
 def answers_text(key: ComparisonKey, number: int, choose: Callable[[Pair, str], str] = attentive, **options) -> str:
-    """Return the file of a person's answers."""
     return answers_json(key.comparison, rater_name(number), answers_of(key, number, choose, **options))

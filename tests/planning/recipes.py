@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import yaml
+from recipe_files import write_yaml
 
 from diffusion.config.load import load
 from diffusion.planning.gpus import find_gpu, load_gpus
@@ -19,7 +19,6 @@ def phase(path=PHASES[0], overrides=(), **keywords):
 
 
 def both(**keywords):
-    """Return the two phases of the published recipe."""
     return [phase(path, **keywords) for path in PHASES]
 
 
@@ -32,9 +31,7 @@ def write_recipe(folder, **changes):
         'streams': {'a': {'remote': 's3://bucket/mds', 'local': 'cache', 'resolution': 64}},
         'trainer': {'max_duration': '80ba', 'precision': 'amp_bf16'},
     }
-    path = folder / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(values | changes), encoding='utf-8')
-    return path
+    return write_yaml(folder / 'recipe.yaml', values | changes)
 
 
 def write_sd2_recipe(folder, **changes):

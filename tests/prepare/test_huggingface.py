@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import refusal
 from object_store import Store
 from prepare import drawn
 from prepare.dataset_hub import TOKEN, HubDataset, HubServer, serving
@@ -73,11 +74,6 @@ def captions(location: str | Path, **options: Any) -> list[str]:
 
 def expected(split: str) -> list[str]:
     return [f'{split} {number}' for number in NUMBERS[split]]
-
-
-def passed_over(location: str, **options: Any) -> dict[str, int]:
-    found = HuggingFaceSource(location, **options).parts()[0].passed_over
-    return {kind: files.count for kind, files in found.items()}
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
@@ -212,18 +208,13 @@ def test_token_is_written_nowhere(hub: HubServer, tmp_path: Path, monkeypatch: p
     assert hub.tokens == {TOKEN} and holds_token(tmp_path) == []
 
 
-@pytest.fixture
-def new_fork_server() -> None:
-    """Stop the fork server of earlier tests, so that workers import huggingface_hub with the test's environment."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures('new_fork_server')
 def test_token_reaches_the_workers(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, out = add(hub, parquet_dataset(), private=True), tmp_path / 'out'
     monkeypatch.setenv('READER_TOKEN', TOKEN)
     monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    # That of earlier tests; workers shall import huggingface_hub with the environment of this one.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     words = ['prepare', 'huggingface', name, '--out', str(out), '--sizes', '32', '--workers', '1']
     assert command.main([*words, '--token-variable', 'READER_TOKEN']) == 0
     assert holds_token(out) == []
@@ -232,8 +223,7 @@ def test_token_reaches_the_workers(hub: HubServer, tmp_path: Path, monkeypatch: 
 def test_token_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ['prepare', 'huggingface', 'org/a', '--out', str(tmp_path / 'out'), '--sizes', '32', '--token-variable']
     for secret in ('hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789', 'my secret'):
-        assert command.main([*arguments, secret]) == 2
-        errors = capsys.readouterr().err
+        errors = refusal(capsys, *arguments, secret)
         assert 'source.token_variable' in errors and secret not in errors
 
 
@@ -478,8 +468,10 @@ configs:
     assert captions(name, config='small') == ['train 1']
     assert captions(name, config='small', split='test') == ['test 21']
     assert captions(name, config='large', split='validation') == ['validation 31']
-    assert HuggingFaceSource(name, config='small').parts()[0].license == 'other, mine'
-    assert passed_over(name, config='small') == {'.md': 1, 'split test': 1, 'other configuration or no split': 2}
+    part = HuggingFaceSource(name, config='small').parts()[0]
+    assert part.license == 'other, mine'
+    counts = {kind: files.count for kind, files in part.passed_over.items()}
+    assert counts == {'.md': 1, 'split test': 1, 'other configuration or no split': 2}
     assert captions(f'hf://datasets/{name}/s/b.parquet') == ['test 21']
     hub.datasets[name].files['README.md'] = card.replace(b'- config_name: large', b'- config_name: default')
     assert captions(name) == ['train 2']

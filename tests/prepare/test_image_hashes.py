@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
@@ -32,9 +33,7 @@ def distance(one: Image.Image, other: Image.Image) -> int:
 
 
 def jpeg(image: Image.Image, quality: int) -> Image.Image:
-    file = io.BytesIO()
-    image.save(file, 'JPEG', quality=quality)
-    return Image.open(file).convert('RGB')
+    return Image.open(io.BytesIO(encode(image, quality=quality))).convert('RGB')
 
 
 def test_exact_hash_depends_on_pixels_and_size() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import refusal
 
-from diffusion import cli as command
 from diffusion.cli import CommandParser
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
@@ -97,8 +97,7 @@ def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: s
 
 def test_command_accepts_a_yaml_instead_of_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: nowhere}\nout: o\nsizes: [256]\n')
-    assert command.main(['prepare', str(tmp_path / 'a.yaml'), '--engine', 'processes', 'sizes=[7]', 'workers=0']) == 2
-    errors = capsys.readouterr().err
+    errors = refusal(capsys, 'prepare', tmp_path / 'a.yaml', '--engine', 'processes', 'sizes=[7]', 'workers=0')
     assert f'{tmp_path}/a.yaml has 2 mistakes' in errors
     assert 'sizes: [7];' in errors and 'workers: 0' in errors
 

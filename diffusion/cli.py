@@ -1,6 +1,7 @@
 """The `diffusion` command line. Each subcommand's modules are imported only when it is used."""
 
 import argparse
+import difflib
 import importlib
 import os
 import select
@@ -10,7 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 
 import diffusion
 from diffusion.config.options import DIR, Count, Option, Overrides, RecipeFile, add_command
@@ -52,8 +54,28 @@ class CommandParser(argparse.ArgumentParser):
         self.add_arguments()
         first = next(iter(args or ()), '-')
         if self.commands is not None and not first.startswith('-') and first not in self.commands.choices:
-            self.error(f'there is no {self.commands.dest} {first!r}; {did_you_mean(first, self.commands.choices)}')
-        return super().parse_known_args(args, namespace)
+            hint = did_you_mean(first, self.commands.choices)
+            if 'folder' in self.commands.choices and Path(first).is_dir():
+                hint = f'for a folder of images, write {self.prog} folder {first}'
+            self.error(f'there is no {self.commands.dest} {first!r}; {hint}')
+        namespace, rest = super().parse_known_args(args, namespace)
+        if self.commands is None and (unknown := [word for word in rest if word.startswith('-')]):
+            self.error(f'there is no option {unknown[0]}{self._hint(unknown[0])}')
+        return namespace, rest
+
+    def _hint(self, word: str) -> str:
+        """Return the nearest option to an unknown one, with a leading semicolon; '' if none is near."""
+        name, equals, _ = word.partition('=')
+        options = [option for action in self._actions for option in action.option_strings]
+        if near := difflib.get_close_matches(name, options, n=1):
+            return f'; did you mean {near[0]}?'
+        takes_values = equals and 'trailing' in self._defaults
+        return f'; write values of the recipe without dashes: {word.lstrip("-")}' if takes_values else ''
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error in one line, without the usage, and exit."""
+        separator = '' if message.endswith('?') else ';'
+        self.exit(USAGE_ERROR, f'{self.prog}: error: {message}{separator} see {self.prog} --help\n')
 
     def add_arguments(self) -> None:
         """Add the arguments if that has not been done yet."""

@@ -100,14 +100,43 @@ def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
         (['prepare', 'foldr', 'photos'], "prepare: error: there is no source 'foldr'; did you mean 'folder'?"),
         (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
         (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, remove, verify"),
-        (['check', 'a.yaml', '--strickt'], 'unrecognized arguments: --strickt'),
+        (
+            ['check', 'a.yaml', '--strickt'],
+            'check: error: there is no option --strickt; did you mean --strict?',
+        ),
+        (
+            ['check', 'a.yaml', '--seed=3'],
+            'no option --seed=3; write values of the recipe without dashes: seed=3',
+        ),
+        (['prepare', '.', '--out', 'x'], 'for a folder of images, write diffusion prepare folder .'),
         ([], 'the following arguments are required: COMMAND'),
     ],
 )
 def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
     with pytest.raises(SystemExit, match='2'):
         main(words)
-    assert message in capsys.readouterr().err
+    stderr = capsys.readouterr().err
+    assert message in stderr and len(stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ('file', 'message'),
+    [
+        ('runn.yaml', "runn.yaml does not exist; did you mean 'run.yaml'?"),
+        ('yamls/quickstart.yaml', "yamls/quickstart.yaml does not exist; did you mean 'diffusion:quickstart'?"),
+        ('nothing-like-it.yaml', 'nothing-like-it.yaml does not exist; its folder has run.yaml'),
+        ('empty/a.yaml', 'a.yaml does not exist; use the path of a YAML file, or diffusion:NAME'),
+        ('void.yaml', 'void.yaml is empty; write a mapping'),
+        ('.', '. cannot be read (it is a folder)'),
+        ('diffusion:fase1', "no recipe of this package is called 'fase1'; did you mean 'phase1'?"),
+    ],
+)
+def test_file_that_is_not_a_recipe_is_one_line_with_the_nearest_name(tmp_path, monkeypatch, capsys, file, message):
+    monkeypatch.chdir(tmp_path)
+    Path('void.yaml' if file == 'void.yaml' else 'run.yaml').touch()
+    assert main(['check', file]) == 2
+    stderr = capsys.readouterr().err
+    assert message in stderr and len(stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize('name', MISTAKES)
@@ -116,7 +145,7 @@ def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
     assert main(['check', path]) == 2
     captured = capsys.readouterr()
     assert captured.out == ''
-    assert captured.err.startswith(f'error: {path} has ')
+    assert captured.err.startswith(f'error: {path}')
 
 
 def test_local_data_that_is_absent_or_too_small_is_listed(write, pictures, capsys):

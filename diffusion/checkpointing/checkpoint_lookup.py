@@ -74,7 +74,8 @@ def find_checkpoint(place: str | Path) -> Path:
         return found
     folder = path if path.is_dir() else path.parent
     present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
-    what = f'{folder} contains {", ".join(present[:4])}' if present else f'{folder} contains no checkpoint'
+    missing = 'it does not exist' if not path.exists() else f'{folder} contains no checkpoint'
+    what = f'{folder} contains {", ".join(present[:4])}' if present else missing
     raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({what}); check the path')
 
 

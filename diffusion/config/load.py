@@ -20,7 +20,7 @@ from diffusion.config.device_checks import check_devices
 from diffusion.config.interpolation import KeyPath, Resolved, dotted
 from diffusion.config.path_checks import check_output, check_paths
 from diffusion.config.recipe import Component, Recipe, StreamConfig
-from diffusion.config.schema import MISSING, Gatherer, Problem, build_dataclass, join
+from diffusion.config.schema import MISSING, Gatherer, Problem, build_dataclass, did_you_mean, join
 from diffusion.config.secrets import hide_values, secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, dump, merge_and_resolve, read_chain, unset_problem
 from diffusion.errors import UserError
@@ -34,6 +34,9 @@ class RecipeError(UserError):
     def __init__(self, problems: Iterable[Problem], path: str | Path = '') -> None:
         self.problems = list(problems)
         lines = [str(problem) for problem in self.problems]
+        if path and len(lines) == 1 and lines[0].startswith(str(path)):
+            super().__init__(lines[0])  # the file itself cannot be read
+            return
         count = f'{len(lines)} mistakes' if len(lines) > 1 else 'a mistake'
         super().__init__('\n  '.join([f'{path or "the recipe"} has {count}:', *lines]))
 
@@ -79,6 +82,8 @@ def load(
         RecipeError: The recipe has mistakes; the error lists all of them.
     """
     resolved, gather = read_values(path, overrides, environ=environ), Gatherer()
+    if task not in (None, *UNUSED_SECTIONS):
+        raise UserError(f'task: {task!r} is unknown; {did_you_mean(str(task), UNUSED_SECTIONS)}')
     raw = resolved.values
     if 'recipe' in raw and 'backend' in raw:
         what = f'this is a job file, which diffusion launch takes; its recipe is {raw["recipe"]}'
@@ -134,6 +139,8 @@ def read_values(
     Raises:
         RecipeError: A file or an override cannot be read.
     """
+    if not isinstance(path, str | Path):
+        raise UserError(f'load: {path!r} is not a path; pass that of a YAML file, or diffusion:NAME')
     try:
         return merge_and_resolve(read_chain(path), overrides, environ)
     except UnreadableYAML as error:

@@ -47,7 +47,9 @@ class Gatherer:
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'NAME'?` with the nearest of the choices, or a list of all choices if none is near."""
     known = sorted(choices)
-    near = difflib.get_close_matches(str(name), known, n=1)
+    # An abbreviation is nearer than a word with the same letters: `steps` means num_inference_steps, not seeds.
+    longer = [choice for choice in known if len(str(name)) > 3 and str(name) in choice]
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75 if longer else 0.6) or longer[:1]
     return f"did you mean '{near[0]}'?" if near else f'known: {", ".join(known) or "none"}'
 
 

@@ -3,6 +3,8 @@
 Scalars follow YAML 1.2; duplicate keys and tags are errors. Job specs and settings are read in the same way as recipes.
 """
 
+import difflib
+import errno
 import math
 import os
 import re
@@ -58,10 +60,7 @@ def locate_yaml(path: str | Path, folder: Path = Path()) -> Path:
         return folder / path
     name = name.removeprefix(SHIPPED).removesuffix('.yaml')
     if name not in (known := shipped_names()):
-        hint = did_you_mean(name, known)
-        raise UnreadableYAML(
-            f'{path}: no recipe of this package is called {name!r}; {hint}, or see `diffusion recipes`'
-        )
+        raise UnreadableYAML(f'{path}: no recipe of this package is called {name!r}; {did_you_mean(name, known)}')
     return RECIPES / f'{name}.yaml'
 
 
@@ -98,19 +97,32 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     except OSError as error:
         if not is_wrong_path(error):
             raise
-        reason = f'{path} cannot be read ({error.strerror})'
-        if extended_by is None:
-            raise UnreadableYAML(f'{reason}; use the path of a YAML file') from error
-        way_out = 'the path is relative to the extending file'
-        raise UnreadableYAML(f'{extended_by}: extends: {reason}; {way_out}') from error
+        is_missing = error.errno == errno.ENOENT
+        reason = f'{path} does not exist' if is_missing else f'{path} cannot be read ({error.strerror})'
+        own = 'use the path of a YAML file, or diffusion:NAME for a recipe of this package'
+        way_out = own if extended_by is None else 'the path is relative to the extending file'
+        way_out = (_nearest_yaml(path, extended_by) if is_missing else '') or way_out
+        where = '' if extended_by is None else f'{extended_by}: extends: '
+        raise UnreadableYAML(f'{where}{reason}; {way_out}') from error
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
         line, what = yaml_error(error)
         raise UnreadableYAML(f'{path}{line}: {what}') from error
     if not isinstance(content, dict):
-        raise UnreadableYAML(f'{path} is not a mapping of sections (key: value) but {type(content).__name__}')
+        kind = 'is empty' if content is None else f'is a {type(content).__name__}'
+        raise UnreadableYAML(f'{path} {kind}; write a mapping of sections (key: value)')
     return content
+
+
+def _nearest_yaml(path: Path, extended_by: Path | None) -> str:
+    """Return advice with the nearest name of a recipe in the folder or this package, or the files of the folder."""
+    in_folder = sorted(each for each in path.parent.glob('*.y*ml') if each != extended_by)
+    known = {name: f'{SHIPPED}{name}' for name in shipped_names()} | {each.stem: str(each) for each in in_folder}
+    if near := difflib.get_close_matches(path.stem, known, n=1):
+        return f"did you mean '{known[near[0]]}'?"
+    files = ', '.join(each.name for each in in_folder[:5])
+    return f'its folder has {files}' if files else ''
 
 
 def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
@@ -143,6 +155,8 @@ def merge_and_resolve(
         _drop_renamed(merged, content)
         merged = _merged(merged, content, '')
     for override in overrides:
+        if not isinstance(override, str):
+            raise UnreadableYAML(f'overrides: {override!r} is not a string; write key=value')
         key, equals, value = override.partition('=')
         if not equals or not key.strip():
             raise UnreadableYAML(f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba')

@@ -237,7 +237,7 @@ WRONG_CONTENTS = {
 WRONG_FILES = {
     'name: run\nmodel: [1, 2\n': 'recipe.yaml:3:1: ',
     'name: run\nmodel:\n\tname: tiny\n': 'recipe.yaml:3:1: .*indent with spaces',
-    'extends: nowhere.yaml\n': r'extends: .*nowhere.yaml cannot be read \(No such file',
+    'extends: nowhere.yaml\n': r'extends: .*nowhere.yaml does not exist',
 }
 WRONG_OVERRIDES = {
     'device_train_microbatch_size=auto': "'auto' is not an integer",

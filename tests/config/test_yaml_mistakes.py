@@ -31,7 +31,7 @@ MISTAKES = {
     'control character': ('a: b\x01', r'character U\+0001 at offset 4 is not allowed'),
     'NUL': ('a: b\0', r'character U\+0000 at offset 4 is not allowed'),
     'escaped NUL': ('a: "b\\0"', r'contains U\+0000'),
-    'list': ('- a', 'is not a mapping of sections'),
+    'list': ('- a', 'is a list; write a mapping of sections'),
 }
 
 
@@ -98,7 +98,7 @@ def test_path_that_is_no_text_file_is_refused_without_waiting(kind, tmp_path):
         path.symlink_to(path)
     elif kind == 'not UTF-8':
         path.write_bytes(b'a: \xff')
-    with pytest.raises(RecipeError, match='cannot be read|not UTF-8 text'):
+    with pytest.raises(RecipeError, match='cannot be read|does not exist|not UTF-8 text'):
         load(path)
 
 

@@ -43,7 +43,7 @@ def test_level_and_gpu_are_passed_to_the_node_and_its_status_is_returned(calls, 
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
-        (['nosuch.yaml'], 'nosuch.yaml cannot be read'),
+        (['nosuch.yaml'], 'nosuch.yaml does not exist'),
         (['RECIPE', 'naem=x'], "naem: unknown key; did you mean 'name'?"),
         (['RECIPE', '--gpu', 'h10'], "--gpu: no GPU is called 'h10'; did you mean h100-sxm or h100-pcie?\n"),
         (['RECIPE', '--processes', '0'], 'DIFFUSION_PROCESSES_PER_NODE: 0 processes per node; use 1 or more'),

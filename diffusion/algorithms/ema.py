@@ -10,7 +10,8 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 
 from diffusion.algorithms.average import WeightAverage, averages_state
-from diffusion.config.declarations import applied_on_resume, fixed_once_averaging
+from diffusion.config.checks import duration_problem
+from diffusion.config.declarations import applied_on_resume, constrained, fixed_once_averaging
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class EMA(Algorithm):
     # average in checkpoints. It raises AttributeError under FSDP1. Under FSDP2 it silently corrupts weights if a run
     # resumes after the start (first losses 0.326 and 0.582 instead of 0.258 and 0.521).
 
+    @constrained
     def __init__(
         self,
         ema_start: str = '0ba',
@@ -56,6 +58,13 @@ class EMA(Algorithm):
         half_life: Annotated[str | None, DECAY] = None,
         update_interval: Annotated[str, DECAY] = '1ba',
     ) -> None:
+        for name, duration in {
+            'ema_start': ema_start,
+            'half_life': half_life,
+            'update_interval': update_interval,
+        }.items():
+            if (problem := duration_problem(duration)) is not None:
+                raise UserError(f'{name}: {problem}')
         self.ema_start = Time.from_timestring(ema_start)
         self.update_interval = Time.from_timestring(update_interval)
         if self.update_interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or self.update_interval.value < 1:

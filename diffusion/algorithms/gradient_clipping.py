@@ -52,8 +52,6 @@ class GradientClipping(ComposerGradientClipping):
     def __init__(
         self, clipping_type: Literal['norm', 'value', 'adaptive'], clipping_threshold: Annotated[float, GreaterThan(0)]
     ) -> None:
-        if clipping_type not in ('norm', 'value', 'adaptive'):
-            raise UserError(f'clipping_type: {clipping_type!r}; use norm, value or adaptive')
         super().__init__(clipping_type, clipping_threshold)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

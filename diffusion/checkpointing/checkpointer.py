@@ -24,6 +24,8 @@ from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored
 from diffusion.checkpointing.tiers.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.checkpointing import KeepConfig, TiersConfig
+from diffusion.config.checkpointing_checks import runs_dir_problem
+from diffusion.config.declarations import constrained
 from diffusion.data.epoch_position import is_last_batch
 from diffusion.errors import UserError
 from diffusion.runs import run_lock
@@ -71,13 +73,14 @@ class Checkpointer(CheckpointSaver):
             interval, fastest first.
 
     Raises:
-        UserError: `save_interval` or `resume` is not valid.
+        UserError: An argument is not valid.
     """
 
     # This is a subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to
     # save. The saving itself is replaced: Composer 0.32.1 writes directly to the final name without flushing, so a
     # process killed during a save leaves a truncated file.
 
+    @constrained
     def __init__(
         self,
         storage: str | Path | RunStorage,
@@ -98,6 +101,11 @@ class Checkpointer(CheckpointSaver):
                 f"resume: {resume!r} is not a checkpoint; use 'auto' for the run's newest one, the pathlib.Path of a "
                 f'checkpoint{path}, or None'
             )
+        is_place = isinstance(storage, str | Path)
+        if not is_place and not hasattr(storage, 'resume_point'):
+            raise UserError(f'storage: {storage!r} is not a folder or a URL, such as runs/own or s3://bucket/runs/own')
+        if is_place and (problem := runs_dir_problem(str(storage))) is not None:
+            raise UserError(f'storage: {problem}')
         self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
         self._timed = timed_interval(save_interval, self.storage.place)
         interval, folder = self._timed or save_interval, str(self.storage.folder)

@@ -7,13 +7,16 @@ constraints when the component is built.
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import Unpack
 
+from diffusion.config.schema import describe_type, did_you_mean
 from diffusion.errors import UserError
 
 Function = TypeVar('Function', bound=Callable[..., Any])
@@ -167,29 +170,47 @@ CONSTRAINTS: dict[str, type[Constraint]] = {each.__name__: each for each in get_
 
 
 def constrained(function: Function) -> Function:
-    """Wrap a function with a check of its arguments, which raises UserError if one violates its constraints.
+    """Wrap a function with a check of its arguments, by `check_arguments`.
 
-    Text instead of a number is a violation too. If the function takes `**keywords: Unpack[...]`, it gets all keywords
-    of that TypedDict; those that the caller omits have their defaults.
+    If the function takes `**keywords: Unpack[...]`, it gets all keywords of that TypedDict; those that the caller omits
+    have their defaults.
     """
-    signature, hints = full_signature(function), keyword_hints(function)
-    constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
+    signature = full_signature(function)
     own = inspect.signature(function).parameters
     unpacked = {name: each.default for name, each in signature.parameters.items() if name not in own}
+    # Evaluate the annotations at the first call: a method's may name its class, which does not exist yet.
+    hints = functools.cache(functools.partial(keyword_hints, function))
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        for name in constraints.keys() & given.keys():
-            if (problem := _text_problem(given[name])) is not None:
-                raise UserError(f'{name}: {problem}')
-            for constraint in constraints[name]:
-                if (problem := constraint.problem(given[name])) is not None:
-                    raise UserError(f'{name}: {problem}')
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            unknown = next((name for name in kwargs if name not in signature.parameters), None)
+            hint = '' if unknown is None else f'; {did_you_mean(unknown, signature.parameters.keys() - {"self"})}'
+            raise TypeError(f'{function.__qualname__}() {error}{hint}') from None
+        check_arguments(hints(), given)
         return function(*args, **unpacked | kwargs)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
+
+
+def check_arguments(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check arguments against their evaluated annotations: plain types, dataclasses and constraints.
+
+    Raises:
+        UserError: An argument has another type, or violates a constraint.
+    """
+    for name, value in given.items():
+        hint = hints.get(name, Any)
+        if not _fits(hint, value):
+            quotes = isinstance(value, str) and _fits(hint, 1)
+            way_out = '; pass a number without quotes, such as 64' if quotes else ''
+            raise UserError(f'{name}: {value!r} is not {_describe(hint)}{way_out}')
+        for constraint in declared(hint):
+            if (problem := constraint.problem(value)) is not None:
+                raise UserError(f'{name}: {problem}')
 
 
 def defaults(**values: Any) -> Callable[[Function], Function]:
@@ -255,10 +276,38 @@ def extras_of(annotation: Any) -> list[Any]:
     return [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]
 
 
-def _text_problem(value: Any) -> str | None:
-    values = value if isinstance(value, list | tuple) else [value]
-    wrong = next((each for each in values if isinstance(each, str | bytes | bool)), None)
-    return None if wrong is None else f'{wrong!r} is not a number; pass a number without quotes, such as 64'
+def _fits(hint: Any, value: Any) -> bool:
+    """Return False if a value has another type than an annotation; True also for types that are not checked."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(arguments[0], value)
+    if origin in (Union, UnionType):
+        return any(_fits(choice, value) for choice in arguments)
+    if origin is Literal:
+        return any(value == choice for choice in arguments if type(value) is type(choice))
+    if origin in (list, tuple, Sequence):
+        items = value if isinstance(value, list | tuple) else ()  # do not use up an iterator
+        is_list = isinstance(value, Iterable) and not isinstance(value, bytes)
+        kinds = {*arguments} - {...}  # the items of a tuple of several types are not checked
+        return is_list and (len(kinds) != 1 or all(_fits(arguments[0], item) for item in items))
+    if hint in (int, float):
+        # NumPy's and PyTorch's numbers are accepted too; True is not a number.
+        return isinstance(value, numbers.Integral if hint is int else numbers.Real) and not isinstance(value, bool)
+    is_checked = hint in (str, bool, type(None)) or (isinstance(hint, type) and is_dataclass(hint))
+    return not is_checked or isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    """Return a type as the end of a sentence, such as `an integer or None`."""
+    if get_origin(hint) is Annotated:
+        return _describe(plain_type(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return ' or '.join(_describe(choice) for choice in get_args(hint))
+    if get_origin(hint) in (list, tuple, Sequence):
+        return f'a list, each {_describe(get_args(hint)[0])}'
+    if isinstance(hint, type) and is_dataclass(hint):
+        return f'{hint.__name__}(...)'
+    return {bool: 'True or False', type(None): 'None'}.get(hint) or describe_type(hint)
 
 
 def _numbers(value: Any) -> list[int | float]:

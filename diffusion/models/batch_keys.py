@@ -1,13 +1,11 @@
 """Keys of a training batch, a dict of tensors whose first dimension is the batch."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from diffusion.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""
@@ -55,20 +53,33 @@ REPLACED = 'replaced'
 """Note about the bad sample that this sample replaces, or ''; a string, only passed between a worker and the loader."""
 
 
-def check_batch(batch: 'Mapping[str, Tensor]') -> None:
-    """Raise UserError unless a batch is a dict with token ids and images [B, 3, H, W]; reads no values from the GPU."""
+def check_batch(batch: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless a batch is a dict of tensors, with token ids and images; reads no values from the GPU."""
     if not isinstance(batch, Mapping) or INPUT_IDS not in batch:
         has = f'has {sorted(batch)}' if isinstance(batch, Mapping) else f'is a {type(batch).__name__}'
         raise UserError(
             f'batch: {has}, but must be a dict with {INPUT_IDS}, the token ids [B, E, L] of the captions; '
             'diffusion.models.text_conditioner.tokenize makes them'
         )
+    for key in (INPUT_IDS, IMAGE, LATENT_MOMENTS):
+        value = batch.get(key)
+        if value is not None and not isinstance(value, Tensor):
+            raise UserError(
+                f'batch: {key} is a {type(value).__name__}; use a tensor, whose first dimension is the batch'
+            )
+    ids = batch[INPUT_IDS]
+    if ids.is_floating_point():
+        raise UserError(f'{INPUT_IDS}: dtype {ids.dtype}; token ids must be int64')
     if IMAGE in batch:
         check_images(batch[IMAGE])
+        if len(batch[IMAGE]) != len(ids):
+            raise UserError(f'batch: {len(batch[IMAGE])} samples in {IMAGE}, but {len(ids)} in {INPUT_IDS}')
 
 
-def check_images(images: 'Tensor') -> None:
-    """Raise UserError unless images have the shape [B, 3, H, W]."""
+def check_images(images: Tensor) -> None:
+    """Raise UserError unless images are uint8 [B, 3, H, W]."""
+    if images.dtype != torch.uint8:
+        raise UserError(f'{IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
     if images.ndim == 4 and images.shape[1] == 3:
         return
     channels_last = images.ndim == 4 and images.shape[3] == 3
@@ -76,13 +87,13 @@ def check_images(images: 'Tensor') -> None:
     raise UserError(f'{IMAGE}: shape {tuple(images.shape)}; images must be [B, 3, H, W], so {way_out}')
 
 
-def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
+def device_of(batch: Mapping[str, Tensor]) -> torch.device:
     """Check a batch and return the device of its token ids, which every batch has."""
     check_batch(batch)
     return batch[INPUT_IDS].device
 
 
-def weights_of(batch: 'Mapping[str, Tensor]', values: 'Tensor') -> 'Tensor':
+def weights_of(batch: Mapping[str, Tensor], values: Tensor) -> Tensor:
     """Return weights for averaging values [..., B] over samples: 0 for samples that do not count, else 1."""
     counted = batch.get(IS_COUNTED)
     return values.new_ones(()).expand_as(values) if counted is None else counted.to(values).expand_as(values)

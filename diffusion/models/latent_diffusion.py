@@ -156,8 +156,6 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout_mode = training['caption_dropout_mode']
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f'caption_dropout: {self.caption_dropout} is not a fraction in [0, 1]')
-        if self.caption_dropout_mode not in ('empty', 'zeros'):
-            raise UserError(f'caption_dropout_mode: {self.caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
         # Composer calls this function to select the submodules that FSDP wraps.
         denoiser.fsdp_wrap_fn = self.adapter.is_block  # type: ignore[assignment]
@@ -371,6 +369,11 @@ class LatentDiffusion(ComposerModel):
             )
         # Stored moments may only contain means, in which case log_variance has no channels.
         channels = latent_channels(self.vae)
+        if moments.ndim != 4 or moments.shape[1] not in (channels, 2 * channels):
+            raise UserError(
+                f'{batch_keys.LATENT_MOMENTS}: shape {tuple(moments.shape)}, but this VAE has {channels} channels; '
+                f'use its mean, [B, {channels}, H, W], or mean and log-variance, [B, {2 * channels}, H, W]'
+            )
         mean, log_variance = moments[:, :channels], moments[:, channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
@@ -380,8 +383,6 @@ class LatentDiffusion(ComposerModel):
 
     def encode(self, images: Tensor) -> Tensor:
         """Return the VAE's mean and log-variance, float32 [B, 2C, H, W], or only latents, for uint8 images."""
-        if images.dtype != torch.uint8:
-            raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
         batch_keys.check_images(images)
         vae = self.vae
         with self._encoding(images.device):
@@ -484,6 +485,7 @@ class LatentDiffusion(ComposerModel):
         metric.update(errors, batch_keys.weights_of(batch, errors))
 
     @torch.no_grad()
+    @constrained
     def generate(
         self,
         prompts: Sequence[str],
@@ -599,6 +601,7 @@ class LatentDiffusion(ComposerModel):
         """
         if what in self._captions_checked or input_ids.shape[1:] != self.empty_ids.shape:
             return
+        self.text.check_vocabulary(input_ids)
         count = int(self.text.fills(input_ids).sum())
         if count or what == FIRST_BATCH:
             self._captions_checked.add(what)

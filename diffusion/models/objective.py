@@ -7,11 +7,12 @@ Flow: x_t = (1 - t) x + t eps with time t in [0, 1]; its timesteps are t * T, as
 
 import math
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from diffusion.config.declarations import check_arguments
 from diffusion.config.model_checks import objective_problems
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -65,6 +66,9 @@ class Objective:
     trained too. `snr_shift` does not apply to them, as in PRX's training code."""
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(Objective)
+        # `objective_problems` names only those choices that fit the path.
+        check_arguments({key: hint for key, hint in hints.items() if get_origin(hint) is not Literal}, vars(self))
         defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}
         for key, problem in objective_problems(vars(self), defaults).items():
             raise UserError(f'{key}: {problem}')

@@ -218,6 +218,18 @@ class TextConditioner(nn.Module):
         """Number of token ids per caption and encoder, as returned by `tokenize`."""
         return longest(self.tokenizers)
 
+    def check_vocabulary(self, input_ids: Tensor) -> None:
+        """Raise UserError if token ids [B, E, L] are outside of an encoder's vocabulary; waits for the GPU."""
+        # On a GPU, the embedding of such an id fails in an assertion that ends the process without naming the cause.
+        for index, encoder in enumerate(self.encoders):
+            config: Any = encoder.config
+            lowest, highest = (int(value) for value in input_ids[:, index].aminmax())
+            if lowest < 0 or highest >= config.vocab_size:
+                raise UserError(
+                    f'input_ids: {highest if lowest >= 0 else lowest} is not in the vocabulary of text encoder '
+                    f'{index + 1}, which has {config.vocab_size} tokens; tokenize captions with model.text.tokenizers'
+                )
+
     def fills(self, input_ids: Tensor) -> Tensor:
         """Return bool [B], True for captions in token ids [B, E, L] that fill the longest tokenizer's length."""
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]

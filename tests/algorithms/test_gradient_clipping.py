@@ -166,5 +166,5 @@ def test_recipes_build_it_and_wrong_settings_are_refused():
     assert resolve('algorithm', 'gradient_clipping') is GradientClipping
     with pytest.raises(UserError, match='clipping_threshold: 0 is not greater than 0'):
         build('algorithm', Component('gradient_clipping', {'clipping_type': 'norm', 'clipping_threshold': 0}))
-    with pytest.raises(UserError, match="clipping_type: 'nrm'; use norm, value or adaptive"):
+    with pytest.raises(UserError, match="clipping_type: 'nrm' is not one of norm, value, adaptive"):
         GradientClipping('nrm', 1.0)  # type: ignore[arg-type]

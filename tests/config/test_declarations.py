@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Annotated, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypedDict
 
+import numpy as np
 import pytest
 from typing_extensions import Unpack
 
@@ -71,8 +73,40 @@ def test_constrained_function_raises_user_errors_and_is_otherwise_unchanged():
         part(6)
     with pytest.raises(UserError, match='levels: 0 is less than 1'):
         part(4, levels=[1, 0])
-    with pytest.raises(TypeError, match='unexpected keyword argument'):
+    with pytest.raises(TypeError, match=r"part\(\) got an unexpected keyword argument 'level'; did you mean 'levels'"):
         part(4, level=[1])  # type: ignore[call-arg]
+
+
+@dataclass
+class Settings:
+    """Value of a keyword below."""
+
+
+@constrained
+def typed(
+    share: float = 0.0,
+    *,
+    mode: Literal['empty', 'zeros'] | None = None,
+    settings: Settings | None = None,
+    on: bool = True,
+) -> None:
+    """Have keywords of the types that are checked."""
+
+
+@pytest.mark.parametrize(
+    ('given', 'problem'),
+    [
+        ({'share': '0.5'}, "share: '0.5' is not a number; pass a number without quotes"),
+        ({'share': True}, 'share: True is not a number'),
+        ({'mode': 'zero'}, "mode: 'zero' is not one of empty, zeros or None"),
+        ({'settings': {}}, r'settings: \{\} is not Settings\(...\) or None'),
+        ({'on': 'no'}, "on: 'no' is not True or False"),
+    ],
+)
+def test_argument_of_another_type_is_a_user_error(given, problem):
+    typed(np.float32(1), mode='zeros', settings=Settings(), on=False)
+    with pytest.raises(UserError, match=problem):
+        typed(**given)
 
 
 class Shared(TypedDict, total=False):

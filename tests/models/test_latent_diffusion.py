@@ -288,6 +288,10 @@ def test_every_scheduler_generates_finite_reproducible_images(shared_model, name
     assert torch.equal(images, shared_model.generate(['a'], seeds=[3], **sampling))
 
 
+def pixels() -> torch.Tensor:
+    return torch.zeros(1, 3, 64, 64, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
@@ -311,6 +315,18 @@ def test_every_scheduler_generates_finite_reproducible_images(shared_model, name
         (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: has .* needs either image or latent_moments'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)), 'streams: images of 60x64 px, but the VAE'),
+        (lambda m: m.generate(['a'], seeds=3), 'seeds: 3 is not a list, each an integer or None'),
+        (lambda m: m.generate(['a'], num_inference_steps='5'), "num_inference_steps: '5' is not an integer"),
+        (lambda m: m((pixels(), m._tokens(['a']))), 'batch: is a tuple, but must be a dict with input_ids'),
+        (lambda m: m({'image': pixels()}), r"batch: has \['image'\], but must be a dict with input_ids"),
+        (lambda m: m({'image': pixels(), 'input_ids': ['a']}), 'batch: input_ids is a list; use a tensor'),
+        (
+            lambda m: m({'image': pixels(), 'input_ids': m._tokens(['a', 'b'])}),
+            '1 samples in image, but 2 in',
+        ),
+        (lambda m: m({'image': pixels(), 'input_ids': m._tokens(['a']).float()}), 'input_ids: dtype torch.float32'),
+        (lambda m: m.text.check_vocabulary(m._tokens(['a']) + 50000), 'is not in the vocabulary of text'),
+        (lambda m: m({'latent_moments': pixels(), 'input_ids': m._tokens(['a'])}), 'latent_moments: shape .* mean, '),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
 )
@@ -323,8 +339,8 @@ def test_misuse_is_rejected_with_a_message(shared_model, call, message):
     ('settings', 'message'),
     [
         ({'caption_dropout': 1.5}, 'caption_dropout: 1.5 is not a fraction'),
-        ({'caption_dropout_mode': 'none'}, "caption_dropout_mode: 'none'; use empty or zeros"),
-        ({'encoder_dtype': 'half'}, "encoder_dtype: 'half'; use one of auto"),
+        ({'caption_dropout_mode': 'none'}, "caption_dropout_mode: 'none' is not one of empty, zeros"),
+        ({'encoder_dtype': 'half'}, "encoder_dtype: 'half' is not one of auto"),
         ({'resolution': 60}, 'resolution: 60 is not a positive multiple of 8; use 56 or 64'),
     ],
 )

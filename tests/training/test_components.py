@@ -80,7 +80,7 @@ def test_checkpointer_resumes_from_a_path_or_auto(tmp_path, resume, message):
 
 @pytest.mark.parametrize(('keyword', 'value'), [('resolution', '64'), ('text_width', True), ('text_layers', '2')])
 def test_text_is_not_a_number(keyword, value):
-    with pytest.raises(UserError, match=f'^{keyword}: {value!r} is not a number'):
+    with pytest.raises(UserError, match=f'^{keyword}: {value!r} is not an integer'):
         tiny(**{keyword: value})
 
 

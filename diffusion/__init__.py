@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from diffusion.config.families import Family
     from diffusion.config.load import Recipe, RecipeError, load
     from diffusion.config.registry import register, register_family
-    from diffusion.models.families.mmdit.builder import mmdit
-    from diffusion.models.families.prx.builder import prx
+    from diffusion.data.streams import BucketedDataset
+    from diffusion.models.families.mmdit.builder import mmdit, tiny_mmdit
+    from diffusion.models.families.prx.builder import prx, tiny_prx
     from diffusion.models.families.sd2.builder import sd2, tiny
-    from diffusion.models.families.sdxl.builder import sdxl
+    from diffusion.models.families.sdxl.builder import sdxl, tiny_sdxl
     from diffusion.models.latent_diffusion import LatentDiffusion
     from diffusion.models.objective import Objective
     from diffusion.training.components import build_loader, build_model
@@ -23,6 +24,7 @@ __version__ = '0.1.0'
 
 __all__ = [
     'EMA',
+    'BucketedDataset',
     'Checkpointer',
     'Family',
     'LatentDiffusion',
@@ -39,6 +41,9 @@ __all__ = [
     'sd2',
     'sdxl',
     'tiny',
+    'tiny_mmdit',
+    'tiny_prx',
+    'tiny_sdxl',
 ]
 
 # Set the variable here: every program of this package imports this file before torch, and child processes inherit it.
@@ -47,6 +52,7 @@ shorten_spin()
 # Names are imported on first use (PEP 562): importing Composer, Streaming and diffusers takes 18 to 32 s on a
 # slow core, and commands such as `diffusion check` do not need them.
 _MODULES = {
+    'BucketedDataset': 'diffusion.data.streams',
     'EMA': 'diffusion.algorithms.ema',
     'Checkpointer': 'diffusion.checkpointing.checkpointer',
     'Family': 'diffusion.config.families',
@@ -64,6 +70,9 @@ _MODULES = {
     'sd2': 'diffusion.models.families.sd2.builder',
     'sdxl': 'diffusion.models.families.sdxl.builder',
     'tiny': 'diffusion.models.families.sd2.builder',
+    'tiny_mmdit': 'diffusion.models.families.mmdit.builder',
+    'tiny_prx': 'diffusion.models.families.prx.builder',
+    'tiny_sdxl': 'diffusion.models.families.sdxl.builder',
 }
 
 

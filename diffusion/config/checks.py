@@ -86,7 +86,8 @@ def check_components(recipe: Recipe) -> list[Problem]:
     problems = []
     for where, kind, component in _components(recipe):
         name, kwargs = component.name, component.kwargs
-        if (what := registry.unknown(kind, name)) is not None:
+        what = registry.unknown(kind, name) or registry.contract_problem(kind, name)
+        if what is not None:
             problems.append(Problem(where, what))
         else:
             problems += registry.check_keywords(where, kind, name, kwargs, supplied=SUPPLIED.get(kind, ()))

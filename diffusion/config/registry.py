@@ -6,6 +6,8 @@ that `diffusion check` finds a typo without importing torch.
 
 import importlib
 import inspect
+import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args
@@ -84,6 +86,22 @@ PROGRAM_DEFAULTS = {'model': ('seed',), **dict.fromkeys(('algorithm', 'callback'
 """Keywords, by kind of component, for which the program uses the run's seed or folder instead of the default."""
 
 
+DATASET_KEYWORDS = ('buckets', 'batch_size', 'tokenizers', 'seed')
+"""Keywords that a dataset must take, in addition to those that it passes on to StreamingDataset."""
+BASE_CLASSES = {
+    'algorithm': ('composer.Algorithm', ''),
+    'callback': ('composer.Callback', ''),
+    'dataset': (
+        'diffusion.BucketedDataset',
+        ': the constructor takes buckets, batch_size, tokenizers, seed and **streaming, and item(sample, index) '
+        'returns a dict with image, uint8 [3, H, W], and input_ids, int64 [E, L] (docs/extending.md)',
+    ),
+    'logger': ('composer.loggers.LoggerDestination', ''),
+    'optimizer': ('torch.optim.Optimizer', ''),
+}
+"""Base class that a component's class must have, by kind, and the rest of the contract for messages."""
+
+
 def register(kind: str, name: str, target: Any) -> None:
     """Register a component of your own under a name that recipes can use.
 
@@ -93,12 +111,23 @@ def register(kind: str, name: str, target: Any) -> None:
         target: The class or function, or its address `'module:attribute'`, which is imported on first use.
 
     Raises:
-        UserError: Another component of this kind already has this name.
+        UserError: An argument is wrong, or another component of this kind already has this name.
     """
     table = _table(kind)
+    _check_address(f'register: {kind} {name!r}', target)
+    if not isinstance(name, str):
+        raise UserError(f'register: {name!r} cannot be the name of a component; pass a string')
     if table.get(name, target) != target:
         raise UserError(f'register: {kind} {name!r} is already {table[name]!r}; choose another name')
     table[name] = target
+
+
+def _check_address(where: str, target: Any) -> None:
+    """Raise UserError unless a target is a class or a function, or has the form of an address."""
+    is_address = isinstance(target, str) and re.fullmatch(r'[\w.]+:\w+', target)
+    if not is_address and not (callable(target) and hasattr(target, '__name__')):
+        way_out = "pass the class or function itself, or its address 'module:attribute'"
+        raise UserError(f'{where}: {target!r} is not a component; {way_out}')
 
 
 def register_family(family: Family) -> None:
@@ -107,8 +136,12 @@ def register_family(family: Family) -> None:
     Call this in the module that declares the family, and list that module under `imports` in recipes.
 
     Raises:
-        UserError: One of the family's models has the name of a registered model.
+        UserError: The argument is not a family, or one of its models has the name of a registered model.
     """
+    if not isinstance(family, Family):
+        raise UserError(f'register_family: {family!r} is not a family; pass diffusion.Family(...)')
+    if family.adapter:
+        _check_address('register_family: adapter', family.adapter)
     for name, target in family.models.items():
         register('model', name, target)
     add(family)
@@ -124,6 +157,35 @@ def unknown(kind: str, name: str) -> str | None:
     if name in table:
         return None
     return f'no {kind} is called {name!r}; {did_you_mean(name, table)}'
+
+
+def contract_problem(kind: str, name: str) -> str | None:
+    """Return an error message if a class that a user registered cannot be a component of its kind, else None."""
+    if kind not in BASE_CLASSES or is_own(kind, name):
+        return None
+    base, contract = BASE_CLASSES[kind]
+    found = _loaded(_table(kind)[name])
+    if inspect.isclass(found) and base.split('.')[-1] not in {each.__name__ for each in found.__mro__}:
+        return f'{name} is not a subclass of {base}{contract}'
+    if kind != 'dataset':
+        return None
+    if inspect.isclass(found) and found.item.__qualname__ == 'BucketedDataset.item':
+        return f'{name} has no method item(sample, index){contract}'
+    if inspect.isclass(found) and found.__init__.__module__.startswith('diffusion.'):
+        return None
+    takes = signature(kind, name)
+    missing = [each for each in DATASET_KEYWORDS if each not in takes.names()]
+    if takes.open_ended or (found is None and not missing):  # it may have the constructor of one of this package's
+        return None
+    return f'{name} does not take {", ".join([*missing, "**streaming"])}{contract}'
+
+
+def _loaded(target: Any) -> Any:
+    """Return a registered class or function, or None if it is registered by an address in a module not yet loaded."""
+    if not isinstance(target, str):
+        return target
+    module, _, attribute = target.partition(':')
+    return getattr(sys.modules.get(module), attribute, None)
 
 
 def is_own(kind: str, name: str) -> bool:

@@ -127,7 +127,7 @@ def of_source(module: str, attribute: str) -> Signature:
     if node is None:
         raise UserError(f'{module} defines no {attribute}; register it with the module that defines it')
     on_resume = _class_on_resume(node, tree)
-    # Follow a class without __init__ to its first base class, but only within the same file.
+    # Follow a class without __init__ to its first base class, in the same file or in this package.
     while isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
         if inits:
@@ -137,6 +137,10 @@ def of_source(module: str, attribute: str) -> Signature:
             return Signature(_fields(node, module), False, _dataclasses_of(module), on_resume)
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in definitions]
         if not bases:
+            imported = {name: (home, original) for name, home, original in _imports(tree)}
+            homes = [imported[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in imported]
+            if homes:
+                return of_source(*homes[0])
             return Signature((), False, _dataclasses_of(module), on_resume)
         node = definitions[bases[0]]
         on_resume = on_resume or _class_on_resume(node, tree)

@@ -1,6 +1,8 @@
 """Registered components: signatures parsed from source equal those of the imported objects; checks of keywords."""
 
+import importlib
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -188,6 +190,47 @@ def test_settings_are_those_of_components_of_this_package_with_their_defaults():
     assert registry.settings_of('model', Component('autoencoder'), 'objective') == {}
     assert registry.settings_of('optimizer', Component('decoupled_adamw')) == {}
     assert registry.settings_of('model', '???') == {}
+
+
+@pytest.mark.parametrize('target', ['parts.Mine', 'parts:', 7, Shape(3)])
+def test_registering_something_else_than_a_component_is_an_error(target):
+    with pytest.raises(ValueError, match=r"register: callback 'own': .* is not a component; pass the class"):
+        register('callback', 'own', target)
+
+
+NO_DATASETS = {
+    'of torch': (
+        'class Mine(Dataset): ...',
+        'Mine is not a subclass of diffusion.BucketedDataset: the con',
+    ),
+    'without item': ('class Mine(BucketedDataset): ...', r'no method item\(sample, index\): the constructor takes'),
+    'own arguments': (
+        'class Mine(BucketedDataset):\n    def __init__(self, root, batch_size=1): ...\n    def item(self): ...',
+        r'Mine does not take buckets, tokenizers, seed, \*\*streaming: the con.* item\(sample, index\) returns',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', NO_DATASETS)
+@pytest.mark.parametrize('loaded', [True, False])
+def test_dataset_that_the_loader_cannot_build_is_refused_with_the_contract(tmp_path, monkeypatch, case, loaded):
+    source, message = NO_DATASETS[case]
+    bases = 'class Dataset: ...\nclass BucketedDataset:\n    def __init__(self, **a): ...\n    def item(self): ...\n'
+    module = f'own_data_{len(case)}_{loaded}'
+    (tmp_path / f'{module}.py').write_text(bases + source)
+    monkeypatch.syspath_prepend(tmp_path)
+    register('dataset', 'Mine', f'{module}:Mine')
+    if loaded:
+        importlib.import_module(module)
+        assert re.search(message, registry.contract_problem('dataset', 'Mine') or '')
+    else:  # only the keywords can be checked
+        assert bool(registry.contract_problem('dataset', 'Mine')) == (case != 'without item')
+    assert registry.contract_problem('dataset', 'image_text') is None
+
+
+def test_callback_of_another_class_is_refused():
+    register('callback', 'drawing', Drawing)
+    assert registry.contract_problem('callback', 'drawing') == 'drawing is not a subclass of composer.Callback'
 
 
 def test_registering_another_component_under_a_used_name_is_an_error():

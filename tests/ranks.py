@@ -50,6 +50,11 @@ class Job:
             statuses.append(status)
         return statuses
 
+    def end(self, status: int = 0) -> list[str]:
+        """Wait for the end of all ranks with the same exit status, and return the output of each."""
+        assert self.wait() == [status] * len(self.processes), self.output()
+        return self.outputs()
+
     def wait_for(self, path: Path, timeout: float = 120, *, or_ended: bool = False) -> None:
         """Wait until a file exists; with `or_ended`, return also if the run ends without the file being seen."""
         deadline = time.monotonic() + timeout
@@ -136,8 +141,7 @@ class Ranks:
     def run(self, ranks: int, recipe: Path, *overrides: str, **settings: Any) -> str:
         """Run a recipe to its end on several ranks, and return their output; fail if a rank fails."""
         job = self.start(ranks, recipe, *overrides, **settings)
-        statuses = job.wait()
-        assert not any(statuses), f'{statuses}\n{job.output()}'
+        job.end()
         return job.output()
 
 

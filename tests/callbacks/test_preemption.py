@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from typing import Any
 
 import guarded_run
 import pytest
@@ -19,13 +20,7 @@ from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.runs.stop_signals import STOP_SIGNALS
 from diffusion.tasks import run_recipe
 
-
-@pytest.fixture(autouse=True)
-def _restore_handlers():
-    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
-    yield
-    for number, handler in previous.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures('restored_handlers')
 
 
 def signal_at(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
@@ -37,6 +32,11 @@ def assert_preempted(trainer, match):
     with pytest.raises(Preempted, match=match):
         trainer.fit()
     trainer.close()
+
+
+def evaluation(interval: str) -> dict[str, Any]:
+    loader = torch.utils.data.DataLoader(make_data(), batch_size=8)  # type: ignore[arg-type]
+    return {'eval_dataloader': loader, 'eval_interval': interval}
 
 
 @pytest.mark.parametrize('number', STOP_SIGNALS)
@@ -61,9 +61,8 @@ def test_resumed_run_ends_with_the_same_weights(tmp_path, batch):
 
 @pytest.mark.parametrize(('interval', 'stops_at'), [('2ba', 4), ('1ep', 6)])
 def test_signal_during_evaluation_stops_after_the_batch_before_it(tmp_path, interval, stops_at):
-    evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': interval}  # type: ignore[arg-type]
     signaled = signal_at(batch=stops_at, event=Event.EVAL_BATCH_END)
-    trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation)
+    trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation(interval))
     assert_preempted(trainer, f'stopped at batch {stops_at} ')
     assert (tmp_path / f'ba{stops_at}.pt').exists()
 
@@ -94,9 +93,10 @@ def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
         lambda self, state, logger: (saved.append(state.timestamp.batch.value), save(self, state, logger)),
     )
     # The evaluation at the end of the epoch comes after the save of its last batch.
-    evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': '1ep'}  # type: ignore[arg-type]
-    signaled = signal_at(batch=6, event=Event.EVAL_START)
-    trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation, save_interval='3ba')
+    settings = evaluation('1ep') | {'save_interval': '3ba'}
+    trainer = make_trainer(
+        make_data(), [Preemption(), signal_at(batch=6, event=Event.EVAL_START)], folder=tmp_path, **settings
+    )
     assert_preempted(trainer, 'stopped at batch 6 .*ba6.pt is saved')
     assert saved == [3, 6]
 
@@ -130,19 +130,10 @@ def test_training_outside_of_the_main_thread_logs_a_warning(caplog):
     assert 'preemption signals are not handled' in caplog.text
 
 
-def test_previous_signal_handlers_are_restored_after_a_run():
+def test_previous_signal_handlers_are_restored_after_a_run_and_used_by_a_forked_child():
     received = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
-    run_to_end(make_trainer(make_data(), [Preemption()], duration='1ba'))
-    for number in STOP_SIGNALS:
-        signal.raise_signal(number)
-    assert received == [*STOP_SIGNALS]
-
-
-def test_forked_child_uses_the_previous_handler():
-    received = []
-    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     preemption = Preemption()
 
     def in_child():
@@ -150,8 +141,10 @@ def test_forked_child_uses_the_previous_handler():
         signal.raise_signal(signal.SIGTERM)
 
     run_to_end(make_trainer(make_data(), [preemption, At(Event.AFTER_LOSS, 0, in_child)], duration='1ba'))
-    assert received == [signal.SIGTERM]
-    assert preemption.signal == 0
+    assert received == [signal.SIGTERM] and preemption.signal == 0
+    for number in STOP_SIGNALS:
+        signal.raise_signal(number)
+    assert received[1:] == [*STOP_SIGNALS]
 
 
 def test_preempted_program_exits_with_status_75(monkeypatch, capsys):
@@ -169,9 +162,8 @@ def test_preempted_program_exits_with_status_75(monkeypatch, capsys):
 
 
 def test_signal_to_one_rank_stops_both_at_the_same_batch(ranks, tmp_path):
-    job = ranks.start_program(2, guarded_run.__file__, 'preemption', tmp_path)
     # Each process receives further signals until it has exited.
-    assert job.wait() == [PREEMPTED, PREEMPTED], job.output()
-    for rank, output in enumerate(job.outputs()):
+    outputs = ranks.start_program(2, guarded_run.__file__, 'preemption', tmp_path).end(PREEMPTED)
+    for rank, output in enumerate(outputs):
         assert f'rank {rank}: stopped at batch 4 on SIGTERM; {tmp_path}/ba4.pt is saved' in output
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba4.pt']

@@ -78,8 +78,8 @@ class Ending:
         event: Description of the cause, for the table.
         status: Exit status of the node; None if the node entry point itself was killed.
         cause: Cause in attempts.jsonl; empty if no attempt is recorded.
-        message: Part of the message, with … for omitted text.
         resumes: Place where the next attempt resumes, a key of RESUMES.
+        message: Part of the message, with … for omitted text.
         faults: Faults that are injected into the ranks of the attempt.
         prepare: Changes to the recipe or its run.
     """
@@ -87,8 +87,8 @@ class Ending:
     event: str
     status: int | None
     cause: str
-    message: str
     resumes: str
+    message: str
     faults: Sequence[Fault] = ()
     prepare: Prepare | None = None
 
@@ -113,6 +113,11 @@ def on(rank: int, target: str, statement: str) -> tuple[Fault]:
     return (Fault(rank, target, statement),)
 
 
+def fails(rank: int, target: str, error: str) -> tuple[Fault]:
+    """Return a fault by which every call on one rank raises an OSError."""
+    return on(rank, f'{target}@1+', raising(error))
+
+
 def signal_node(name: str) -> str:
     """Return a statement that sends a signal to the node entry point."""
     return f"os.kill(int(os.environ['NODE_PID']), signal.{name})"
@@ -124,62 +129,43 @@ def table() -> str:
     return '\n'.join([head, '|---|---|---|---|---|---|', *(each.row() for each in (*RETRIED, *HANGS, *SINGLE))])
 
 
-SAVED = (75, 'preempted', 'is saved', STOP)
+PREEMPTED, LOST, FAULT = (75, 'preempted', STOP), (1, 'crash', CHECKPOINT), (1, 'crash', SAME)
+HUNG, REFUSED, MISTAKE = (75, 'hang', CHECKPOINT), (78, '', NEVER), (78, 'mistake', NEVER)
+"""Status, cause, and place where the next attempt resumes."""
+THIRD = f'{FORWARD}@3'
 # Each of these ends one attempt of the same job, in this order.
 RETRIED = [
-    Ending('SIGTERM of the scheduler', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGTERM'))),
-    Ending('SIGUSR1 of the scheduler', *SAVED, on(0, f'{FORWARD}@3', signal_node('SIGUSR1'))),
-    Ending('Ctrl-C', 75, 'stopped', 'is saved', STOP, on(1, f'{FORWARD}@3', signal_node('SIGINT'))),
-    Ending('closed terminal (SIGHUP)', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGHUP'))),
+    Ending('SIGTERM of the scheduler', *PREEMPTED, 'is saved', on(1, THIRD, signal_node('SIGTERM'))),
+    Ending('SIGUSR1 of the scheduler', *PREEMPTED, 'is saved', on(0, THIRD, signal_node('SIGUSR1'))),
+    Ending('Ctrl-C', 75, 'stopped', STOP, 'is saved', on(1, THIRD, signal_node('SIGINT'))),
+    Ending('closed terminal (SIGHUP)', *PREEMPTED, 'is saved', on(1, THIRD, signal_node('SIGHUP'))),
     Ending(
-        'killed process, for example out of memory',
-        *(1, 'killed', 'rank 1 by SIGKILL', CHECKPOINT),
-        on(1, f'{FORWARD}@3', 'os.kill(os.getpid(), signal.SIGKILL)'),
+        *('killed process, for example out of memory', 1, 'killed', CHECKPOINT, 'rank 1 by SIGKILL'),
+        on(1, THIRD, 'os.kill(os.getpid(), signal.SIGKILL)'),
     ),
-    Ending('lost node', None, 'lost', '', CHECKPOINT, on(1, f'{FORWARD}@3', signal_node('SIGKILL'))),
-    Ending('bug on one rank', 1, 'crash', 'ZeroDivisionError', CHECKPOINT, on(0, f'{FORWARD}@3', '1 / 0')),
+    Ending('lost node', None, 'lost', CHECKPOINT, '', on(1, THIRD, signal_node('SIGKILL'))),
+    Ending('bug on one rank', *LOST, 'ZeroDivisionError', on(0, THIRD, '1 / 0')),
+    Ending('disk full in three saves in a row', *FAULT, 'no space left on', fails(0, WRITE, 'ENOSPC')),
+    Ending('I/O error in three saves in a row', *FAULT, 'Input/output error', fails(0, PUBLISH, 'EIO')),
+    Ending('stale file handle while the checkpoints are listed', *FAULT, 'Stale file handle', fails(0, LIST, 'ESTALE')),
+    Ending('I/O error while the checkpoint is verified', *FAULT, 'Input/output error', fails(0, HASH, 'EIO')),
     Ending(
-        'disk full in three saves in a row',
-        *(1, 'crash', 'no space left on', SAME),
-        on(0, f'{WRITE}@1+', raising('ENOSPC')),
-    ),
-    Ending(
-        'I/O error in three saves in a row',
-        *(1, 'crash', 'Input/output error', SAME),
-        on(0, f'{PUBLISH}@1+', raising('EIO')),
+        *('timeout of the file system while the checkpoint is loaded', *FAULT, 'Connection timed out'),
+        fails(1, LOAD, 'ETIMEDOUT'),
     ),
     Ending(
-        'stale file handle while the checkpoints are listed',
-        *(1, 'crash', 'Stale file handle', SAME),
-        on(0, f'{LIST}@1+', raising('ESTALE')),
-    ),
-    Ending(
-        'I/O error while the checkpoint is verified',
-        *(1, 'crash', 'Input/output error', SAME),
-        on(0, f'{HASH}@1+', raising('EIO')),
-    ),
-    Ending(
-        'timeout of the file system while the checkpoint is loaded',
-        *(1, 'crash', 'Connection timed out', SAME),
-        on(1, f'{LOAD}@1+', raising('ETIMEDOUT')),
-    ),
-    Ending(
-        "data's index cannot be read at the start",
-        *(1, 'crash', 'streams.small: … Input/output error', SAME),
-        on(0, f'{INDEX}@1+', raising('EIO')),
+        *("data's index cannot be read at the start", *FAULT, 'streams.small: … Input/output error'),
+        fails(0, INDEX, 'EIO'),
     ),
 ]
 HANGS = [
-    Ending('hang in the forward pass', 75, 'hang', 'rank 1 on node 0', CHECKPOINT, on(1, f'{FORWARD}@3', SLEEP)),
+    Ending('hang in the forward pass', *HUNG, 'rank 1 on node 0', on(1, THIRD, SLEEP)),
+    Ending('hang in the backward pass', *HUNG, 'rank 1 on node 0', on(1, 'torch:Tensor.backward@3', SLEEP)),
+    Ending('hang while data is read', *HUNG, 'rank 0 on node 0', on(0, f'{DECODE}@20', SLEEP)),
+    Ending('hang in a save', *HUNG, 'rank 0 on node 0', on(0, f'{PUBLISH}@2', SLEEP)),
     Ending(
-        'hang in the backward pass', 75, 'hang', 'rank 1 on node 0', CHECKPOINT, on(1, 'torch:Tensor.backward@3', SLEEP)
-    ),
-    Ending('hang while data is read', 75, 'hang', 'rank 0 on node 0', CHECKPOINT, on(0, f'{DECODE}@20', SLEEP)),
-    Ending('hang in a save', 75, 'hang', 'rank 0 on node 0', CHECKPOINT, on(0, f'{PUBLISH}@2', SLEEP)),
-    Ending(
-        'stopped process (SIGSTOP)',
-        *(75, 'hang', 'rank 1 on node 0', CHECKPOINT),
-        on(1, f'{FORWARD}@3', 'os.kill(os.getpid(), signal.SIGSTOP)'),
+        *('stopped process (SIGSTOP)', *HUNG, 'rank 1 on node 0'),
+        on(1, THIRD, 'os.kill(os.getpid(), signal.SIGSTOP)'),
     ),
 ]
 
@@ -268,45 +254,40 @@ SHORT = changing('trainer', max_duration='12ba')
 
 # Each of these is a job of its own.
 SINGLE = [
-    Ending('mistake in the recipe', 78, '', 'optimizer.learning_rate: unknown', NEVER, prepare=MISTYPED),
-    Ending('missing data', 78, 'mistake', 'nowhere has no index.json', NEVER, prepare=remove_the_data),
-    Ending('all checkpoints damaged', 78, 'mistake', 'checkpoints are damaged', NEVER, prepare=damage_every_checkpoint),
-    Ending('another job trains into the folder', 78, '', 'trains this run', NEVER, prepare=lock_the_run),
-    Ending('objective changed on resume', 78, 'mistake', 'prediction_type: ', NEVER, prepare=ANOTHER_OBJECTIVE),
-    Ending('loss is NaN', 78, 'mistake', 'loss is nan', NEVER, prepare=GUARDED),
-    Ending('loss is NaN, without `loss_guard`', 78, 'mistake', 'loss is nan', NEVER, prepare=DIVERGE),
-    Ending('store refuses access to data (403)', 78, 'mistake', '(403)', NEVER, prepare=refuse_reads(403, 'GET index')),
+    Ending('mistake in the recipe', *REFUSED, 'optimizer.learning_rate: unknown', prepare=MISTYPED),
+    Ending('missing data', *MISTAKE, 'nowhere has no index.json', prepare=remove_the_data),
+    Ending('all checkpoints damaged', *MISTAKE, 'checkpoints are damaged', prepare=damage_every_checkpoint),
+    Ending('another job trains into the folder', *REFUSED, 'trains this run', prepare=lock_the_run),
+    Ending('objective changed on resume', *MISTAKE, 'prediction_type: ', prepare=ANOTHER_OBJECTIVE),
+    Ending('loss is NaN', *MISTAKE, 'loss is nan', prepare=GUARDED),
+    Ending('loss is NaN, without `loss_guard`', *MISTAKE, 'loss is nan', prepare=DIVERGE),
+    Ending('store refuses access to data (403)', *MISTAKE, '(403)', prepare=refuse_reads(403, 'GET index')),
     Ending(
         'memory errors of a GPU, with `node_health.action: leave`',
-        *(76, 'hardware', 'rank 0: uncorrected memory errors rose', STOP),
+        *(76, 'hardware', STOP, 'rank 0: uncorrected memory errors rose'),
         prepare=both(import_a_sick_gpu, LEAVE),
     ),
     Ending(
-        'model hub limits requests (429)',
-        *(1, 'crash', 'someone/model/vae: AutoencoderKL could not be loaded … 429', SAME),
+        *('model hub limits requests (429)', *FAULT, 'someone/model/vae: AutoencoderKL could not be loaded … 429'),
         prepare=answer_of_hub(429),
     ),
     Ending(
-        'no such model on the hub',
-        *(78, 'mistake', 'someone/model/vae: … there is no such repository', NEVER),
+        *('no such model on the hub', *MISTAKE, 'someone/model/vae: … there is no such repository'),
         prepare=answer_of_hub('no-repository'),
     ),
-    Ending('checkpoint of another run', 78, 'mistake', 'belongs to another run', NEVER, prepare=give_another_id),
+    Ending('checkpoint of another run', *MISTAKE, 'belongs to another run', prepare=give_another_id),
     Ending(
-        'run folder moved, or its file system unmounted',
-        *(1, '', 'not saved', CHECKPOINT),
-        on(0, f'{FORWARD}@3', "os.rename('runs/run', 'runs/moved')"),
+        *('run folder moved, or its file system unmounted', 1, '', CHECKPOINT, 'not saved'),
+        on(0, THIRD, "os.rename('runs/run', 'runs/moved')"),
         SHORT,
     ),
     Ending(
-        'slow disk, but each save within the limits',
-        *(0, 'done', '', NEVER),
+        *('slow disk, but each save within the limits', 0, 'done', NEVER, ''),
         on(0, f'{PUBLISH}@1+', 'time.sleep(0.3)'),
         SHORT,
     ),
     Ending(
-        'store fails to serve data (500)',
-        *(1, 'crash', 'cannot be read, tried 2 times … when the store responds', SAME),
+        *('store fails to serve data (500)', *FAULT, 'cannot be read, tried 2 times … when the store responds'),
         prepare=refuse_reads(500),
     ),
 ]

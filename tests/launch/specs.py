@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 BACKENDS: dict[str, dict[str, Any]] = {
     'local': {'image': None},
     'slurm': {'image': None},
@@ -16,6 +18,9 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 """Keys that each backend requires."""
 
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in BACKENDS if each not in ('slurm', 'kubernetes')]
+EVERY_BACKEND = pytest.mark.parametrize('backend', ['slurm', 'kubernetes', *SLOW])
+"""Mark for tests of all backends, two of which are not slow."""
 ABSENT = object()
 """Value of a change that removes the key."""
 

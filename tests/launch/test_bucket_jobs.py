@@ -14,20 +14,13 @@ from diffusion.runs import attempts, environment
 from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
-from tests.launch.specs import ABSENT
+from tests.launch.specs import ABSENT, EVERY_BACKEND
 
 URL = 's3://home/runs'
 POSITION = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
 
 
-@pytest.mark.parametrize(
-    'backend',
-    [
-        'slurm',
-        'sagemaker',
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ('kubernetes', 'skypilot', 'mcli', 'local')),
-    ],
-)
+@EVERY_BACKEND
 def test_job_whose_runs_are_in_a_bucket_needs_no_mount(prepare, backend):
     image = {} if backend in ('local', 'slurm') else {'image': 'image'}
     changes = {} if backend in ('local', 'mcli', 'slurm') else {'mounts': ABSENT}
@@ -38,7 +31,7 @@ def test_job_whose_runs_are_in_a_bucket_needs_no_mount(prepare, backend):
 
 
 def test_later_stage_starts_from_the_url_of_the_run_before(prepare):
-    stages = {'one': {'overrides': {'name': 'one'}}, 'two': {'overrides': {'name': 'two'}}}
+    stages = {name: {'overrides': {'name': name}} for name in ('one', 'two')}
     checked, _ = prepare('local', overrides={'runs_dir': URL}, stages=stages)
     assert f'init_from={URL}/one' in checked.jobs[1].overrides
 

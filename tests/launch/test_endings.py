@@ -13,9 +13,8 @@ from endings import CHECKPOINT, HANGS, RETRIED, SINGLE, STOP, Case, Ending, tabl
 from forkserver import ROOT, Client
 from hub_server import serve
 from ranks import assert_same_weights, free_port
-from test_local import Launched
+from test_local import LAUNCH, Launched, assert_times_add_up, write_files
 
-from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.runs import attempts
 
@@ -32,32 +31,13 @@ class Jobs:
     def recipe(self, work: Path) -> dict:
         content = self.tiny_recipe(work / 'runs', name='run', algorithms={'ema': {'smoothing': 0.9}})
         content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': f'{SAVE_EVERY}ba'}
-        content['checkpointing'] = {'asynchronous': False}  # the batch from which a job resumes is then known
-        return content
+        return content | {'checkpointing': {'asynchronous': False}}  # the batch from which a job resumes is then known
 
     def launch(self, name: str, faults: Sequence[Sequence[object]] = (), hang_seconds: int = 60) -> Launched:
         """Launch a job of one node with two ranks, with the faults of each attempt."""
         work = self.prepare(name, faults)
-        recipe, spec = work / 'recipe.yaml', work / 'job.yaml'
-        recipe.write_text(yaml.safe_dump(self.recipe(work)))
-        job = {
-            'name': name,
-            'backend': 'local',
-            'recipe': str(recipe),
-            'workdir': str(work),
-            'nodes': 1,
-            'gpu': None,
-            'gpus_per_node': 2,
-            'master_port': free_port(),
-            'restart': {'max_restarts': 60},
-            'preflight': 'none',
-            'schedule': {'notice_seconds': 40},
-            'hang_seconds': hang_seconds,
-        }
-        spec.write_text(yaml.safe_dump(job))
-        code = 'import sys; from diffusion.cli import main; sys.exit(main())'
-        command = [sys.executable, '-c', code, 'launch', str(spec)]
-        return Launched(command, self.server, recipe, work / 'runs' / 'run')
+        spec, recipe = write_files(work, 'recipe', self.recipe(work), job=name, nodes=1, hang_seconds=hang_seconds)
+        return Launched([*LAUNCH, str(spec)], self.server, recipe, work / 'runs' / 'run')
 
     def run_node(self, name: str, recipe: dict, **variables: str) -> Launched:
         """Start the node entry point of a job, by default of one node with one process."""
@@ -104,7 +84,7 @@ def expected_starts(ending: Ending, attempt: attempts.Attempt, begin: int) -> se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('name', 'endings', 'hang_seconds'), [('faults', RETRIED, 60), ('hangs', HANGS, 6)])
+@pytest.mark.parametrize(('name', 'endings', 'hang_seconds'), [('faults', RETRIED, 60), ('hangs', HANGS, 4)])
 def test_each_ending_of_a_job_is_named_and_the_next_attempt_resumes(jobs, undisturbed, name, endings, hang_seconds):
     job = jobs.launch(name, faults=[ending.faults for ending in endings], hang_seconds=hang_seconds)
     status, log = job.wait(timeout=500), job.log.read_text()
@@ -122,9 +102,7 @@ def test_each_ending_of_a_job_is_named_and_the_next_attempt_resumes(jobs, undist
         position = position if following is None else following
     assert not problems, '\n'.join(problems)
     assert_same_weights(job.run, undisturbed.run)
-    breakdown, _ = attempts.time_breakdown(found)
-    parts = breakdown.productive + breakdown.starting + breakdown.redone + breakdown.down + breakdown.ending
-    assert parts == pytest.approx(breakdown.wall, rel=1e-6)
+    assert_times_add_up(found)
 
 
 @pytest.mark.slow
@@ -137,18 +115,11 @@ def test_ending_of_a_single_job_is_named_and_recorded(jobs, undisturbed, store, 
     with serve(work) as hub:
         ending.prepare(Case(work, undisturbed.run, store, hub, faults), recipe)
         (work / 'faults.json').write_text(json.dumps([faults]))
-        check_single(jobs.run_node(name, recipe, **store.environment), ending)
-
-
-def check_single(job: Launched, ending: Ending) -> None:
-    assert job.wait() == ending.status, job.log.read_text()
+        job = jobs.run_node(name, recipe, **store.environment)
+        assert job.wait() == ending.status, job.log.read_text()
     assert re.search(ending.pattern, job.log.read_text(), re.DOTALL), job.log.read_text()
-    try:
-        attempt = attempts.read_attempts(job.run)[-1]
-    except UserError:
-        assert not ending.cause
-        return
     if ending.cause:
+        attempt = attempts.read_attempts(job.run)[-1]
         assert (attempt.status, attempt.cause) == (ending.status, ending.cause)
 
 

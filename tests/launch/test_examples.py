@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
+from object_store import ENVIRONMENT
 
+from diffusion.launch.backends import NAMES
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +50,10 @@ def test_sagemaker_accepts_the_examples(monkeypatch):
     import boto3
     from moto import mock_aws
 
-    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
-        monkeypatch.setenv(name, 'testing')
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     with mock_aws():
-        client = boto3.client('sagemaker', region_name='us-east-1')
+        client = boto3.client('sagemaker')
         for text in files_of('sagemaker'):
             request = json.loads(text)
             client.create_training_job(**request)
@@ -62,6 +64,4 @@ def test_sagemaker_accepts_the_examples(monkeypatch):
 
 
 def test_every_backend_has_an_example():
-    from diffusion.launch.backends import NAMES
-
     assert {load_job_spec(path).backend for path in EXAMPLES} == set(NAMES)

@@ -2,10 +2,11 @@
 
 import os
 import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import ROOT, free_port
+from waiting import wait_until
 
 from diffusion.launch.rank_discovery import NodePosition, nccl_environment
 from diffusion.launch.workers import Workers
@@ -26,14 +27,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-def wait_for(path: Path, workers: Workers, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not path.exists():
-        assert not workers.ended(), workers.codes()
-        assert time.monotonic() < until, f'{path.name} was not written within {seconds} s'
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_rank_with_nccl_writes_its_collectives_on_request(tmp_path, device):
     program = tmp_path / 'program.py'
@@ -42,12 +35,13 @@ def test_rank_with_nccl_writes_its_collectives_on_request(tmp_path, device):
     position = NodePosition('test', 0, 1, 1, '127.0.0.1', free_port())
     workers = Workers(position, [str(program), device, str(tmp_path)], environ, tmp_path)
     try:
-        wait_for(tmp_path / 'ready', workers, 120)
+        alive: Any = {'running': lambda: not workers.ended(), 'shown': workers.codes}
+        wait_until((tmp_path / 'ready').exists, 120, **alive)
         asked = workers.request_nccl_dumps()
         assert asked == ([0] if device == 'cuda' else [])
         if device == 'cuda':
             file = tmp_path / 'nccl-rank-0'
-            wait_for(file, workers, 30)
+            wait_until(file.exists, 30, **alive)
             time.sleep(2)  # it exists before it is whole
             assert b'all_reduce' in file.read_bytes()
         (tmp_path / 'done').touch()

@@ -27,43 +27,36 @@ def test_healthy_gpus_pass_and_are_named():
 
 
 @pytest.mark.parametrize(
-    ('second', 'check', 'message'),
+    ('driver', 'count', 'check', 'message'),
     [
-        ({'rows': (0, 2, 0, 1)}, 'gpu rows', 'gpu 1: row remapping failed; replace the GPU'),
-        ({'rows': (0, 2, 1, 0)}, 'gpu rows', 'gpu 1: row remapping pending; reset the GPU'),
-        ({'errors': 3}, 'gpu ecc', 'gpu 1: 3 uncorrected errors'),
-        ({'processes': [4711]}, 'gpu processes', 'gpu 1: in use by process 4711; stop it'),
-        ({'recovery': 2}, 'gpu recovery', 'gpu 1: driver requests a node reboot'),
-        ({'free': 20}, 'gpu memory', 'gpu 1: 25% of 80 GiB free'),
-        ({'name': NVMLError('GPU is lost')}, 'gpu', 'gpu 1: GPU is lost'),
+        (Driver(rows=(0, 2, 0, 1)), 2, 'gpu rows', 'gpu 1: row remapping failed; replace the GPU'),
+        (Driver(rows=(0, 2, 1, 0)), 2, 'gpu rows', 'gpu 1: row remapping pending; reset the GPU'),
+        (Driver(errors=3), 2, 'gpu ecc', 'gpu 1: 3 uncorrected errors'),
+        (Driver(processes=[4711]), 2, 'gpu processes', 'gpu 1: in use by process 4711; stop it'),
+        (Driver(recovery=2), 2, 'gpu recovery', 'gpu 1: driver requests a node reboot'),
+        (Driver(free=20), 2, 'gpu memory', 'gpu 1: 25% of 80 GiB free'),
+        (Driver(name=NVMLError('GPU is lost')), 2, 'gpu', 'gpu 1: GPU is lost'),
+        (Driver(), 8, 'gpu count', '2 of 8'),
     ],
 )
-def test_bad_hardware_is_reported(second, check, message):
-    (found,) = bad(Driver(**second))
+def test_bad_hardware_is_reported(driver, count, check, message):
+    (found,) = bad(driver, count=count)
     assert (found.check, found.status) == (check, BAD_HARDWARE)
     assert message in found.detail
-
-
-def test_missing_gpus_are_reported():
-    (found,) = bad(Driver(), count=8)
-    assert (found.check, found.detail, found.status) == ('gpu count', '2 of 8', BAD_HARDWARE)
-
-
-def test_wrong_gpu_model_is_a_user_error():
-    found = bad(Driver(), kind='a100-80gb')
-    assert {finding.status for finding in found} == {CONFIG_ERROR}
-    assert 'NVIDIA H100 80GB HBM3, expected a100-80gb' in found[0].detail
 
 
 def test_unsupported_queries_are_skipped():
     assert not bad(Driver(rows=NotSupported(), errors=NotSupported(), recovery=None))
 
 
-def test_smaller_gpu_of_same_family_is_wrong_model():
+def test_wrong_or_smaller_gpu_model_is_a_user_error():
+    found = bad(Driver(), kind='a100-80gb')
+    assert {finding.status for finding in found} == {CONFIG_ERROR}
+    assert 'NVIDIA H100 80GB HBM3, expected a100-80gb' in found[0].detail
     driver = Driver(name='NVIDIA A100-SXM4-40GB', total=40, free=39)
     driver.gpus = driver.gpus[1:]
-    (found,) = bad(driver, kind='a100-80gb', count=1)
-    assert (found.status, found.detail) == (CONFIG_ERROR, 'gpu 0: 40 GiB of memory, a100-80gb has 79')
+    (smaller,) = bad(driver, kind='a100-80gb', count=1)
+    assert (smaller.status, smaller.detail) == (CONFIG_ERROR, 'gpu 0: 40 GiB of memory, a100-80gb has 79')
     assert not bad(driver, kind='a100-40gb', count=1)
 
 
@@ -83,8 +76,6 @@ def test_missing_driver_is_reported():
 def test_ending_process_is_waited_for(monkeypatch):
     monkeypatch.setattr(gpu_health, 'RELEASE_SECONDS', 10.0)
     driver = Driver(processes=[4711])
-    remaining = iter([[4711], [4711], []])
-    driver.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [
-        SimpleNamespace(pid=pid) for pid in (next(remaining) if gpu['processes'] else [])
-    ]
-    assert not [finding for finding in check_gpus(driver, 'h100-sxm', 2) if not finding.ok]
+    remaining = iter([[SimpleNamespace(pid=4711)], [SimpleNamespace(pid=4711)], []])
+    driver.nvmlDeviceGetComputeRunningProcesses = lambda gpu: next(remaining) if gpu['processes'] else []
+    assert not bad(driver)

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from waiting import wait_until
 
 from diffusion.config.load import load
-from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.exit_codes import BAD_HARDWARE, FAILED, PREEMPTED
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.standby import in_place
@@ -26,12 +28,11 @@ KILLED = Outcome(FAILED, 'killed', 'rank 0 by SIGKILL')
 
 
 @pytest.fixture
-def restarts(tmp_path: Path, tiny_recipe) -> Callable[..., InPlaceRestarts]:
+def restarts(write_recipe) -> Callable[..., InPlaceRestarts]:
     """Create the restarts of a job of one node."""
 
     def create(**variables: str) -> InPlaceRestarts:
-        path = tmp_path / 'recipe.yaml'
-        path.write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs', name='run')))
+        path = write_recipe()
         environ = {'DIFFUSION_STANDBY': '1', 'DIFFUSION_ON_EXIT': '75=retry,76=elsewhere,78=stop,*=retry'} | variables
         position, command = NodePosition('local', 0, 1, 1, '127.0.0.1', 29500), ['run.py', str(path)]
         recipe = load(path, environ=environ)
@@ -47,39 +48,21 @@ def reason(found: InPlaceRestarts, outcome: Outcome = KILLED, last: int | None =
     return agreement.reason
 
 
-@pytest.mark.parametrize(
-    ('outcome', 'agrees'),
-    [
-        (KILLED, True),
-        (Outcome(FAILED, 'crash', 'rank 0 with 1'), True),
-        (Outcome(PREEMPTED, 'preempted'), False),
-        (Outcome(PREEMPTED, 'hang', 'no heartbeat'), False),
-        (Outcome(BAD_HARDWARE, 'hardware'), False),
-        (Outcome(CONFIG_ERROR, 'mistake'), False),
-    ],
-)
-def test_only_a_crash_or_a_kill_restarts_in_place(restarts, outcome, agrees):
-    assert (reason(restarts(), outcome) == '') == agrees
-
-
-def test_attempt_before_the_first_batch_goes_to_the_scheduler(restarts):
+def test_only_a_crash_or_a_kill_of_a_run_that_may_restart_and_advances_restarts_in_place(restarts):
+    assert reason(restarts(), Outcome(FAILED, 'crash', 'rank 0 with 1')) == ''
+    for status, cause in ((PREEMPTED, 'preempted'), (PREEMPTED, 'hang'), (BAD_HARDWARE, 'hardware'), (78, 'mistake')):
+        assert reason(restarts(), Outcome(status, cause)) != ''
+    for variable in ({'DIFFUSION_ON_EXIT': '1=stop,*=retry'}, {'DIFFUSION_MAX_RESTARTS': '0'}):
+        assert reason(restarts(**variable)) != ''
     assert reason(restarts(), last=None) == 'the ranks have begun no batch'
-
-
-def test_attempt_that_got_no_further_goes_to_the_scheduler(restarts):
     found = restarts()
     assert [reason(found, last=last) for last in (10, 12)] == ['', '']
     assert reason(found, last=12) == 'two attempts in a row ended at batch 12 or before'
 
 
-@pytest.mark.parametrize(('name', 'value'), [('ON_EXIT', '1=stop,*=retry'), ('MAX_RESTARTS', '0')])
-def test_settings_that_forbid_restarts_forbid_them_in_place(restarts, name, value):
-    assert reason(restarts(**{f'DIFFUSION_{name}': value}))
-
-
 @pytest.mark.parametrize('change', [{'seed': 4}, {'unknown': 1}])
 def test_changed_recipe_goes_to_the_scheduler(restarts, tmp_path, change):
-    found, path = restarts(), tmp_path / 'recipe.yaml'
+    found, path = restarts(), tmp_path / 'run.yaml'
     path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), change)))
     assert reason(found) == f'{path} has changed, or cannot be read'
 
@@ -120,14 +103,7 @@ class Starter:
     def prepare(self) -> None:
         """Start a standby process, and wait until it is ready."""
         self.pool.start([self.environ])
-        self.wait(lambda: any('ready' in line or 'cannot' in line for line in self.lines))
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 60
-        while not condition():
-            self.pool.poll()
-            assert time.monotonic() < until, self.lines
-            time.sleep(0.02)
+        wait_until(lambda: self.pool.poll() or any('ready' in line or 'cannot' in line for line in self.lines), 60)
 
     def run(self, start: Callable[..., subprocess.Popen[bytes]], **variables: str) -> tuple[int, dict]:
         """Run PROGRAM by `start`; return its exit status and what it has printed."""
@@ -172,22 +148,19 @@ def test_traceback_of_a_rank_that_was_a_standby_is_that_of_its_program(starter, 
 
 
 def test_standby_that_cannot_be_started_is_reported_and_ends_nothing(starter, monkeypatch):
-    def refuse(*arguments, **keywords):
-        raise BlockingIOError(11, 'Resource temporarily unavailable')
-
     with monkeypatch.context() as patched:
-        patched.setattr(in_place.subprocess, 'Popen', refuse)
+        patched.setattr(in_place.subprocess, 'Popen', Mock(side_effect=BlockingIOError(11, 'unavailable')))
         starter.prepare()
     assert 'standby of local rank 0 cannot be started' in starter.lines[0]
     assert starter.run(starter.pool.start_rank)[0] == 7
 
 
-def signaled(number: int) -> Callable[[Starter], None]:
+def signaled(number: int) -> Callable[[Starter], object]:
     return lambda starter: os.kill(next(iter(starter.pool.pids)), number)
 
 
-def edit_a_module(starter: Starter) -> None:
-    (starter.folder / 'changing.py').write_text('value = 2\n')
+def edit_a_module(starter: Starter) -> object:
+    return (starter.folder / 'changing.py').write_text('value = 2\n')
 
 
 @pytest.mark.parametrize(
@@ -225,10 +198,7 @@ def test_standbys_end_with_the_process_that_started_them(tmp_path):
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()
-    until = time.monotonic() + 10
-    while Path(f'/proc/{pid}').exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: not Path(f'/proc/{pid}').exists())
 
 
 def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):
@@ -237,8 +207,6 @@ def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path,
     )
     monkeypatch.syspath_prepend(tmp_path)
     recipe = load(ROOT / 'yamls' / 'quickstart.yaml', ['imports=[own_parts]', 'callbacks.own={}'])
-    found = modules_of(recipe)
-    assert {'diffusion.training.train', 'diffusion.models.families.mmdit.builder', 'diffusion.training.adamw'} <= {
-        *found
-    }
+    found = {*modules_of(recipe)}
+    assert {'diffusion.training.train', 'diffusion.models.families.mmdit.builder', 'diffusion.training.adamw'} <= found
     assert 'own_parts' not in found

@@ -25,15 +25,25 @@ FULL = {
 STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
 
 
-def manifest_of(rendered):
-    return yaml.safe_load(rendered.files['job.yaml'])
-
-
 @pytest.fixture
 def manifest(prepare):
-    return lambda **changes: manifest_of(prepare('kubernetes', **changes)[1])
+    return lambda **changes: yaml.safe_load(prepare('kubernetes', **changes)[1].files['job.yaml'])
 
 
+def pod_of(manifest):
+    return manifest['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+
+
+RAW = {
+    'jobset': {'spec': {'coordinator': {'replicatedJob': 'main', 'jobIndex': 0, 'podIndex': 0}}},
+    'job': {'podReplacementPolicy': 'Failed'},
+    'pod': {'securityContext': {'fsGroup': 1000}, 'imagePullSecrets': [{'name': 'registry'}]},
+    'container': {
+        'resources': {'limits': {'vpc.amazonaws.com/efa': 4, 'hugepages-2Mi': '5Gi'}},
+        'securityContext': {'capabilities': {'add': ['IPC_LOCK']}},
+        'livenessProbe': {'httpGet': {'port': 'health'}},  # a port by its name
+    },
+}
 VARIANTS = {
     'plain': {},
     'full': FULL,
@@ -45,24 +55,8 @@ VARIANTS = {
     'Kueue': {'schedule': {'queue': 'research', 'priority': 'high'}},
     'stops': {'restart': {'otherwise': 'stop', 'max_restarts': 0}},
     'never stops': {'restart': {'on_exit': {'78': 'retry'}}},
-    'odd words': {
-        'env': {'A': 'it\'s $(x) "y"\n', 'B': ''},
-        'mounts': {'/a b': '/c d', '/workspace': 'pvc://runs/a b'},
-    },
-    'raw': {
-        'backend': {
-            'raw': {
-                'jobset': {'spec': {'coordinator': {'replicatedJob': 'main', 'jobIndex': 0, 'podIndex': 0}}},
-                'job': {'podReplacementPolicy': 'Failed'},
-                'pod': {'securityContext': {'fsGroup': 1000}, 'imagePullSecrets': [{'name': 'registry'}]},
-                'container': {
-                    'resources': {'limits': {'vpc.amazonaws.com/efa': 4, 'hugepages-2Mi': '5Gi'}},
-                    'securityContext': {'capabilities': {'add': ['IPC_LOCK']}},
-                    'livenessProbe': {'httpGet': {'port': 'health'}},  # a port by its name
-                },
-            }
-        }
-    },
+    'odd words': {'env': {'A': 'it\'s $(x) "y"\n', 'B': ''}, 'mounts': {'/a b': '/c d', '/workspace': 'pvc://a/a b'}},
+    'raw': {'backend': {'raw': RAW}},
 }
 
 
@@ -84,11 +78,7 @@ def test_rendered_manifest_is_valid_for_old_and_new_kubernetes(variant, manifest
 @pytest.mark.parametrize(
     ('raw', 'expected'),
     [
-        (
-            {'container': {'securityContext': {'privileged': 'very'}}},
-            r'backend\.raw\.spec\.replicatedJobs\[0\]\.template\.spec\.template\.spec\.containers\[0\]\.securityContext'
-            r"\.privileged: 'very' is not of type 'boolean'",
-        ),
+        ({'container': {'securityContext': {'privileged': 'very'}}}, r"raw\.spec.*\.privileged: 'very' is not of type"),
         ({'container': {'unheardOf': 1}}, r"containers\[0\]: .*'unheardOf' was unexpected"),
         ({'job': {'unheardOf': 1}}, r"template\.spec: .*'unheardOf' was unexpected"),
         ({'pod': {'affinity': {'nodeAffinity': {'unheardOf': {}}}}}, r"nodeAffinity: .*'unheardOf' was unexpected"),
@@ -105,9 +95,7 @@ def test_mistakes_in_raw_are_found_by_the_published_schemas(raw, expected, prepa
 
 KUBECTL = """#!/bin/bash
 echo "called: $*"
-case $1 in
-apply) grep unheardOf && echo 'error validating data: unknown field "unheardOf"' >&2 && exit 1 ;;
-esac
+[ "$1" = apply ] && grep unheardOf && echo 'error validating data: unknown field "unheardOf"' >&2 && exit 1
 exit 0
 """
 
@@ -130,10 +118,8 @@ def test_free_nodes_have_the_gpus_that_running_pods_leave(write_spec, kubectl):
     pods = [pod('b', 1), {'spec': {'containers': [{}]}}]
     texts = [json.dumps({'items': items}) for items in (nodes, pods)]
     kubectl.write_text("#!/bin/bash\ncase $2 in nodes) echo '{}' ;; *) echo '{}' ;; esac\n".format(*texts))
-    spec = load_job_spec(write_spec('kubernetes', gpus_per_node=8))
-    assert free_nodes(spec) == 1
-    spec = load_job_spec(write_spec('kubernetes', gpus_per_node=4))
-    assert free_nodes(spec) == 3
+    spec, smaller = (load_job_spec(write_spec('kubernetes', gpus_per_node=count)) for count in (8, 4))
+    assert (free_nodes(spec), free_nodes(smaller)) == (1, 3)
     kubectl.write_text('#!/bin/bash\necho Unauthorized >&2; exit 1\n')
     with pytest.raises(ExternalError, match='Unauthorized'):
         free_nodes(spec)
@@ -187,8 +173,7 @@ def test_user_error_fails_job_set_and_other_failures_restart_it(manifest):
     assert outcome_of(rendered, code=78) == 'FailJobSet'
     assert outcome_of(rendered, code=1) == outcome_of(rendered, code=137) == 'RestartJobSet'
     assert rendered['spec']['failurePolicy']['maxRestarts'] == 140, 'the node entry point counts those without progress'
-    pod = rendered['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
-    assert pod['restartPolicy'] == 'Never', 'required by a pod failure policy'
+    assert pod_of(rendered)['restartPolicy'] == 'Never', 'required by a pod failure policy'
 
 
 def test_preempted_pods_use_up_no_restarts(manifest):
@@ -209,11 +194,10 @@ def test_preempted_pods_use_up_no_restarts(manifest):
 
 def test_kueue_queue_is_set_by_label(manifest):
     queued = manifest(schedule={'queue': 'research', 'priority': 'high'})
-    labels = {'kueue.x-k8s.io/queue-name': 'research', 'kueue.x-k8s.io/priority-class': 'high'}
-    assert queued['metadata']['labels'] == labels
+    labels = queued['metadata']['labels']
+    assert labels == {'kueue.x-k8s.io/queue-name': 'research', 'kueue.x-k8s.io/priority-class': 'high'}
     assert 'priorityClassName' not in str(queued), 'Kueue has its own priority classes'
-    pod = manifest(schedule={'priority': 'high'})['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
-    assert pod['priorityClassName'] == 'high'
+    assert pod_of(manifest(schedule={'priority': 'high'}))['priorityClassName'] == 'high'
 
 
 def test_each_stage_depends_on_the_previous_one(manifest):

@@ -4,17 +4,15 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch.backends import NAMES
 from diffusion.launch.job_estimates import JobEstimate, estimate, estimates_table
-from tests.launch.specs import changed
+from diffusion.planning.gpus import load_gpus
+from diffusion.planning.plan import Assumptions, load_phases, make_plan
+from tests.launch.specs import EVERY_BACKEND, changed
 
 SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
 
 
-@pytest.mark.parametrize(
-    'backend',
-    [each if each in ('slurm', 'kubernetes') else pytest.param(each, marks=pytest.mark.slow) for each in NAMES],
-)
+@EVERY_BACKEND
 def test_secret_value_is_neither_written_nor_printed(backend, write_spec, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv('MY_SECRET', 'hunter2hunter2')
     path = write_spec(backend, secrets={'MY_SECRET': SOURCES.get(backend)})
@@ -29,23 +27,19 @@ def test_secret_value_is_neither_written_nor_printed(backend, write_spec, tmp_pa
         assert any('MY_SECRET' in text for text in texts), 'the variable is named'
 
 
-def test_render_prints_only_the_files(write_spec, capsys):
-    assert main(['launch', str(write_spec('slurm')), '--render']) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith('# job.sbatch\n#!/bin/bash\n')
-    assert 'nothing was submitted' not in printed
-
-
-def test_command_line_overrides_the_spec(write_spec, capsys):
-    assert main(['launch', str(write_spec('slurm')), 'nodes=4', '--dry-run', 'overrides.seed=5']) == 0
+def test_command_line_overrides_the_spec_and_render_prints_only_the_files(write_spec, capsys):
+    path = str(write_spec('slurm'))
+    assert main(['launch', path, 'nodes=4', '--dry-run', 'overrides.seed=5']) == 0
     assert '32 x a100-80gb' in capsys.readouterr().out
+    assert main(['launch', path, '--render']) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith('# job.sbatch\n#!/bin/bash\n') and 'nothing was submitted' not in printed
 
 
 def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
     write_spec('kubernetes', backend={'namespace': 'research'}).rename(tmp_path / 'base.yaml')
-    (tmp_path / 'job.yaml').write_text(
-        'extends: base.yaml\nbackend: {name: skypilot}\nmounts: {/workspace/runs: volume://x}\n'
-    )
+    changes = 'backend: {name: skypilot}\nmounts: {/workspace/runs: volume://x}\n'
+    (tmp_path / 'job.yaml').write_text(f'extends: base.yaml\n{changes}')
     assert main(['launch', str(tmp_path / 'job.yaml'), '--dry-run']) == 0
     assert 'job.yaml: skypilot' in capsys.readouterr().out
 
@@ -60,9 +54,6 @@ def test_job_without_cost_estimate_can_be_launched(prepare):
 
 
 def test_cost_equals_estimate_of_planner(prepare):
-    from diffusion.planning.gpus import load_gpus
-    from diffusion.planning.plan import Assumptions, load_phases, make_plan
-
     checked, _ = prepare('slurm', nodes=4)
     gpus = load_gpus()
     plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
@@ -151,6 +142,4 @@ def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):
         (['status', str(tmp_path)], 'has no metrics.jsonl, run.lock or checkpoint; give the folder or URL of a run'),
     ):
         assert main(words) == 2
-        message = capsys.readouterr().err
-        assert expected in message
-        assert 'mistakes' not in message
+        assert expected in (message := capsys.readouterr().err) and 'mistakes' not in message

@@ -30,27 +30,24 @@ def entry_point(tmp_path, monkeypatch):
         process.kill()
 
 
-def problems_of(problems, process):
-    return [problem for problem in problems if f'(process {process.pid})' in problem]
+def problems_of(process):
+    return [problem for problem in liveness.liveness_problems() if f'(process {process.pid})' in problem]
 
 
-def test_new_entry_point_is_healthy(entry_point):
-    assert not problems_of(liveness.liveness_problems(), entry_point)
-
-
-def test_entry_point_without_heartbeat_is_unhealthy(entry_point, monkeypatch, tmp_path):
+def test_entry_point_is_healthy_while_it_is_new_or_has_a_fresh_heartbeat(entry_point, monkeypatch):
+    assert not problems_of(entry_point)
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 0.2)
     time.sleep(0.5)
-    (problem,) = problems_of(liveness.liveness_problems(), entry_point)
+    (problem,) = problems_of(entry_point)
     assert 'has written no heartbeat for' in problem
     heartbeat = local_files.user_folder() / f'alive-{entry_point.pid}'
     heartbeat.touch()  # an ordinary file has a timestamp of the system clock
-    assert problems_of(liveness.liveness_problems(), entry_point)
+    assert problems_of(entry_point)
     write_heartbeat(heartbeat)
-    assert not problems_of(liveness.liveness_problems(), entry_point)
+    assert not problems_of(entry_point)
     os.utime(heartbeat, (1.0, 1.0))  # left over from before a restart of the container
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 1000)
-    assert not problems_of(liveness.liveness_problems(), entry_point)
+    assert not problems_of(entry_point)
 
 
 def test_container_without_entry_point_is_healthy(tmp_path, monkeypatch, capsys):

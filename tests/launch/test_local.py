@@ -1,6 +1,5 @@
 """Local jobs of two nodes with two processes: after any disturbance, they end with the same weights."""
 
-import contextlib
 import json
 import os
 import random
@@ -16,8 +15,8 @@ import pytest
 import yaml
 from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done, free_port, two_free_ports
+from waiting import wait_until
 
-from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED
 from diffusion.launch.standby.in_place import STANDBY
 from diffusion.runs import attempts
@@ -33,7 +32,6 @@ class Launched:
     """A running job: `diffusion launch`, or a node entry point, as a process."""
 
     def __init__(self, command: Sequence[str], server: Client, recipe: Path, run: Path, **variables: str) -> None:
-        self.stopped = 0
         self.recipe, self.run, self.log = recipe, run, recipe.with_suffix('.log')
         environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)} | variables
         with self.log.open('ab') as output:
@@ -41,35 +39,19 @@ class Launched:
                 [*command], stdout=output, stderr=output, env=environ, cwd=recipe.parent, start_new_session=True
             )
 
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition is true, while the job runs."""
+        wait_until(condition, 200, running=lambda: self.process.poll() is None, shown=self.log.read_text)
+
     def wait_for_batches(self, count: int) -> None:
-        until = time.monotonic() + 120
-        while batches_done(self.run) < count:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.02)
+        self.wait_until(lambda: batches_done(self.run) >= count)
 
     def wait_for_log(self, text: str, count: int = 1) -> None:
-        until = time.monotonic() + 300
-        while self.log.read_text().count(text) < count:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.05)
+        self.wait_until(lambda: self.log.read_text().count(text) >= count)
 
     def wait_for_attempt(self, count: int, run: Path | str | None = None) -> None:
-        """Wait until the run has begun a number of attempts; then kill a stopped rank, which outlives its node."""
-        until = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(UserError):  # no attempt has begun
-                if len(attempts.read_attempts(run or self.run)) >= count:
-                    break
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.05)
-        if self.stopped:
-            os.kill(self.stopped, signal.SIGKILL)
-
-    def stop_rank(self, rank: int) -> None:
-        self.stopped = int((self.recipe.parent / f'pid-{rank}').read_text())
-        os.kill(self.stopped, signal.SIGSTOP)
+        """Wait until the run, whose first attempt has begun, has begun a number of attempts."""
+        wait_until(lambda: len(attempts.read_attempts(run or self.run)) >= count, 120, shown=self.log.read_text)
 
     def processes(self, kind: str) -> list[int]:
         """Return the process ids of this job: `run.py` for its ranks, `diffusion.launch.node` for its nodes."""
@@ -132,25 +114,15 @@ def write_files(work: Path, name: str, recipe: dict[str, Any], *, job: str = 'jo
 @pytest.fixture
 def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Path]]:
     """Write a job of two nodes and the tiny recipe with a checkpoint every 4 batches; return the paths of its spec,
-    recipe and run folder.
+    recipe and run folder. Keywords are keys of the job.
     """
 
-    def write(
-        name: str,
-        *,
-        job: str = 'job',
-        batches: int = 24,
-        hang_seconds: int = 900,
-        preflight: str = 'none',
-        processes: int = 2,
-        standby: bool = False,
-        **sections,
-    ) -> tuple[Path, Path, Path]:
-        content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
+    def write(name: str, *, batches: int = 24, runs_dir: str = '', **spec: Any) -> tuple[Path, Path, Path]:
+        content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}})
         content['trainer'] |= {'max_duration': f'{batches}ba', 'save_interval': '4ba'}
-        spec = {'nodes': 2, 'gpus_per_node': processes, 'preflight': preflight, 'hang_seconds': hang_seconds}
-        spec |= {'restart': {'max_restarts': 30, 'standby': standby}}
-        return *write_files(tmp_path, name, content, job=job, **spec), tmp_path / 'runs' / name
+        content['runs_dir'] = runs_dir or content['runs_dir']
+        spec = {'nodes': 2, 'gpus_per_node': 1} | spec
+        return *write_files(tmp_path, name, content, **spec), tmp_path / 'runs' / name
 
     return write
 
@@ -169,22 +141,21 @@ def launch(write_job, forkserver: Client) -> Callable[..., Launched]:
 @pytest.mark.slow
 def test_killed_and_stopped_processes_of_each_kind_do_not_change_the_weights(launch, ranks):
     rng = random.Random(14)
-    job = launch('disturbed', batches=28, processes=1)
-    for number, (kind, signal_number) in enumerate(
-        [
-            ('run.py', signal.SIGKILL),  # first, so that there is a checkpoint to resume from
-            ('diffusion.launch.node', signal.SIGTERM),
-            ('launch', signal.SIGKILL),
-            ('diffusion.launch.node', signal.SIGKILL),
-        ]
-    ):
+    job = launch('disturbed', batches=28)
+    disturbances = [
+        ('run.py', signal.SIGKILL),  # first, so that there is a checkpoint to resume from
+        ('diffusion.launch.node', signal.SIGTERM),
+        ('launch', signal.SIGKILL),
+        ('diffusion.launch.node', signal.SIGKILL),
+    ]
+    for number, (kind, signal_number) in enumerate(disturbances):
         # Wait for a checkpoint of this attempt, so that every attempt makes progress.
         job.wait_for_batches(batches_done(job.run) + 6)
         time.sleep(rng.uniform(0, 0.3))
         if kind == 'launch':
             job.process.kill()
             job.process.wait()
-            job = launch('disturbed', batches=28, processes=1)
+            job = launch('disturbed', batches=28)
         else:
             os.kill(rng.choice(job.processes(kind)), signal_number)
         job.wait_for_attempt(number + 2)
@@ -210,22 +181,18 @@ def test_standby_processes_take_over_from_killed_ranks(launch, ranks, tmp_path):
     """
     pause = [(0, f'{FORWARD}@6', 'time.sleep(600)')]
     (tmp_path / 'faults.json').write_text(json.dumps([pause, pause, pause, []]))
-    job = launch('standby', batches=16, processes=1, standby=True)
+    job = launch('standby', batches=16, restart={'max_restarts': 30, 'standby': True})
     job.wait_for_log('standby processes: 1 ready', 2)
     os.kill(job.ranks()[1], signal.SIGKILL)
     job.wait_for_log('restarted in place; 1 of 1 ranks are standby processes', 2)
     job.wait_for_batches(10)
-    while not job.standbys():
-        assert job.process.poll() is None, job.log.read_text()
-        time.sleep(0.05)
+    job.wait_until(job.standbys)
     os.kill(job.standbys()[0], signal.SIGKILL)
     job.wait_for_log('standby of local rank 0 ended with -9; a restart will start a new process instead')
     os.kill(job.ranks()[0], signal.SIGKILL)
     job.wait_for_log('restarted in place; 0 of 1 ranks are standby processes')
     job.wait_for_log('resumed from', 2)
-    while not (job.run / 'ba12').exists() or attempts.read_attempts(job.run)[2].first is None:
-        assert job.process.poll() is None, job.log.read_text()
-        time.sleep(0.05)
+    job.wait_until(lambda: (job.run / 'ba12').exists() and attempts.read_attempts(job.run)[2].first is not None)
     assert 'starting restart' not in job.log.read_text()
     os.kill(job.nodes()[0], signal.SIGKILL)
     assert job.wait() == 0, job.log.read_text()
@@ -244,17 +211,19 @@ def test_standby_processes_take_over_from_killed_ranks(launch, ranks, tmp_path):
 def test_two_nodes_without_a_shared_folder_find_a_hang_through_a_bucket(launch, store, tmp_path, monkeypatch):
     """Each node has a working folder of its own; a second job is refused while the first runs."""
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
-    settings = {'runs_dir': f'{store.bucket("home")}/runs', 'batches': 12, 'processes': 1, 'hang_seconds': 10}
+    settings = {'runs_dir': f'{store.bucket("home")}/runs', 'batches': 12, 'hang_seconds': 6}
     url, first_node = 's3://home/runs/hung', tmp_path / 'local/node0/runs/s3/home/runs/hung'
     job = launch('hung', **settings)
     job.run = first_node
     job.wait_for_batches(6)
-    job.stop_rank(1)
+    stopped = int((tmp_path / 'pid-1').read_text())
+    os.kill(stopped, signal.SIGSTOP)
     other = launch('hung', job='another', **settings)
     assert other.wait() == CONFIG_ERROR, other.log.read_text()
     assert 's3://home/runs/hung/run.lock: job job, process' in other.log.read_text()
     assert inspect_run(url).state == 'running'
     job.wait_for_attempt(2, url)
+    os.kill(stopped, signal.SIGKILL)  # it outlives its node
     assert job.wait() == 0, job.log.read_text()
     first, second = attempts.read_attempts(url)
     assert (first.status, first.cause, second.cause) == (PREEMPTED, 'hang', 'done')
@@ -293,11 +262,10 @@ def test_entry_point_as_pid_1_stops_cleanly(write_job, forkserver):
 
 @pytest.mark.slow
 def test_preflight_runs_before_training(launch):
-    job = launch('checked', batches=4, preflight='fast', processes=1)
+    job = launch('checked', batches=4, preflight='fast')
     assert job.wait() == 0, job.log.read_text()
     report = json.loads((job.run / 'preflight.json').read_text())
     assert report['status'] == 0
-    assert {'shared memory', 'disk', 'checkpoints', 'data', 'all-reduce'} <= {
-        each['check'] for each in report['findings']
-    }
+    found = {each['check'] for each in report['findings']}
+    assert {'shared memory', 'disk', 'checkpoints', 'data', 'all-reduce'} <= found
     assert 'ok   all-reduce' in job.log.read_text()

@@ -52,9 +52,7 @@ def is_task_name(name):
 
 
 def is_cluster_name(name):
-    """Return True for a cluster name by the rule of sky/skylet/constants.py; the cluster name starts with the job
-    name.
-    """
+    """Return True for a name that a cluster name may start with, by the rule of sky/skylet/constants.py."""
     return re.fullmatch(r'[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?', name) is not None
 
 

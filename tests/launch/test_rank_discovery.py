@@ -54,20 +54,15 @@ def test_unresponsive_scontrol_is_retryable(tmp_path, monkeypatch):
         find_position(environ, resources=tmp_path / 'none')
 
 
-def test_default_is_this_machine_with_all_gpus(tmp_path, monkeypatch):
-    environ = {environment.PROCESSES_PER_NODE: '2', environment.NODES: '1'}
-    this_machine = NodePosition('local', 0, 1, 2, '127.0.0.1', 29500)
-    assert find_position(environ, resources=tmp_path / 'none') == this_machine
+def test_default_is_this_machine_with_all_gpus_whatever_composer_has_left(tmp_path, monkeypatch):
+    left = {'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0'}
+    two = {environment.PROCESSES_PER_NODE: '2'}
     monkeypatch.setattr(rank_discovery, 'count_gpus', lambda environ: 2)
-    assert find_position({}, resources=tmp_path / 'none') == this_machine
+    for environ in (two | {environment.NODES: '1'}, left | two, {}):
+        found = find_position(environ, resources=tmp_path / 'none')
+        assert found == NodePosition('local', 0, 1, 2, '127.0.0.1', 29500)
     monkeypatch.setattr(rank_discovery, 'count_gpus', lambda environ: 0)
     assert find_position({}, resources=tmp_path / 'none').processes == 1
-
-
-def test_variables_left_by_composer_are_ignored(tmp_path):
-    left = {'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0'}
-    environ = left | {environment.PROCESSES_PER_NODE: '2'}
-    assert find_position(environ, resources=tmp_path / 'none') == NodePosition('local', 0, 1, 2, '127.0.0.1', 29500)
 
 
 def test_gpus_are_counted_by_device_files(tmp_path):

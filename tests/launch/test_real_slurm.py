@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import slurm_cluster
 from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done
+from waiting import wait_until
 
 from diffusion.cli import main
 from diffusion.exit_codes import BAD_HARDWARE, FAILED, PREEMPTED
@@ -53,16 +53,13 @@ class Job:
     def ended(self) -> bool:
         return self.field('JobState') in ('COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT')
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 180) -> None:
-        until = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < until, self.diagnostics()
-            time.sleep(0.05)
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, 180, shown=self.diagnostics)
 
-    def wait(self) -> str:
-        """Wait for the end of the job; return its final state."""
+    def wait(self, state: str = 'COMPLETED') -> None:
+        """Wait for the end of the job in a state."""
         self.wait_until(self.ended)
-        return self.field('JobState')
+        assert self.field('JobState') == state, self.diagnostics()
 
     def wait_for_batches(self, count: int) -> None:
         self.wait_until(lambda: batches_done(self.run) >= count)
@@ -143,14 +140,14 @@ def launch(
     yield launch
     cluster.call('scancel', '--me', '--quiet')
     for job in launched:
-        job.wait()
+        job.wait_until(job.ended)
 
 
 @pytest.fixture(scope='module')
 def undisturbed(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job that ran without any disturbance."""
     (job,) = submit(tmp_path_factory.mktemp('undisturbed'))
-    assert job.wait() == 'COMPLETED', job.diagnostics()
+    job.wait()
     assert job.field('MinMemoryNode') == '0', 'all memory of the node, not DefMemPerNode'
     (only,) = job.attempts()
     assert (only.first, only.last, only.status, only.cause) == (0, 12, 0, 'done')
@@ -161,7 +158,7 @@ def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):
     job, following = launch(stages={name: {'overrides': {'name': f'job-{name}'}} for name in ('one', 'two')})
     job.wait_for_batches(5)
     job.kill_rank(1)
-    assert job.wait() == 'COMPLETED', job.diagnostics()
+    job.wait()
     assert f'attempt 0 exited with status {FAILED}' in job.log()
     assert job.failures() == [f'attempt 0: status {FAILED}']
     first, second = job.attempts()
@@ -169,7 +166,7 @@ def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):
     assert second.first in (4, 8), 'a checkpoint'
     assert (second.last, second.status) == (12, 0)
     assert_same_weights(job.run, undisturbed.run)
-    assert following.wait() == 'COMPLETED', following.diagnostics()
+    following.wait()
     (only,) = following.attempts()
     assert only.begin > second.end
 
@@ -177,10 +174,9 @@ def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):
 def test_preempted_job_saves_and_resumes(launch, cluster):
     (job,) = launch(max_duration='30ba')
     job.wait_for_batches(2)
-    urgent = cluster.call(
-        'sbatch', '--parsable', '--partition=urgent', '--nodes=3', '--output=/dev/null', '--wrap=true'
-    )
-    assert job.wait() == 'COMPLETED', job.diagnostics()
+    command = 'sbatch --parsable --partition=urgent --nodes=3 --output=/dev/null --wrap=true'
+    urgent = cluster.call(*command.split())
+    job.wait()
     assert cluster.field(urgent, 'JobState') == 'COMPLETED'
     first, second = job.attempts()
     assert (first.status, first.cause, second.status) == (PREEMPTED, 'preempted', 0)
@@ -203,7 +199,7 @@ def test_time_limit_requeues_and_canceled_job_does_not_restart(launch, capsys):
     }.items():
         assert main([action, str(job.spec)]) == 0
         assert re.search(expected, capsys.readouterr().out)
-    assert job.wait() == 'CANCELLED', job.diagnostics()
+    job.wait('CANCELLED')
     assert job.field('Restarts') == '1'
     assert main(['status', str(job.spec)]) == 0
     assert 'not in the queue' in capsys.readouterr().out
@@ -214,7 +210,7 @@ def test_time_limit_requeues_and_canceled_job_does_not_restart(launch, capsys):
 
 def test_faulty_node_is_excluded(launch, undisturbed):
     (job,) = launch(env={'FAULTY_NODE': 'n2'})
-    assert job.wait() == 'COMPLETED', job.diagnostics()
+    job.wait()
     assert (job.field('ExcNodeList'), job.field('Restarts')) == ('n2', '1')
     # n2 may fail before the rank on n1 has written its node name.
     assert {'n2'} <= job.nodes(0) <= {'n1', 'n2'} and job.nodes(1) == {'n1', 'n3'}
@@ -228,7 +224,7 @@ def test_unreachable_node_is_replaced(launch, cluster, undisturbed):
     # Slurm itself does this after a timeout.
     cluster.call('scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test')
     try:
-        assert job.wait() == 'COMPLETED', job.diagnostics()
+        job.wait()
         # The first attempt ends on the unreachable node, and must not requeue the second.
         job.wait_until(lambda: 'attempt 0 exited' in job.log())
     finally:

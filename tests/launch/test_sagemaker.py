@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from object_store import ENVIRONMENT
 
 from diffusion.cli import main
 from diffusion.errors import UserError
@@ -13,17 +14,18 @@ from diffusion.launch.backends.base import Rendered
 from diffusion.launch.node_settings import fetch_secrets, secret_references
 from diffusion.runs import environment
 
-CREDENTIALS = {'AWS_ACCESS_KEY_ID': 'testing', 'AWS_SECRET_ACCESS_KEY': 'testing', 'AWS_DEFAULT_REGION': 'us-east-1'}
-STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
+
+@pytest.fixture
+def credentials(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
-def aws(monkeypatch):
+def aws(credentials):
     """AWS mocked by moto in this process; no request leaves it."""
     from moto import mock_aws
 
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
     with mock_aws():
         yield
 
@@ -96,7 +98,7 @@ def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
 def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):
     import boto3
 
-    path = write_spec('sagemaker', **STAGES)
+    path = write_spec('sagemaker', stages={name: {'overrides': {'name': name}} for name in ('one', 'two')})
     for _ in range(2):
         assert main(['launch', str(path)]) == 0
     client = boto3.client('sagemaker')
@@ -109,11 +111,10 @@ def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):
 
 
 def test_aws_error_is_one_line(write_spec, monkeypatch, capsys):
-    for name in CREDENTIALS:
+    for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
-    monkeypatch.setenv('AWS_CONFIG_FILE', 'none')
-    monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', 'none')
+    for name, value in {'EC2_METADATA_DISABLED': 'true', 'CONFIG_FILE': '-', 'SHARED_CREDENTIALS_FILE': '-'}.items():
+        monkeypatch.setenv(f'AWS_{name}', value)
     assert main(['launch', str(write_spec('sagemaker', backend={'region': 'us-east-1'}))]) == FAILED
     assert capsys.readouterr().err == 'error: SageMaker: Unable to locate credentials\n'
 
@@ -131,9 +132,7 @@ def test_node_fetches_secrets_by_name(aws):
         fetch_secrets({environment.SECRETS: 'KEY=training/none'})
 
 
-def test_unreachable_secrets_manager_is_retryable(monkeypatch, capsys):
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+def test_unreachable_secrets_manager_is_retryable(monkeypatch, capsys, credentials):
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
     monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
     monkeypatch.setenv(environment.SECRETS, 'KEY=training/key')

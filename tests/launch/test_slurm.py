@@ -62,36 +62,29 @@ def run_script(script: str, calls: Path, *, status: int, exits: str = '', restar
 
 @pytest.fixture
 def script(prepare):
-    def render(**changes):
-        return prepare('slurm', **changes)[1].files['job.sbatch']
-
-    return render
-
-
-@pytest.mark.parametrize('status', [1, 75, 137])
-def test_crash_and_preemption_are_requeued(status, script, slurm):
-    assert run_script(script(), slurm, status=status) == (status, [REQUEUE])
+    return lambda **changes: prepare('slurm', **changes)[1].files['job.sbatch']
 
 
 @pytest.mark.parametrize(
-    ('status', 'variables'),
+    ('status', 'variables', 'expected', 'requeued'),
     [
-        (0, {'exits': '0 n1\n0 n2\n'}),
-        (78, {}),
-        (143, {'STATE': 'CANCELLED'}),
+        (1, {}, 1, True),
+        (75, {}, 75, True),
+        (137, {}, 137, True),
+        (0, {'exits': '0 n1\n0 n2\n'}, 0, False),
+        (78, {}, 78, False),
+        (143, {'STATE': 'CANCELLED'}, 143, False),
         # A later attempt of the job runs or is queued.
-        (1, {'RESTARTS': '1'}),
-        pytest.param(1, {'RESTARTS': '1', 'STATE': 'PENDING'}, marks=pytest.mark.slow),
-        pytest.param(1, {'RESTARTS': '11', 'restarts': 1}, marks=pytest.mark.slow),
+        (1, {'RESTARTS': '1'}, 1, False),
+        pytest.param(1, {'RESTARTS': '1', 'STATE': 'PENDING'}, 1, False, marks=pytest.mark.slow),
+        pytest.param(1, {'RESTARTS': '11', 'restarts': 1}, 1, False, marks=pytest.mark.slow),
+        # The first failed node decides, and not those that srun has killed.
+        (143, {'exits': '78 n2\n143 n1\n'}, 78, False),
+        (143, {'exits': '0 n1\n75 n2\n143 n3\n'}, 75, True),
     ],
 )
-def test_completed_canceled_stale_or_mistaken_attempt_is_not_requeued(status, variables, script, slurm):
-    assert run_script(script(), slurm, status=status, **variables) == (status, [])
-
-
-def test_first_failed_node_decides_not_nodes_killed_by_srun(script, slurm):
-    assert run_script(script(), slurm, status=143, exits='78 n2\n143 n1\n') == (78, [])
-    assert run_script(script(), slurm, status=143, exits='0 n1\n75 n2\n143 n3\n') == (75, [REQUEUE])
+def test_crashed_and_preempted_attempts_alone_are_requeued(status, variables, expected, requeued, script, slurm):
+    assert run_script(script(), slurm, status=status, **variables) == (expected, [REQUEUE] * requeued)
 
 
 def test_bad_hardware_is_requeued_without_faulty_nodes(script, slurm):
@@ -121,11 +114,6 @@ def test_preemptions_use_up_no_restarts_but_hangs_do(script, slurm):
     assert run_script(text, slurm, status=75, exits=hang) == (75, [])
 
 
-def test_max_restarts_0_turns_requeueing_off(script, slurm):
-    text = script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False})
-    assert run_script(text, slurm, status=75) == (75, [])
-
-
 def test_whole_nodes_are_requested_with_all_of_their_memory(script):
     assert '#SBATCH --exclusive\n' in script() and '#SBATCH --mem=0\n' in script()
     partial = script(backend={'cpus_per_node': 8})
@@ -140,19 +128,18 @@ def test_unresponsive_controller_is_retried(script, slurm):
     assert code == 1 and REQUEUE not in calls_made and len(calls_made) < 60
 
 
-def test_user_defines_actions_by_exit_status(script, slurm):
+def test_user_defines_actions_by_exit_status_and_turns_requeueing_off(script, slurm):
     text = script(restart={'on_exit': {'3': 'stop', '78': 'retry'}, 'otherwise': 'stop'})
     assert [bool(run_script(text, slurm, status=status)[1]) for status in (3, 78, 1, 75)] == [False, True, False, True]
+    text = script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False})
+    assert run_script(text, slurm, status=75) == (75, [])
 
 
-def test_failing_setup_ends_the_job(script, slurm):
+def test_failing_setup_ends_the_job_and_its_syntax_errors_are_found(script, slurm, write_spec, capsys):
     text = script(backend={'setup': 'echo setup >> "$CALLS"\nfalse'})
     environment = os.environ | {'SLURM_JOB_ID': '7', 'SRUN_STATUS': '0'}
     assert subprocess.run(['bash'], input=text, env=environment, text=True, check=False).returncode == 1
     assert slurm.read_text() == 'setup\n'
-
-
-def test_syntax_error_in_setup_is_found(write_spec, capsys):
     path = write_spec('slurm', backend={'setup': 'if true; then'})
     assert main(['launch', str(path), '--dry-run']) == 2
     assert 'backend.setup: job.sbatch: ' in capsys.readouterr().err
@@ -176,14 +163,14 @@ def test_image_runs_through_pyxis_with_mounts_and_logs(prepare, slurm):
     _, rendered = prepare('slurm', image='registry.example.com#diffusion:latest', mounts=mounts, workdir='/workspace')
     (slurm.parent / 'logs').mkdir()
     (slurm.parent / 'bin' / 'srun').write_text('#!/bin/bash\nprintf "%s\\n" "$@" >> "$CALLS"\n')
-    environment = os.environ | {'SLURM_JOB_ID': '7'}
+    environment, logs = os.environ | {'SLURM_JOB_ID': '7'}, slurm.parent / 'logs'
     text = rendered.files['job.sbatch']
     subprocess.run(['bash'], input=text, cwd=slurm.parent, env=environment, text=True, check=True)
-    words = slurm.read_text().splitlines()
-    logs = slurm.parent / 'logs'
-    assert '--container-image=registry.example.com#diffusion:latest' in words
-    assert f'--container-mounts={logs}:{logs},/shared/runs:/workspace/runs' in words
-    assert '--container-workdir=/workspace' in words
+    assert {
+        '--container-image=registry.example.com#diffusion:latest',
+        f'--container-mounts={logs}:{logs},/shared/runs:/workspace/runs',
+        '--container-workdir=/workspace',
+    } <= {*slurm.read_text().splitlines()}
 
 
 def test_each_stage_depends_on_the_previous_one(write_spec, slurm, tmp_path, capsys):
@@ -192,8 +179,7 @@ def test_each_stage_depends_on_the_previous_one(write_spec, slurm, tmp_path, cap
     assert main(['launch', str(path)]) == 0
     calls = [line.split() for line in slurm.read_text().splitlines()]
     assert [Path(call[-1]).name for call in calls] == ['job-one.sbatch', 'job-two.sbatch', 'job-three.sbatch']
-    after = ['--dependency=afterok:101', '--dependency=afterok:102']
-    assert [call[2] for call in calls[1:]] == after
+    assert [call[2] for call in calls[1:]] == ['--dependency=afterok:101', '--dependency=afterok:102']
     assert all('--kill-on-invalid-dep=yes' in call for call in calls[1:])
     assert 'job-three: Slurm job 103' in capsys.readouterr().out
     assert (tmp_path / 'logs').is_dir(), 'Slurm does not create the folder of its logs'
@@ -227,25 +213,22 @@ def test_status_logs_and_cancel_select_by_job_name(write_spec, slurm, tmp_path, 
     assert capsys.readouterr().out.endswith('7 job RUNNING\n')
 
 
-def test_restart_count_is_not_inherited_by_new_job(write_spec, slurm, tmp_path, monkeypatch):
-    (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "$SLURM_RESTART_COUNT" >> "$CALLS"\necho 101\n')
+def test_restart_count_is_not_inherited_by_new_job_and_error_of_slurm_is_shown(
+    write_spec, slurm, tmp_path, monkeypatch, capsys
+):
+    path, sbatch = write_spec('slurm', backend={'logs': str(tmp_path / 'logs')}), tmp_path / 'bin' / 'sbatch'
+    sbatch.write_text('#!/bin/bash\necho "$SLURM_RESTART_COUNT" >> "$CALLS"\necho 101\n')
     monkeypatch.setenv('SLURM_RESTART_COUNT', '7')
-    assert main(['launch', str(write_spec('slurm', backend={'logs': str(tmp_path / 'logs')}))]) == 0
+    assert main(['launch', str(path)]) == 0
     assert slurm.read_text() == '0\n'
-
-
-def test_error_of_slurm_is_shown(write_spec, slurm, tmp_path, capsys):
-    (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
-    path = write_spec('slurm', backend={'logs': str(tmp_path / 'logs')})
+    sbatch.write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
     assert main(['launch', str(path)]) == FAILED
     assert 'sbatch --parsable' in (error := capsys.readouterr().err) and 'invalid partition' in error
 
 
 def test_stage_can_override_time_limit_and_nodes(write_spec):
-    stages = {
-        'one': {'overrides': {'name': 'one'}, 'nodes': 1, 'time_limit': '1h'},
-        'two': {'overrides': {'name': 'two'}},
-    }
+    stages: dict = {name: {'overrides': {'name': name}} for name in ('one', 'two')}
+    stages['one'] |= {'nodes': 1, 'time_limit': '1h'}
     path = write_spec('slurm', stages=stages, schedule={'time_limit': '2d'})
     first, second = check_jobs(load_job_spec(path), path).jobs
     assert (first.nodes, first.time_limit_seconds) == (1, 3600)

@@ -6,11 +6,11 @@ from diffusion.cli import main
 from diffusion.config.load import RecipeError
 from diffusion.config.load import load as load_recipe
 from diffusion.launch.job_checks import check_jobs, load_job_spec
+from tests.launch.specs import EVERY_BACKEND
 from tests.launch.test_quoting import octal_quoted, run_with_fakes, shell_script
 
 SECRET = 'vq8-Z1-not-to-be-seen'
 TEXT = '${oc.env:KEY}'
-BACKENDS = ('slurm', 'kubernetes', 'sagemaker', 'skypilot', 'mcli', 'local')
 SOURCES = {'kubernetes': 'aws/key', 'sagemaker': 'prod/key'}
 CPU = {'gpu': None, 'gpus_per_node': 1, 'nodes': 1}
 
@@ -20,10 +20,7 @@ def _variables(monkeypatch):
     monkeypatch.setenv('KEY', SECRET)
 
 
-@pytest.mark.parametrize(
-    'backend',
-    [each if each in ('slurm', 'kubernetes') else pytest.param(each, marks=pytest.mark.slow) for each in BACKENDS],
-)
+@EVERY_BACKEND
 def test_override_reaches_the_node_unresolved_and_is_resolved_there(backend, prepare, tmp_path):
     overrides = {'loggers': {'wandb': {'entity': f'a {TEXT}'}}, 'generate': {'prompts': [TEXT, r'\${lit}']}}
     overrides |= {'name': 'job', 'init_from': '${overrides.loggers.wandb.entity}'}
@@ -67,10 +64,9 @@ def test_secret_of_the_job_need_not_be_set_where_it_is_submitted(write_spec, mon
 
 def test_variable_that_the_nodes_would_not_have_is_reported(write_spec):
     path = write_spec('kubernetes', overrides={'loggers.wandb.entity': TEXT, 'loggers.wandb.group': '${oc.env:HOME}'})
-    with pytest.raises(RecipeError) as raised:
-        check_jobs(load_job_spec(path), path)
     message = 'loggers.wandb.entity: needs KEY, which the job does not set on its nodes; add KEY to env or secrets'
-    assert message in str(raised.value)
+    with pytest.raises(RecipeError, match=message) as raised:
+        check_jobs(load_job_spec(path), path)
     assert 'HOME' not in str(raised.value)
     path = write_spec('kubernetes', overrides={'loggers.wandb.entity': TEXT}, env={'KEY': 'x'})
     check_jobs(load_job_spec(path), path)

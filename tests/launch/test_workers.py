@@ -21,8 +21,12 @@ end_process(78)
 """
 
 
+def run(program: str) -> 'subprocess.CompletedProcess[str]':
+    return subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=30, check=False)
+
+
 def test_threads_and_handlers_end_before_the_process():
-    done = subprocess.run([sys.executable, '-c', PROGRAM], capture_output=True, text=True, timeout=30, check=False)
+    done = run(PROGRAM)
     assert (done.returncode, done.stdout.replace('\n', ''), done.stderr) == (78, 'mainthreadhandler', 'error')
 
 
@@ -43,7 +47,7 @@ end_process(7)
 
 def test_daemon_process_that_ignores_sigterm_does_not_keep_its_parent():
     """Like a worker of a data loader that did not end: multiprocessing would wait for it without a limit."""
-    done = subprocess.run([sys.executable, '-c', STUBBORN], capture_output=True, text=True, timeout=30, check=False)
+    done = run(STUBBORN)
     ready, child = done.stdout.split()
     assert (done.returncode, ready, done.stderr) == (7, 'ready', '')
     with pytest.raises(ProcessLookupError):

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 from object_store import Store
+from waiting import wait_until
 
 from diffusion.runs import attempts
-from diffusion.runs.attempts import (
-    Attempt,
-    Clock,
-    append_attempt,
-    has_begun,
-    newer_records,
-    read_attempts,
-    record_fault,
-)
+from diffusion.runs.attempts import Attempt, Clock, append_attempt, has_begun, newer_records, read_attempts
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 
 
@@ -44,7 +37,7 @@ def test_attempts_are_read_from_the_bucket_with_their_faults(url):
     begin = time.time()
     append_attempt(url, 'begin', Attempt(0, begin))
     append_attempt(url, 'end', Attempt(0, begin, begin + 10, cause='preempted'))
-    record_fault(url, 'gpu/7', 'Xid 79')
+    attempts.record_fault(url, 'gpu/7', 'Xid 79')
     assert has_begun(url)
     append_attempt(url, 'begin', Attempt(1, begin + 100))
     first, second = read_attempts(url)
@@ -53,10 +46,8 @@ def test_attempts_are_read_from_the_bucket_with_their_faults(url):
 
 def test_progress_replaces_the_progress_of_the_same_attempt(url, store):
     record_attempt(url, 0, 7, 'begin', 'progress', 'progress', 'progress')
-    assert [json.loads(line)['event'] for line in store.objects('home')['runs/run/attempts.jsonl'].splitlines()] == [
-        'begin',
-        'progress',
-    ]
+    lines = store.objects('home')['runs/run/attempts.jsonl'].splitlines()
+    assert [json.loads(line)['event'] for line in lines] == ['begin', 'progress']
     record_attempt(url, 0, 8, 'end')
     record_attempt(url, 1, 9, 'begin', 'progress')
     assert [each.last for each in read_attempts(url)] == [8, 9]
@@ -88,15 +79,11 @@ def test_record_is_kept_while_an_earlier_one_is_still_being_uploaded(url, store,
     before = len(store.requests)
     progress = threading.Thread(target=record_attempt, args=(url, 0, 6, 'progress'))
     progress.start()
-    while store.requests[before:] == []:  # until the slow upload has begun
-        time.sleep(0.01)
+    wait_until(lambda: store.requests[before:])  # until the slow upload has begun
     end = threading.Thread(target=record_attempt, args=(url, 0, 7, 'end'), daemon=True)
     end.start()
     (local,) = tmp_path.rglob('attempts.jsonl')
-    until = time.monotonic() + 1.0
-    while '"event": "end"' not in local.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: '"event": "end"' in local.read_text(), 1.0)
     assert progress.is_alive(), 'the upload has not ended yet'
     progress.join()
     end.join()

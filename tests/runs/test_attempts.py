@@ -4,16 +4,16 @@ import errno
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import press_twice_after
 
 from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
@@ -26,29 +26,10 @@ from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.workers import Outcome
-from diffusion.runs import attempts, environment
-from diffusion.runs.attempts import (
-    Attempt,
-    Clock,
-    append_attempt,
-    attempts_table,
-    read_attempts,
-    reason_to_give_up,
-    record_fault,
-    restarts_used,
-    time_breakdown,
-)
-from diffusion.runs.heartbeats import (
-    ATTEMPT_FOLDER_VARIABLE,
-    COLLECTIVE_MARGIN_SECONDS,
-    SAVING,
-    SLOW_WORK_FACTOR,
-    TRAINING,
-    Beat,
-    Watchdog,
-    collective_timeout,
-    early_timeout_warning,
-)
+from diffusion.runs import attempts, environment, heartbeats
+from diffusion.runs.attempts import Attempt, Clock, append_attempt, read_attempts, reason_to_give_up, time_breakdown
+from diffusion.runs.heartbeats import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat, Watchdog, collective_timeout
+from diffusion.training.training_run import TrainingRun
 
 
 def attempt(number, begin, first, last, **changes):
@@ -73,8 +54,6 @@ def test_last_complete_record_of_attempt_counts(tmp_path):
 
 
 def test_devices_are_recorded(tmp_path, monkeypatch):
-    from diffusion.training.training_run import TrainingRun
-
     monkeypatch.setenv('WORLD_SIZE', '16')
     run = TrainingRun(str(tmp_path), NotifyConfig())
     with run.held():
@@ -110,63 +89,52 @@ def test_report(tmp_path):
     for each in (attempt(0, 0.0, 0, 20, detail='rank 3 by SIGKILL'), attempt(1, 62.0, 15, 40, cause='done', status=0)):
         append_attempt(tmp_path, 'begin', each)
         append_attempt(tmp_path, 'end', each)
-    text = '\n'.join(attempts_table(read_attempts(tmp_path)))
-    assert '2 attempts' in text
+    text = '\n'.join(attempts.attempts_table(read_attempts(tmp_path)))
     assert re.findall(r'(?m)^ {2,}(\d) ', text) == ['1', '2'], 'counted from 1, as in the report'
-    assert 'batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1' in text
-    assert 'goodput 0.404 of 99.0 s: productive 40.0 s' in text
-    assert 'time lost (process failed): 47.0 s' in text
+    for part in (
+        '2 attempts',
+        'batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1',
+        'goodput 0.404 of 99.0 s: productive 40.0 s',
+        'time lost (process failed): 47.0 s',
+    ):
+        assert part in text
 
 
 def test_run_is_given_up_without_progress():
-    stuck = [attempt(number, 1000.0 * number, 40, 40) for number in range(3)]
-    assert (
-        reason_to_give_up(stuck, 100)
-        == 'the last 3 attempts ended after batch 40 (); fix the cause and delete this file'
-    )
+    stuck, quick = ([attempt(number, pause * number, 40, 40) for number in range(3)] for pause in (1000.0, 100.0))
+    reason = reason_to_give_up(stuck, 100)
+    assert reason == 'the last 3 attempts ended after batch 40 (); fix the cause and delete this file'
     assert reason_to_give_up(stuck[:2], 100) is None
-    assert reason_to_give_up([attempt(number, 100.0 * number, 40, 40) for number in range(3)], 100) is None, (
-        'shorter than STUCK_SECONDS'
-    )
+    assert reason_to_give_up(quick, 100) is None, 'shorter than STUCK_SECONDS'
     assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 41)], 100) is None, 'the run makes progress'
     assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 40, cause='preempted')], 100) is None
-    assert (
-        reason_to_give_up(stuck, 2)
-        == 'the run failed 3 times without progress (max_restarts: 2); fix the cause, then raise restart.max_restarts '
-        'or delete this file'
-    )
+    reason = 'the run failed 3 times without progress (max_restarts: 2); fix the cause, then raise restart.max_restarts'
+    assert reason_to_give_up(stuck, 2) == f'{reason} or delete this file'
     never = [Attempt(number, 1000.0 * number, 1000.0 * number + 9, cause='crash') for number in range(3)]
     assert 'ended before the first batch' in str(reason_to_give_up(never, 100))
 
 
 def test_attempts_with_progress_and_preemptions_use_up_no_restarts():
     advancing = [attempt(number, 1000.0 * number, 100 * number, 100 * number + 150) for number in range(50)]
-    assert restarts_used(advancing) == 1, 'only the last one, whose progress is not known yet'
+    assert attempts.restarts_used(advancing) == 1, 'only the last one, whose progress is not known yet'
     assert reason_to_give_up(advancing, 1) is None
     preempted = [attempt(number, 1000.0 * number, 0, 0, cause='preempted') for number in range(50)]
-    assert restarts_used(preempted) == 0
+    assert attempts.restarts_used(preempted) == 0
     assert reason_to_give_up([*preempted, *advancing], 1) is None
     # Batches that are never saved do not count as progress, however many they are.
     looping = [attempt(number, 10.0 * number, 0, 500 + number) for number in range(5)]
-    assert restarts_used(looping) == 5
+    assert attempts.restarts_used(looping) == 5
     assert 'the run failed 5 times without progress' in str(reason_to_give_up(looping, 4))
-    assert restarts_used([*looping, attempt(5, 60.0, 500, 501)]) == 1
+    assert attempts.restarts_used([*looping, attempt(5, 60.0, 500, 501)]) == 1
     by_hand = [replace(each, launched=False) for each in looping]
     assert reason_to_give_up(by_hand, 0) is None, 'python run.py has no restart budget'
 
 
 def test_repeated_hardware_faults_on_one_machine_end_the_run():
-    faults = [
-        attempt(
-            *(number, 1000.0 * number, 100 * number, 100 * number + 50),
-            **{'cause': 'hardware', 'machine': 'n7', 'detail': 'Xid 79'},
-        )
-        for number in range(3)
-    ]
-    assert reason_to_give_up(faults, 100) == (
-        'the last 3 attempts ended with bad hardware on n7 (Xid 79); replace or repair the machine, '
-        'and delete this file'
-    )
+    xid = {'cause': 'hardware', 'machine': 'n7', 'detail': 'Xid 79'}
+    faults = [attempt(number, 1000.0 * number, 100 * number, 100 * number + 50, **xid) for number in range(3)]
+    reason = 'the last 3 attempts ended with bad hardware on n7 (Xid 79); replace or repair the machine'
+    assert reason_to_give_up(faults, 100) == f'{reason}, and delete this file'
     assert reason_to_give_up(faults[:2], 100) is None
     assert reason_to_give_up([*faults[:2], replace(faults[2], machine='n8')], 100) is None
     assert reason_to_give_up([*faults, attempt(3, 4000.0, 300, 350, cause='preempted')], 100) is None
@@ -177,7 +145,7 @@ def test_fault_that_another_node_recorded_names_its_machine(tmp_path):
     append_attempt(tmp_path, 'begin', attempt(0, begin - 5000, 0, 5))
     append_attempt(tmp_path, 'end', attempt(0, begin - 5000, 0, 5, cause='preempted'))
     append_attempt(tmp_path, 'end', attempt(1, begin - 100, 0, 5, cause='preempted', detail='preflight'))
-    record_fault(tmp_path, 'gpu/7', 'preflight: 7 of 8 GPUs')
+    attempts.record_fault(tmp_path, 'gpu/7', 'preflight: 7 of 8 GPUs')
     (tmp_path / 'faults' / '0.json').write_text('{"at": 1')
     append_attempt(tmp_path, 'begin', Attempt(2, begin + 100))
     first, second, third = read_attempts(tmp_path)
@@ -189,7 +157,7 @@ def test_fault_belongs_to_the_attempt_that_it_ended_and_not_to_a_quick_restart(t
     begin = time.time()
     append_attempt(tmp_path, 'begin', Attempt(0, begin - 500))
     append_attempt(tmp_path, 'end', Attempt(0, begin - 500, begin + 1, cause='preempted'))
-    record_fault(tmp_path, 'gpu7', 'Xid 79')
+    attempts.record_fault(tmp_path, 'gpu7', 'Xid 79')
     append_attempt(tmp_path, 'end', Attempt(1, begin + 5, begin + 500, cause='crash'))
     assert [each.cause for each in read_attempts(tmp_path)] == ['hardware', 'crash']
 
@@ -278,54 +246,35 @@ def test_collectives_time_out_after_every_limit_of_the_watchdog(hang_seconds, st
     for found in beats(*itertools.accumulate(steps), doing=doing):
         watchdog.check(found, found[0].at)
     environ = {environment.HANG_SECONDS: repr(hang_seconds), ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'}
-    assert collective_timeout(environ) >= watchdog.limit() + COLLECTIVE_MARGIN_SECONDS
+    assert collective_timeout(environ) >= watchdog.limit() + heartbeats.COLLECTIVE_MARGIN_SECONDS
 
 
-def test_default_timeout_of_collectives():
+def test_default_timeout_of_collectives_and_warning_of_a_shorter_one_with_both_values():
     assert collective_timeout({ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'}) == 4 * 900 + 60
     assert collective_timeout({}) == collective_timeout({environment.HANG_SECONDS: '5'}) == 1800
     for wrong in ('soon', '0', '-1', 'inf', 'nan'):
         with pytest.raises(UserError, match=f"DIFFUSION_HANG_SECONDS: '{wrong}' is not a number of seconds above 0"):
             collective_timeout({environment.HANG_SECONDS: wrong, ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'})
-
-
-def test_timeout_shorter_than_the_watchdog_is_reported_with_both_values():
-    assert early_timeout_warning(3661, 900) is None
-    warning = str(early_timeout_warning(300, 900))
+    assert heartbeats.early_timeout_warning(3661, 900) is None
+    warning = str(heartbeats.early_timeout_warning(300, 900))
     assert 'trainer.dist_timeout: 300 s is shorter than the watchdog' in warning and '900 s (3600 s for slow' in warning
     assert 'so all hangs end as a failed collective' in warning and 'remove dist_timeout, which gives 3660 s' in warning
-    assert 'so hangs in saves, evaluations and the first batch end' in str(early_timeout_warning(1800, 900))
+    assert 'so hangs in saves, evaluations and the first batch end' in str(heartbeats.early_timeout_warning(1800, 900))
 
 
-@pytest.mark.parametrize(
-    ('found', 'begin'),
-    [
-        ({}, 0.0),
-        # The first batch waits for cold shards and for the compiler.
-        ({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0),
-        ({0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}, 50.0),
-    ],
-    ids=['start', 'first batch', 'save'],
-)
-def test_watchdog_waits_longer_for_start_and_save(found, begin):
-    watchdog, limit = Watchdog(0.0, hang_seconds=30.0), 30.0 * SLOW_WORK_FACTOR
-    assert watchdog.check(found, begin + limit - 1) is None
-    assert watchdog.check(found, begin + limit + 1) is not None
+def test_watchdog_waits_longer_for_the_start_the_first_batch_and_saves():
+    watchdog, limit = Watchdog(0.0, hang_seconds=30.0), 30.0 * heartbeats.SLOW_WORK_FACTOR
+    # The first batch waits for cold shards and for the compiler.
+    first = {0: Beat(10.0, 4, TRAINING, 4, 10.0)}
+    saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
+    for found, begin in (({}, 0.0), (first, 10.0), (saving, 50.0)):
+        assert watchdog.check(found, begin + limit - 1) is None
+        assert watchdog.check(found, begin + limit + 1) is not None
 
 
-@pytest.mark.parametrize(
-    ('reported', 'codes', 'expected'),
-    [
-        ([0, 0], [0, 0], 0),
-        ([75, 1], [75, 1], 75),
-        ([1, 75], [75, 1], 1),
-        ([75, 78], [75, 78], 78),
-        ([0], [0, -9], 1),
-        ([], [1, 1], 1),
-    ],
-)
-def test_exit_status_of_job_is_that_of_failure_elsewhere(reported, codes, expected):
-    assert job_exit_status(reported, codes) == expected
+def test_exit_status_of_job_is_that_of_failure_elsewhere():
+    reported = [([0, 0], [0, 0]), ([75, 1], [75, 1]), ([1, 75], [75, 1]), ([75, 78], [75, 78]), ([0], [0, -9])]
+    assert [job_exit_status(*each) for each in [*reported, ([], [1, 1])]] == [0, 75, 1, 78, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -414,13 +363,8 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
     assert status_and_message(composer_saves, environ) == (0, ''), 'the checkpoints are in another folder'
 
 
-def test_record_of_earlier_attempts_that_cannot_be_read_ends_the_attempt_with_a_message(
-    write_recipe, monkeypatch, capsys
-):
-    def stale(run):
-        raise OSError(errno.ESTALE, 'Stale file handle')
-
-    monkeypatch.setattr(attempts, 'read_attempts', stale)
+def test_record_that_cannot_be_read_ends_the_attempt_with_a_message(write_recipe, monkeypatch, capsys):
+    monkeypatch.setattr(attempts, 'read_attempts', Mock(side_effect=OSError(errno.ESTALE, 'Stale file handle')))
     recipe = load(write_recipe())
     node = Node(NodePosition('local', 0, 1, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], recipe, {})
     assert node.run() == FAILED
@@ -453,19 +397,11 @@ while True:
     time.sleep(0.1)
 """
     monkeypatch.setattr(local, 'GRACE_SECONDS', 3.0)
-    command = [sys.executable, '-c', program]
-    monkeypatch.setattr(
-        LocalJob,
-        '_start',
-        lambda self, rank, variables: subprocess.Popen(command, env=os.environ | variables, cwd=tmp_path),
-    )
 
-    def press_twice():
-        while not (tmp_path / 'ready').exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.6)
-        os.kill(os.getpid(), signal.SIGINT)
+    def start(job, rank, variables):
+        return subprocess.Popen([sys.executable, '-c', program], env=os.environ | variables, cwd=tmp_path)
 
-    threading.Thread(target=press_twice, daemon=True).start()
+    monkeypatch.setattr(LocalJob, '_start', start)
+
+    press_twice_after(tmp_path / 'ready')
     assert LocalJob(checked.jobs[0]).run() == 130

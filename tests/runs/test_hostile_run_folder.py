@@ -10,9 +10,9 @@ from diffusion.cli import main
 
 ATTEMPT = {'event': 'end', 'at': 2.0, 'number': 0, 'begin': 1.0, 'end': 2.0, 'cause': 'crash'}
 OWNER = {'token': 't', 'job': 'j', 'number': '', 'attempt': 1, 'host': 'h', 'machine': '', 'pid': 1, 'started': ''}
-OWNER |= {'since': 1.0}
 LOSS = '{"step": 1, "loss/train/total": 2.0}\n'
 SEQUENCE = '\x1b[2J\x1b]0;title\x07\u202e'
+HOSTILE_RECIPE = json.dumps({'trainer': {'max_duration': SEQUENCE}})
 
 
 def record(**changes):
@@ -20,14 +20,12 @@ def record(**changes):
 
 
 def lock(**changes):
-    return json.dumps({'owner': OWNER | changes})
+    return json.dumps({'owner': OWNER | {'since': 1.0} | changes})
 
 
 FILES = {
     'control sequences in an attempt': {'attempts.jsonl': record(detail=SEQUENCE, cause=SEQUENCE)},
-    'wrong types in attempts': {
-        'attempts.jsonl': record(begin='b', end=[]) + '\n' + record(cause={}) + '\n' + record()
-    },
+    'wrong types in attempts': {'attempts.jsonl': f'{record(begin="b", end=[])}\n{record(cause={})}\n{record()}'},
     'no records': {'attempts.jsonl': '[1]\n5\nnull\n"x"\n{}\n'},
     'deep nesting in attempts': {'attempts.jsonl': '[' * 50_000 + '\n' + '[' * 200_000},
     'attempts that are not text': {'attempts.jsonl': b'\xff\xfe\n'},
@@ -39,10 +37,7 @@ FILES = {
     'wrong types in metrics': {'metrics.jsonl': '{"step": 1, "loss/train/total": "x"}\n5\n{"step": 1e999}\n[]\n'},
     'deep nesting in metrics': {'metrics.jsonl': '[' * 60_000},
     'a pipe as metrics': {'metrics.jsonl': None},
-    'control sequences in a recipe': {
-        'metrics.jsonl': LOSS,
-        'recipe.yaml': json.dumps({'trainer': {'max_duration': SEQUENCE}}),
-    },
+    'control sequences in a recipe': {'metrics.jsonl': LOSS, 'recipe.yaml': HOSTILE_RECIPE},
     'a recipe that is none': {'metrics.jsonl': LOSS, 'recipe.yaml': ':::\x00'},
     'a pipe as recipe': {'metrics.jsonl': LOSS, 'recipe.yaml': None},
     'control sequences in a lock': {'run.lock': lock(host=SEQUENCE, job=SEQUENCE)},

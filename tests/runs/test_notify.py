@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from forkserver import ROOT, SOCKET
 from local_server import LocalServer
 from ranks import free_port
 
+from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.config.load import RecipeError, load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.launch.job_checks import check_jobs, load_job_spec
@@ -25,6 +27,8 @@ from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.notify import Notifier
 from diffusion.runs.run_lock import LOCK_HELD_VARIABLE
 from diffusion.runs.run_status import inspect_run
+from diffusion.training import train
+from diffusion.training.training_run import TrainingRun
 from tests.launch.test_local import write_files
 
 SECRET = '/services/T000/B000/not-for-any-log'
@@ -76,29 +80,28 @@ def notifier(hook, tmp_path, monkeypatch) -> Callable[..., Notifier]:
     return make
 
 
-def test_message_has_text_for_slack_and_fields_for_programs(hook, notifier):
-    sender = notifier()
-    sender.send('ended', 'ended: preempted', cause='preempted', status=75)
+def send(sender: Notifier, *events: str, text: str = 'text', **fields: Any) -> None:
+    """Send messages, and wait until they are delivered or given up."""
+    for event in events:
+        sender.send(event, text, **fields)
     sender.close()
+
+
+def test_message_has_text_for_slack_and_fields_for_programs(hook, notifier):
+    send(notifier(), 'ended', text='ended: preempted', cause='preempted', status=75)
     (message,) = hook.messages
-    assert message['text'] == 'phase1: ended: preempted'
     expected = {'event': 'ended', 'run': 'phase1', 'attempt': 3, 'cause': 'preempted', 'status': 75}
-    assert expected.items() <= message.items()
+    assert (expected | {'text': 'phase1: ended: preempted'}).items() <= message.items()
 
 
 def test_each_event_is_sent_once_and_only_if_the_recipe_lists_it(hook, notifier):
-    sender = notifier(events=['hang', 'ended'])
-    for event in ('started', 'hang', 'hang', 'ended'):
-        sender.send(event, 'text')
-    sender.close()
+    send(notifier(events=['hang', 'ended']), 'started', 'hang', 'hang', 'ended')
     assert sorted(hook.events()) == ['ended', 'hang']
 
 
 def test_server_error_is_retried(hook, notifier, caplog):
     hook.replies = [500, 503]
-    sender = notifier()
-    sender.send('hang', 'text')
-    sender.close()
+    send(notifier(), 'hang')
     assert hook.events() == ['hang'] * 3
     assert not caplog.records
 
@@ -136,9 +139,7 @@ def test_end_of_a_process_waits_a_bounded_time_and_names_what_is_not_delivered(h
 def test_command_gets_the_message_on_its_stdin_without_a_shell(hook, notifier, tmp_path, caplog):
     out = tmp_path / 'a message.json'
     program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    sender = notifier(command=f'{sys.executable} -c "{program}" "{out}"')
-    sender.send('hang', '$(touch stolen) `id`; text')
-    sender.close()
+    send(notifier(command=f'{sys.executable} -c "{program}" "{out}"'), 'hang', text='$(touch stolen) `id`; text')
     assert json.loads(out.read_text())['text'] == 'phase1: $(touch stolen) `id`; text'
     assert hook.events() == ['hang']
     for command, reason in {
@@ -147,16 +148,12 @@ def test_command_gets_the_message_on_its_stdin_without_a_shell(hook, notifier, t
         'echo "not-for-any-log': 'bad quotes',
     }.items():
         caplog.clear()
-        sender = notifier(command=command)
-        sender.send('hang', 'text')
-        sender.close()
+        send(notifier(command=command), 'hang')
         assert reason in caplog.text and 'not-for-any-log' not in caplog.text
 
 
 def test_variable_that_is_not_set_is_named(tmp_path, caplog):
-    sender = Notifier(NotifyConfig(webhook='HOOK'), tmp_path, {})
-    sender.send('hang', 'text')
-    sender.close()
+    send(Notifier(NotifyConfig(webhook='HOOK'), tmp_path, {}), 'hang')
     assert 'notify.webhook: the environment variable HOOK is not set; no message is sent' in caplog.text
 
 
@@ -200,15 +197,10 @@ def test_launch_requires_that_the_job_has_the_variable(write_spec):
     assert check_jobs(load_job_spec(path), path, environ={'HOOK': 'x'}).missing_secrets == ()
 
 
-@pytest.fixture
-def job(tmp_path, tiny_recipe) -> Path:
-    """Spec of a local job of two nodes for 8 batches, whose recipe sends messages."""
-    recipe = tiny_recipe(tmp_path / 'runs', name='sent', notify={'webhook': 'HOOK'})
-    return write_files(tmp_path, 'sent', recipe, nodes=2, gpus_per_node=1, secrets={'HOOK': None})[0]
-
-
 @pytest.mark.slow
-def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hook, job, forkserver, tmp_path):
+def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hook, tiny_recipe, forkserver, tmp_path):
+    recipe = tiny_recipe(tmp_path / 'runs', name='sent', notify={'webhook': 'HOOK'}, small=True)
+    job, _ = write_files(tmp_path, 'sent', recipe, nodes=2, gpus_per_node=1, secrets={'HOOK': None})
     environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'HOOK': hook.url}
     command = [sys.executable, '-m', 'diffusion', 'launch', str(job)]
     with (tmp_path / 'log').open('wb') as log:
@@ -225,23 +217,13 @@ def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hoo
 
 
 def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe, monkeypatch):
-    from diffusion.callbacks.loss_guard import LossGuard
-    from diffusion.checkpointing.checkpointer import Checkpointer
-    from diffusion.training.train import train
-    from diffusion.training.training_run import TrainingRun
-
     monkeypatch.setenv('HOOK', hook.url)
-    path = write_recipe(notify={'webhook': 'HOOK'})
+    path = write_recipe(notify={'webhook': 'HOOK'}, small=True)
     recipe = load(path, ['trainer.max_duration=2ba'])
-    train(recipe).close()
-
-    def fail(*arguments):
-        raise RuntimeError('out of memory')
-
-    monkeypatch.setattr('diffusion.training.train.build_trainer', fail)
-    longer = load(path, ['trainer.max_duration=3ba'])
+    train.train(recipe).close()
+    monkeypatch.setattr(train, 'build_trainer', Mock(side_effect=RuntimeError('out of memory')))
     with pytest.raises(RuntimeError, match='out of memory'):
-        train(longer)
+        train.train(load(path, ['trainer.max_duration=3ba']))
     assert [message['text'] for message in hook.messages] == [
         'run: started attempt 0',
         'run: ended: completed',
@@ -266,8 +248,6 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
 
 
 def test_training_process_of_a_launched_job_sends_the_number_of_the_attempt(hook, write_recipe, monkeypatch):
-    from diffusion.training import train
-
     for name, value in {'HOOK': hook.url, LOCK_HELD_VARIABLE: '1', notify.NUMBER_VARIABLE: '4'}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, '_train', lambda recipe, run: run.notifier.send('loss_guard', 'nan'))

@@ -50,9 +50,7 @@ def test_rank_of_a_node_spins_shortly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('given', 'expected'),
-    [({}, '1500'), ({'GOMP_SPINCOUNT': '70'}, '70'), ({'OMP_WAIT_POLICY': 'PASSIVE'}, '0')],
-    ids=['nothing set', 'spin set', 'policy set'],
+    ('given', 'expected'), [({}, '1500'), ({'GOMP_SPINCOUNT': '70'}, '70'), ({'OMP_WAIT_POLICY': 'PASSIVE'}, '0')]
 )
 def test_libgomp_has_the_short_spin_unless_the_user_chose_a_wait(tmp_path, given, expected):
     program = write(tmp_path, 'program.py', 'import diffusion\nload_libgomp()')

@@ -10,22 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from waiting import wait_until
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.runs import environment, run_lock
-from diffusion.runs.run_lock import (
-    LOCK,
-    RELEASED,
-    UNREADABLE,
-    LockContent,
-    Owner,
-    RunLock,
-    RunLocked,
-    hold_run_lock,
-    owner_of,
-)
+from diffusion.runs.run_lock import LOCK, RELEASED, LockContent, Owner, RunLock, RunLocked, hold_run_lock, owner_of
 from diffusion.storage import object_store
 from diffusion.storage.retry import PreconditionFailed
 from tests.data.processes import Forked
@@ -60,24 +52,20 @@ FOLDER_BY_DEFAULT = pytest.mark.parametrize(
 """Mark for tests that do not depend on the place of the lock: a lock object takes several times as long as a file."""
 
 
-def wait_for(condition, seconds=20.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def lock_owner(run: Run) -> Owner | None:
-    return owner_of(run)
-
-
 def lock_text(run: Run) -> str | None:
     return run_lock.read_lock(RunLock(run))
 
 
 def wait_until_held(run: Run) -> None:
     """Wait until the lock was refreshed: only then has its owner seen that it holds the lock."""
-    wait_for(lambda: (text := lock_text(run)) and '"count": 0,' not in text)
+    wait_until(lambda: (text := lock_text(run)) and '"count": 0,' not in text)
+
+
+def assert_locked(run: Run, match: str, environ: dict[str, str] = JOB, **settings) -> RunLocked:
+    """Assert that a job cannot take the lock, and return the error."""
+    with pytest.raises(RunLocked, match=match) as raised:
+        hold_run_lock(run, environ, **settings).__enter__()
+    return raised.value
 
 
 def write_text(run: Run, text: str) -> None:
@@ -120,24 +108,25 @@ def refreshed_lock():
         thread.join()
 
 
-def hold_as(run, environ):
-    with hold_run_lock(run, environ):
-        time.sleep(1000)
+def hold_forever(run, environ: dict[str, str] | None = None) -> Forked:
+    """Start a process that holds the lock."""
 
+    def hold() -> None:
+        with hold_run_lock(run, environ or {}):
+            time.sleep(1000)
 
-def hold_forever(run):
-    hold_as(run, {})
+    return Forked(hold)
 
 
 def test_lock_is_refreshed_and_released_by_owner(run):
     with hold_run_lock(run, {}) as owner:
         first = lock_text(run)
-        assert lock_owner(run) == owner
-        wait_for(lambda: lock_text(run) not in ('', first))
+        assert owner_of(run) == owner
+        wait_until(lambda: lock_text(run) not in ('', first))
     assert lock_text(run) is None
     assert not isinstance(run, Path) or not list(run.iterdir())
     with hold_run_lock(run, {}) as owner:
-        assert lock_owner(run) == owner
+        assert owner_of(run) == owner
 
 
 @pytest.mark.parametrize(
@@ -164,20 +153,17 @@ def test_release_ends_although_the_storage_hangs(request, tmp_path, monkeypatch,
 
 
 def test_live_owner_on_same_machine_is_refused_without_waiting(run):
-    other = Forked(lambda: hold_forever(run))
+    other = hold_forever(run)
     try:
-        wait_for(lambda: lock_owner(run))
+        wait_until(lambda: owner_of(run))
         begin = time.monotonic()
-        with pytest.raises(
-            RunLocked, match=rf'run\.lock: process {other.pid} on .*, trains this run; .*name='
-        ) as raised:
-            hold_run_lock(run, {}).__enter__()
+        error = assert_locked(run, rf'run\.lock: process {other.pid} on .*, trains this run; .*name=', {})
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
-        assert isinstance(raised.value, ValueError)
+        assert isinstance(error, ValueError)
     finally:
         other.kill()
     with hold_run_lock(run, {}):
-        found = lock_owner(run)
+        found = owner_of(run)
         assert found is not None and found.pid == os.getpid(), 'the lock of a killed owner is taken immediately'
 
 
@@ -209,9 +195,7 @@ def test_unchanged_lock_of_other_machine_is_taken_after_timeout(run, content):
 @pytest.mark.parametrize('other', [{environment.JOB: 'another'}, JOB | {'SLURM_JOB_ID': '8'}])
 def test_changing_lock_of_other_machine_is_refused(run, refreshed_lock, other):
     refreshed_lock(run, environ=other)
-    with pytest.raises(RunLocked, match=r'job .*, process 1 on far') as raised:
-        hold_run_lock(run, JOB).__enter__()
-    assert not raised.value.retry
+    assert not assert_locked(run, r'job .*, process 1 on far').retry
 
 
 @FOLDER_BY_DEFAULT
@@ -228,19 +212,16 @@ def test_job_with_same_name_waits_for_other_to_end(run, refreshed_lock, monkeypa
     monkeypatch.setattr(run_lock, 'SAME_JOB_SECONDS', 1.0)
     refreshed_lock(run, environ=JOB | other)
     begin = time.monotonic()
-    with pytest.raises(RunLocked, match='job phase1') as raised:
-        hold_run_lock(run, JOB).__enter__()
-    assert time.monotonic() - begin > 1.0 and raised.value.retry
+    assert assert_locked(run, 'job phase1').retry and time.monotonic() - begin > 1.0
     assert capsys.readouterr().err.count('holds the lock; waiting for it to end') == 1
 
 
 @FOLDER_BY_DEFAULT
 def test_job_with_same_name_waits_less_on_same_machine(run):
-    other = Forked(lambda: hold_as(run, JOB))
-    wait_for(lambda: lock_owner(run))
+    other = hold_forever(run, JOB)
+    wait_until(lambda: owner_of(run))
     begin = time.monotonic()
-    with pytest.raises(RunLocked, match='job phase1'):
-        hold_run_lock(run, JOB).__enter__()
+    assert_locked(run, 'job phase1')
     assert time.monotonic() - begin >= run_lock.STALE_SECONDS
     threading.Timer(0.1, lambda: os.kill(other.pid, signal.SIGKILL)).start()
     with hold_run_lock(run, JOB):
@@ -250,41 +231,39 @@ def test_job_with_same_name_waits_less_on_same_machine(run):
 @FOLDER_BY_DEFAULT
 def test_waiting_stops_on_request(run, refreshed_lock):
     refreshed_lock(run)
-    with pytest.raises(RunLocked):
-        hold_run_lock(run, JOB, stopped=lambda: True).__enter__()
+    assert_locked(run, r'run\.lock', stopped=lambda: True)
 
 
 def test_owner_that_lost_lock_exits_without_writing(run):
-    first = Forked(lambda: hold_forever(run))
+    first = hold_forever(run)
     wait_until_held(run)
     # Suspended, like a machine during migration, and taken for dead.
     os.kill(first.pid, signal.SIGSTOP)
     other = other_owner(run)
     os.kill(first.pid, signal.SIGCONT)
     assert first.wait() == CONFIG_ERROR
-    assert lock_owner(run) == other
+    assert owner_of(run) == other
 
 
 @pytest.mark.slow
 def test_owner_whose_lock_was_taken_and_released_meanwhile_exits(bucket_run):
-    first = Forked(lambda: hold_forever(bucket_run))
+    first = hold_forever(bucket_run)
     wait_until_held(bucket_run)
     os.kill(first.pid, signal.SIGSTOP)
     write_text(bucket_run, RELEASED)
     os.kill(first.pid, signal.SIGCONT)
     assert first.wait() == CONFIG_ERROR
-    assert lock_owner(bucket_run) is None, 'nothing was written over it'
+    assert owner_of(bucket_run) is None, 'nothing was written over it'
 
 
 def test_lock_that_is_released_while_it_is_watched_is_taken(run):
     """The release is a change of a live owner, but no reason to refuse the next job."""
     other_owner(run)
-    release = threading.Timer(
-        0.2, lambda: (run / LOCK).unlink() if isinstance(run, Path) else write_text(run, RELEASED)
-    )
+    do = (run / LOCK).unlink if isinstance(run, Path) else lambda: write_text(run, RELEASED)
+    release = threading.Timer(0.2, do)
     release.start()
     with hold_run_lock(run, {}):
-        found = lock_owner(run)
+        found = owner_of(run)
         assert found is not None and found.pid == os.getpid()
     release.join()
 
@@ -295,7 +274,7 @@ def test_content_after_a_fault_of_the_storage_is_no_evidence_of_a_live_owner(tmp
 
     def read(lock: RunLock, *, patient: bool = False) -> LockContent | None:
         reads.append(1)
-        return UNREADABLE if len(reads) == 1 else plain(lock)
+        return run_lock.UNREADABLE if len(reads) == 1 else plain(lock)
 
     monkeypatch.setattr(RunLock, 'read', read)
     with hold_run_lock(tmp_path, {}):
@@ -313,17 +292,14 @@ def test_bug_in_a_refresh_does_not_end_the_refreshes(bucket_run, monkeypatch, ca
 
     monkeypatch.setattr(RunLock, 'read', read)
     with hold_run_lock(bucket_run, {}):
-        wait_for(lambda: len(calls) > 6)
+        wait_until(lambda: len(calls) > 6)
         first = lock_text(bucket_run)
-        wait_for(lambda: lock_text(bucket_run) != first)
+        wait_until(lambda: lock_text(bucket_run) != first)
     assert "can't start new thread; the lock of the run is not refreshed meanwhile" in capsys.readouterr().err
 
 
 def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeypatch):
-    def write(lock: RunLock, *arguments, **keywords) -> None:
-        raise PreconditionFailed('412')
-
-    monkeypatch.setattr(RunLock, 'write', write)
+    monkeypatch.setattr(RunLock, 'write', Mock(side_effect=PreconditionFailed('412')))
     with pytest.raises(OSError, match='changed at each of 10 tries to take it'):
         hold_run_lock(bucket_run, {}).__enter__()
 
@@ -346,7 +322,7 @@ def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_
         ready = tmp_path / f'ready-{os.getpid()}'
         if not ready.exists():
             ready.touch()
-            wait_for(lambda: len(list(tmp_path.glob('ready-*'))) == 4)
+            wait_until(lambda: len(list(tmp_path.glob('ready-*'))) == 4)
         write(lock, *arguments, **keywords)
 
     monkeypatch.setattr(RunLock, 'write', write_together)
@@ -355,7 +331,7 @@ def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_
         try:
             with hold_run_lock(bucket_run, {}):
                 (tmp_path / f'holds-{os.getpid()}').touch()
-                wait_for(lambda: len(list(tmp_path.glob('refused-*'))) == 3)
+                wait_until(lambda: len(list(tmp_path.glob('refused-*'))) == 3)
         except RunLocked:
             (tmp_path / f'refused-{os.getpid()}').touch()
 
@@ -375,11 +351,11 @@ def test_lock_whose_every_answer_was_lost_is_recognized_by_its_token(bucket_run)
 def test_store_that_fails_for_a_while_is_said_once_and_ends_nothing(bucket_run, store, capsys, words, what):
     with hold_run_lock(bucket_run, {}) as owner:
         fault = store.fail(f'{words} run.lock', what)
-        wait_for(lambda: fault.times < ALWAYS - 3)
+        wait_until(lambda: fault.times < ALWAYS - 3)
         store.faults.clear()
         first = lock_text(bucket_run)
-        wait_for(lambda: lock_text(bucket_run) != first)
-        assert lock_owner(bucket_run) == owner
+        wait_until(lambda: lock_text(bucket_run) != first)
+        assert owner_of(bucket_run) == owner
     err = capsys.readouterr().err
     assert err.count('the lock of the run is not refreshed meanwhile') == 1
     assert err.startswith(f'warning: {bucket_run}/run.lock: '), err
@@ -410,14 +386,13 @@ def test_outage_of_the_store_is_no_evidence_that_an_owner_is_dead(bucket_run, st
     assert time.monotonic() - polls[3] >= run_lock.STALE_SECONDS
 
 
-def test_store_that_stops_responding_ends_the_wait_with_an_error(bucket_run, store):
+def test_store_that_stops_responding_or_refuses_access_is_an_error(bucket_run, store):
     other_owner(bucket_run)
     lock = PolledLock(bucket_run, lambda: store.fail('run.lock', 500))
     with pytest.raises(OSError, match=r's3://home/runs/run/run\.lock: cannot be read for'):
         run_lock._wait_until_free(lock, Owner.current({}), lambda: False)
-
-
-def test_store_that_refuses_access_is_an_error_before_the_run(bucket_run, store):
+    store.faults.clear()
+    write_text(bucket_run, RELEASED)
     store.fail('PUT run.lock', 403)
     with pytest.raises(ValueError, match=r'run\.lock: the store refuses access \(403\)'):
         hold_run_lock(bucket_run, {}).__enter__()
@@ -431,7 +406,7 @@ def test_lock_object_that_a_later_attempt_took_during_the_release_stays(bucket_r
     assert seen is not None
     with pytest.raises(PreconditionFailed):
         lock.release(seen)
-    assert lock_owner(bucket_run) == other
+    assert owner_of(bucket_run) == other
 
 
 def test_unwritable_run_folder_is_reported(write_recipe, tmp_path):

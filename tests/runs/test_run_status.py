@@ -2,15 +2,13 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from diffusion.cli import main
 from diffusion.errors import UserError
@@ -22,6 +20,7 @@ from diffusion.runs.run_status import format_report, inspect_run, last_loss
 from diffusion.runs.stop_signals import describe_loss
 from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
+from tests.data.processes import Forked
 
 
 def report(run: Path | str) -> str:
@@ -58,14 +57,10 @@ def test_status_has_batch_loss_checkpoint_and_process(run):
 
 
 def test_status_tells_that_the_process_was_killed(run):
-    program = 'import sys, time, pathlib; from diffusion.runs import run_lock\n'
-    program += 'with run_lock.hold_run_lock(pathlib.Path(sys.argv[1])): print("held", flush=True); time.sleep(100)'
-    process = subprocess.Popen([sys.executable, '-c', program, str(run)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b'held\n'
-    assert ': running\n' in report(run)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    lock = run_lock.hold_run_lock(run)
+    process = Forked(lambda: (lock.__enter__(), time.sleep(100)))
+    wait_until(lambda: ': running\n' in report(run))
+    process.kill()
     assert f'process {process.pid} on ' in report(run)
     assert 'ended without releasing the run' in report(run)
 
@@ -124,25 +119,21 @@ def test_running_job_shows_speed_time_left_and_each_node(run):
     assert ended.startswith(f'{run}: ended, ended without a report\n') and 'batches/s' not in ended
 
 
-def test_hung_job_is_reported_as_silent(run):
-    with run_lock.hold_run_lock(run):
-        write_status(run, training(0, 3001), since_batch=240.0)
-        write_status(run, training(1, 3000), since_batch=241.0)
-        assert report(run).startswith(f'{run}: silent, no batch for 4.0 min\n')
-        write_status(run, training(0, 3001, seconds_per_batch=30.0), since_batch=240.0)
-        assert inspect_run(run).state == 'running', 'less than ten batches'
-
-
 def test_job_before_its_first_batch_is_starting(run):
     with run_lock.hold_run_lock(run):
         append_attempt(run, 'begin', Attempt(0, time.time() - 5))
         assert report(run).startswith(f'{run}: starting\n') and 'no batch; running' in report(run)
 
 
-def test_status_of_another_owner_does_not_count(run):
+def test_job_is_starting_whatever_an_earlier_one_has_left_and_silent_when_it_hangs(run):
     write_status(run, training(0, 10, nodes=1, owner='an earlier job'), since_batch=0.0)
     with run_lock.hold_run_lock(run):
         assert inspect_run(run).state == 'starting'
+        write_status(run, training(0, 3001), since_batch=240.0)
+        write_status(run, training(1, 3000), since_batch=241.0)
+        assert report(run).startswith(f'{run}: silent, no batch for 4.0 min\n')
+        write_status(run, training(0, 3001, seconds_per_batch=30.0), since_batch=240.0)
+        assert inspect_run(run).state == 'running', 'less than ten batches'
 
 
 def test_lock_of_another_machine_is_watched(run, monkeypatch):
@@ -184,13 +175,11 @@ def test_writer_that_hangs_delays_neither_training_nor_the_end(tmp_path, monkeyp
 
 
 def test_writer_neither_creates_a_missing_run_folder_nor_fails(tmp_path):
-    writer = StatusWriter(tmp_path / 'gone', training(0, 5, nodes=1))
-    writer.start()
-    writer.stop()
+    for folder in (tmp_path / 'gone', tmp_path):
+        writer = StatusWriter(folder, training(0, 5, nodes=1))
+        writer.start()
+        writer.stop()
     assert not (tmp_path / 'gone').exists()
-    writer = StatusWriter(tmp_path, training(0, 5, nodes=1))
-    writer.start()
-    writer.stop()
     ((status, silent),) = read_statuses(tmp_path)
     assert (status.batch, status.doing) == (5, 'ended') and silent < 5
 

@@ -1,17 +1,17 @@
 """Multipart uploads that a killed process has left are aborted."""
 
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from object_store import Store
+from waiting import wait_until
 
 from diffusion.errors import UserError
 from diffusion.storage import object_store, s3_client
 from diffusion.storage.retry import RetryPolicy
+from tests.data.processes import Forked
 
 OLD, IN_THE_FUTURE = 3600.0, 1e9
 """Ages in seconds: moto says that every upload began in 2010, which is less than 1e9 seconds ago."""
@@ -43,22 +43,15 @@ def begun(store: Store) -> str:
 def test_upload_of_a_killed_process_is_aborted(store: Store, large: Path) -> None:
     url = store.bucket('data')
     store.fail('PUT partNumber=2', 30.0)
-    process = os.fork()
-    if not process:
-        try:
-            object_store.write(f'{url}/run/large', large)
-        finally:
-            os._exit(0)
-    while not any('partNumber=2' in request for request in store.requests):
-        time.sleep(0.01)
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    process = Forked(lambda: object_store.write(f'{url}/run/large', large))
+    wait_until(lambda: any('partNumber=2' in request for request in store.requests))
+    process.kill()
     assert uploads(store) == ['run/large'] and not store.objects('data')
     assert object_store.abort_uploads(f'{url}/run/large', older_than_seconds=OLD) == 1
     assert uploads(store) == []
 
 
-def test_upload_is_ended_by_its_wait(store: Store, large: Path) -> None:
+def test_upload_that_is_ended_by_its_wait_or_fails_aborts_itself(store: Store, large: Path) -> None:
     os.truncate(large, 150 * 2**20)
     url = store.bucket('data')
 
@@ -71,10 +64,7 @@ def test_upload_is_ended_by_its_wait(store: Store, large: Path) -> None:
     assert uploads(store) == [] and not store.objects('data')
     # boto3 sends ten parts at a time.
     assert sum('partNumber=' in request for request in store.requests) < 30, 'the other parts are not sent'
-
-
-def test_upload_that_fails_aborts_itself(store: Store, large: Path) -> None:
-    url = store.bucket('data')
+    os.truncate(large, 11 * 2**20)
     store.fail('PUT partNumber=2', 403)
     with pytest.raises(UserError, match='the store refuses access'):
         object_store.write(f'{url}/large', large)
@@ -94,9 +84,7 @@ def test_only_old_uploads_below_the_url_are_aborted(store: Store, begun: str) ->
 
 
 @pytest.mark.parametrize(('fault', 'request_words'), [(403, 'GET uploads'), (500, 'DELETE run/b')])
-def test_store_that_refuses_is_a_warning(
-    store: Store, begun: str, fault: int, request_words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_store_that_refuses_is_a_warning(store, begun, fault, request_words, caplog):
     store.fail(request_words, fault)
     count = object_store.abort_uploads(begun, older_than_seconds=OLD, retry=RetryPolicy(tries=2))
     assert count == (1 if request_words.startswith('DELETE') else 0)

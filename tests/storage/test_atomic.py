@@ -9,15 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusion.storage.atomic import (
-    atomic_file,
-    atomic_folder,
-    new_unfinished,
-    remove,
-    remove_unfinished,
-    replace_folder,
-    write_atomically,
-)
+from diffusion.storage import atomic
+from diffusion.storage.atomic import atomic_file, atomic_folder, new_unfinished, replace_folder
 
 
 def write(path: Path, content: str) -> None:
@@ -72,9 +65,7 @@ def test_new_folder_replaces_an_empty_folder_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('aside', [None, 'replaced'])
-def test_replaced_folder_is_removed_or_restored_on_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str | None
-) -> None:
+def test_replaced_folder_is_removed_or_restored_on_an_error(tmp_path, monkeypatch, aside):
     for name in ('out', 'new'):
         write(tmp_path / name, name)
     rename = os.rename
@@ -99,20 +90,20 @@ def test_only_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     for path in (tmp_path / 'out', tmp_path / 'out/below/file'):
         new_unfinished(path).mkdir()
         write(new_unfinished(path), 'half')
-    remove_unfinished(tmp_path)
+    atomic.remove_unfinished(tmp_path)
     assert names(tmp_path) == ['out'] and len(names(tmp_path / 'out/below')) == 3
-    remove_unfinished(tmp_path, below=True)
+    atomic.remove_unfinished(tmp_path, below=True)
     assert names(tmp_path / 'out/below') == ['file']
 
 
 def test_remove_handles_files_folders_links_and_missing_paths(tmp_path: Path) -> None:
     write(tmp_path / 'folder', 'x')
-    write_atomically(tmp_path / 'file', 'x')
+    atomic.write_atomically(tmp_path / 'file', 'x')
     (tmp_path / 'link').symlink_to('folder')
-    remove(tmp_path / 'link')
+    atomic.remove(tmp_path / 'link')
     assert names(tmp_path) == ['file', 'folder']
     for name in ('folder', 'file', 'missing'):
-        remove(tmp_path / name)
+        atomic.remove(tmp_path / name)
     assert not names(tmp_path)
 
 

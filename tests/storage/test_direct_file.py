@@ -71,12 +71,10 @@ def test_device_of_larger_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures('small_chunks')
 def test_full_disk_raises() -> None:
-    with pytest.raises(OSError) as raised, opened(Path('/dev/full')) as file:
-        file.write(bytes(10 * BLOCK))
-    assert raised.value.errno == errno.ENOSPC
-    with pytest.raises(OSError) as raised, opened(Path('/dev/full')) as file:
-        file.write(b'less than a chunk')
-    assert raised.value.errno == errno.ENOSPC
+    for content in (bytes(10 * BLOCK), b'less than a chunk'):
+        with pytest.raises(OSError) as raised, opened(Path('/dev/full')) as file:
+            file.write(content)
+        assert raised.value.errno == errno.ENOSPC
 
 
 def test_other_file_systems_are_written_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,11 @@ def take_lock(run):
 
 
 def write_metrics(run):
-    logger = MetricsFile(str(run))
+    logger: Any = MetricsFile(str(run))
     try:
         logger.log_metrics({'loss': 1.0}, 1)
     finally:
-        logger.close(None, None)  # type: ignore[arg-type]
+        logger.close(None, None)
 
 
 WRITERS = {
@@ -69,11 +70,11 @@ def test_file_that_is_no_regular_file_is_refused_and_its_target_untouched(name, 
 
 
 def test_heartbeat_that_is_a_link_is_replaced(tmp_path):
-    (tmp_path / 'target').write_text('precious')
-    (tmp_path / 'beat-0').symlink_to(tmp_path / 'target')
-    write_heartbeat(tmp_path / 'beat-0', 'x')
-    assert (tmp_path / 'target').read_text() == 'precious'
-    assert not (tmp_path / 'beat-0').is_symlink()
+    target, beat = tmp_path / 'target', tmp_path / 'beat-0'
+    target.write_text('precious')
+    beat.symlink_to(target)
+    write_heartbeat(beat, 'x')
+    assert target.read_text() == 'precious' and not beat.is_symlink()
 
 
 def test_folder_of_the_user_is_private(tmp_path, monkeypatch):
@@ -88,15 +89,16 @@ def test_folder_of_the_user_is_private(tmp_path, monkeypatch):
 
 def test_folder_of_the_user_that_is_a_link_or_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(local_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    folder = tmp_path / f'diffusion-{os.getuid()}'
     (tmp_path / 'elsewhere').mkdir()
-    (tmp_path / f'diffusion-{os.getuid()}').symlink_to(tmp_path / 'elsewhere')
+    folder.symlink_to(tmp_path / 'elsewhere')
     with pytest.raises(UserError, match='is a link or belongs to another user .*set TMPDIR'):
         liveness.update_heartbeat()
     assert not any((tmp_path / 'elsewhere').iterdir())
-    (tmp_path / f'diffusion-{os.getuid()}').unlink()
-    (tmp_path / f'diffusion-{os.getuid()}').mkdir()
     if os.getuid() == 0:  # only root can give a folder to another user
-        os.chown(tmp_path / 'diffusion-0', 12345, 12345)
+        folder.unlink()
+        folder.mkdir()
+        os.chown(folder, 12345, 12345)
         with pytest.raises(UserError, match=r'belongs to another user \(id 12345\)'):
             local_files.user_folder()
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,12 +25,7 @@ TRY = """
 import sys
 from pathlib import Path
 from diffusion.storage import locks
-
-def raise_taken():
-    sys.exit(3)
-
-with locks.hold_lock(Path(sys.argv[1]), raise_taken, shared=sys.argv[2] == 'True'):
-    pass
+locks.hold_lock(Path(sys.argv[1]), lambda: sys.exit(3), shared=sys.argv[2] == 'True').__enter__()
 """
 
 
@@ -51,26 +47,15 @@ def test_lock_is_shared_only_by_shared_requests(tmp_path: Path, first: bool, sec
 
 
 def test_lock_on_a_file_removed_by_its_owner_is_taken_again(tmp_path: Path) -> None:
-    path = tmp_path / 'lock'
-    waits = 0
-
-    def wait() -> None:
-        nonlocal waits
-        waits += 1
-        owner.close()
-
-    owner = ExitStack()
+    path, owner, waits = tmp_path / 'lock', ExitStack(), []
     owner.enter_context(locks.hold_lock(path, raise_taken, remove=True))
-    with locks.hold_lock(path, wait, remove=True):
-        assert waits == 1 and path.exists()
+    with locks.hold_lock(path, lambda: (waits.append(1), owner.close())[1], remove=True):
+        assert waits == [1] and path.exists()
         assert not try_in_another_process(path, shared=False)
     assert not path.exists()
 
 
 def test_nothing_is_held_if_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(handle: int, operation: int) -> None:
-        raise OSError(38, 'Function not implemented')
-
-    monkeypatch.setattr(locks.fcntl, 'flock', no_locks)
+    monkeypatch.setattr(locks.fcntl, 'flock', Mock(side_effect=OSError(38, 'Function not implemented')))
     with locks.hold_lock(tmp_path / 'lock', raise_taken) as is_held:
         assert not is_held

@@ -42,9 +42,8 @@ LATENTS: dict[str, tuple[str, st.SearchStrategy[Any]]] = {
 
 
 def samples_of(columns: dict[str, tuple[str, st.SearchStrategy[Any]]]) -> st.SearchStrategy[list[dict[str, Any]]]:
-    return st.lists(
-        st.fixed_dictionaries({name: values for name, (_, values) in columns.items()}), min_size=1, max_size=9
-    )
+    sample = st.fixed_dictionaries({name: values for name, (_, values) in columns.items()})
+    return st.lists(sample, min_size=1, max_size=9)
 
 
 def write_with_streaming(folder: Path, found: list[dict[str, Any]], shards: ShardFormat) -> None:
@@ -60,9 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @given(found=samples_of(IMAGES), size_limit=st.integers(900, 3000))
 @hypothesis_settings(max_examples=12, deadline=None)
-def test_shards_equal_those_of_streaming_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]], size_limit: int
-) -> None:
+def test_shards_equal_those_of_streaming_byte_for_byte(tmp_path_factory, found, size_limit):
     shards = ShardFormat({name: encoding for name, (encoding, _) in IMAGES.items()}, size_limit)
     encoded = [shards.encode(sample) for sample in found]
     # MDSWriter writes an empty shard before a sample that is larger than a shard.

@@ -79,15 +79,13 @@ def test_no_change_of_many_processes_is_lost(place: Place) -> None:
     place.write('count', '0')
 
     def add() -> None:
-        for _ in range(3):
-            while True:
-                found = place.read_version('count')
-                assert found is not None
-                try:
-                    place.replace('count', str(int(found.content) + 1).encode(), found.version)
-                    break
-                except PreconditionFailed:
-                    continue
+        done = 0
+        while done < 3:
+            found = place.read_version('count')
+            assert found is not None
+            with suppress(PreconditionFailed):
+                place.replace('count', str(int(found.content) + 1).encode(), found.version)
+                done += 1
 
     assert [job.wait() for job in [Forked(add) for _ in range(3)]] == [0] * 3
     assert place.read('count') == b'9'

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from diffusion.evaluation.feature_networks import Inception
 from diffusion.models.perceptual_losses import PerceptualLosses, lpips_network
 
 
+@dataclass
 class Calls:
     """Object whose pickle runs a command."""
 
-    def __init__(self, command: str) -> None:
-        self.command = command
+    command: str
 
     def __reduce__(self):
         return os.system, (self.command,)

@@ -15,6 +15,7 @@ from diffusion.errors import DataError, UserError
 from diffusion.storage import object_store, transfers
 from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
 from diffusion.storage.transfers import THREADS, Stopped, run_all
+from tests.data.processes import Forked
 
 SIZE, RANGES = 7 * 2**10 + 5, 8
 POLICY = RetryPolicy(tries=3)
@@ -65,10 +66,7 @@ def test_failed_range_is_retried(store: Store, large: tuple[str, bytes], tmp_pat
 
 @pytest.mark.parametrize(
     ('fault', 'error', 'message', 'tries'),
-    [
-        (500, GaveUp, 'cannot be read, tried 3 times', 3),
-        (403, UserError, 'the store refuses access', 1),
-    ],
+    [(500, GaveUp, 'cannot be read, tried 3 times', 3), (403, UserError, 'the store refuses access', 1)],
 )
 def test_download_ends_when_a_range_fails_every_time(store, large, tmp_path, fault, error, message, tries) -> None:
     store.fail('GET /data/large', fault)
@@ -77,15 +75,10 @@ def test_download_ends_when_a_range_fails_every_time(store, large, tmp_path, fau
     assert gets(store) <= RANGES * tries
 
 
-def test_object_of_another_size_is_an_error(store: Store, large: tuple[str, bytes], tmp_path: Path) -> None:
+def test_object_of_another_size_or_that_is_always_overwritten_is_an_error(store, large, tmp_path, monkeypatch):
     with pytest.raises(GaveUp, match=f'the object has {SIZE} instead of {SIZE + 1} bytes'):
         object_store.download(large[0], tmp_path / 'copy', size=SIZE + 1, retry=POLICY)
     assert gets(store) == 0
-
-
-def test_object_that_is_always_overwritten_is_an_error(
-    store: Store, large: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     current_version = object_store.current_version
 
     def overwritten(url: str, retry: RetryPolicy) -> tuple[int, str]:
@@ -152,13 +145,10 @@ def test_caller_is_told_to_stop() -> None:
 
 def test_forked_process_starts_its_own_threads() -> None:
     run_all([lambda policy: None], object_store.DEFAULT)
-    process = os.fork()
-    if not process:
-        status = 1
-        try:
-            called: list[int] = []
-            run_all([lambda policy: called.append(os.getpid())] * 3, object_store.DEFAULT)
-            status = 0 if called == [os.getpid()] * 3 else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+    def call() -> None:
+        called: list[int] = []
+        run_all([lambda policy: called.append(os.getpid())] * 3, object_store.DEFAULT)
+        assert called == [os.getpid()] * 3
+
+    assert Forked(call).wait() == 0

@@ -5,7 +5,6 @@ from typing import Any
 import model_batches
 import pytest
 import torch
-import yaml
 from composer.core import Callback, State
 from composer.loggers import Logger
 from ranks import largest_difference, read_losses
@@ -65,10 +64,8 @@ def test_loss_is_that_of_encoding_each_microbatch(make, name, settings, encoded)
     together = model.encode_batch(given, 2)
     assert together.keys() - (given.keys() - {batch_keys.IMAGE}) == encoded
     assert batch_keys.IMAGE in given, 'the batch itself is not changed'
-    rows = slice(1, 4)
-    expected, found = (
-        model.loss(model({key: value[rows] for key, value in batch.items()}), batch) for batch in (given, together)
-    )
+    parts = ({key: value[1:4] for key, value in batch.items()} for batch in (given, together))
+    expected, found = (model.loss(model(part), part) for part in parts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     found.backward()
 
@@ -92,17 +89,13 @@ class BatchAtTheEnd(Callback):
 def test_run_encodes_in_batches_of_another_size_and_has_the_same_losses(write_recipe, tmp_path, monkeypatch):
     calls: list[int] = []
     encode = LatentDiffusion.encode
-    monkeypatch.setattr(
-        LatentDiffusion, 'encode', lambda model, images: (calls.append(len(images)), encode(model, images))[1]
-    )
+    noted = lambda model, images: (calls.append(len(images)), encode(model, images))[1]  # noqa: E731
+    monkeypatch.setattr(LatentDiffusion, 'encode', noted)
 
     def fit(name: str, **speed: int) -> dict[int, float]:
         path = write_recipe(name, device_train_microbatch_size=2, speed=speed)
-        content = yaml.safe_load(path.read_text())
-        content['trainer'] |= {'max_duration': '1ba', 'save_interval': '1ba'}
-        path.write_text(yaml.safe_dump(content))
         calls.clear()
-        trainer = build_trainer(load(path))
+        trainer = build_trainer(load(path, ['trainer.max_duration=1ba', 'trainer.save_interval=1ba']))
         trainer.state.callbacks.append(recorder := BatchAtTheEnd())
         trainer.fit()
         assert recorder.keys >= {batch_keys.IMAGE} and batch_keys.LATENT_MOMENTS not in recorder.keys

@@ -1,6 +1,7 @@
 """TREAD against the blocks of diffusers: which tokens skip which blocks, and the loss and gradients that follow."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import model_batches
@@ -107,10 +108,6 @@ def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx,
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-def test_at_least_one_token_is_kept():
-    assert [Route(START, END, 0.999).tokens(count) for count in (64, 1000, 1001, 10_000)] == [1, 1, 1, 10]
-
-
 def test_a_samples_tokens_do_not_depend_on_its_batch(shared_prx):
     model = shared_prx
     route = Route(START, END, 0.3)
@@ -123,6 +120,8 @@ def test_a_samples_tokens_do_not_depend_on_its_batch(shared_prx):
     assert 20 < counts.min() <= counts.max() < 60, 'every token is removed from some samples'
     other = {**batch_of(model, ids=range(8)), batch_keys.BATCH_INDEX: torch.full((8,), 8)}
     assert not torch.equal(together, route.kept(model.draws_of(other), 64)), 'another batch, other tokens'
+    least = [Route(START, END, 0.999).tokens(count) for count in (64, 1000, 1001, 10_000)]
+    assert least == [1, 1, 1, 10], 'at least one is kept'
 
 
 def test_evaluation_and_sampling_use_all_tokens(make_prx):
@@ -143,15 +142,12 @@ def test_flops_count_the_tokens_that_blocks_see(make_prx):
     batch = batch_of(model)
     before = model.flops_per_batch(batch)
     model.route_tokens(Route(START, END, 0.5))
-    blocks = 3 * 4 * sum(each.weight.numel() * 2 * 64 for each in _image_linears(model.denoiser.blocks[0]))
+    block: Any = model.denoiser.blocks[0]
+    linears = block.attention.img_qkv_proj, block.attention.to_out[0], block.gate_proj, block.up_proj, block.down_proj
+    blocks = 3 * 4 * sum(each.weight.numel() * 2 * 64 for each in linears)
     saved = before - model.flops_per_batch(batch)
     attention_flops = 3 * 4 * 2 * 2 * 32 * (64 * (64 + 16) - 32 * (32 + 16))
     assert saved == (END - START) * (blocks / 2 + attention_flops)
-
-
-def _image_linears(block: Any) -> list[torch.nn.Linear]:
-    attention = block.attention
-    return [attention.img_qkv_proj, attention.to_out[0], block.gate_proj, block.up_proj, block.down_proj]
 
 
 def test_algorithm_routes_training_batches_only(make_prx):
@@ -160,13 +156,11 @@ def test_algorithm_routes_training_batches_only(make_prx):
     batch = batch_of(model, ids=range(8))
     samples = [{key: values[i] for key, values in batch.items()} for i in range(8)]
     seen: list[int] = []
-    model.denoiser.blocks[START].attention.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs['hidden_states'].shape[1]), with_kwargs=True
-    )
-    algorithm = TREAD(start=START, end=END)
+    note = lambda module, args, kwargs: seen.append(kwargs['hidden_states'].shape[1])  # noqa: E731
+    model.denoiser.blocks[START].attention.register_forward_pre_hook(note, with_kwargs=True)
     trainer = Trainer(
         model=model,
-        algorithms=algorithm,
+        algorithms=TREAD(start=START, end=END),
         train_dataloader=DataLoader(samples, batch_size=4),  # type: ignore[arg-type]
         eval_dataloader=DataLoader(samples[:4], batch_size=4),  # type: ignore[arg-type]
         optimizers=torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-3),
@@ -185,7 +179,7 @@ def test_algorithm_routes_training_batches_only(make_prx):
 
 def test_a_unet_has_no_tokens(make_model, write_recipe):
     with pytest.raises(UserError, match='tread: a UNet2DConditionModel has no image tokens'):
-        TREAD().apply(Event.INIT, _State(make_model()), None)  # type: ignore[arg-type]
+        TREAD().apply(Event.INIT, SimpleNamespace(model=make_model()), None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r'algorithms\.tread: the model tiny has no image tokens'):
         load(write_recipe(algorithms={'tread': None}))
 
@@ -202,18 +196,16 @@ def test_a_unet_has_no_tokens(make_model, write_recipe):
 )
 def test_impossible_routes_are_refused(shared_prx, write_recipe, settings, problem):
     with pytest.raises(UserError, match=problem):
-        TREAD(**settings).apply(Event.INIT, _State(shared_prx), None)  # type: ignore[arg-type]
-    model = {'name': 'tiny_prx', 'depth': 4}
+        TREAD(**settings).apply(Event.INIT, SimpleNamespace(model=shared_prx), None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=problem):
-        load(write_recipe(model=model, algorithms={'tread': settings or None}))
+        load(write_recipe(model={'name': 'tiny_prx', 'depth': 4}, algorithms={'tread': settings or None}))
 
 
-MODELS = registry.names('model')
+QUICK = ['tiny', 'tiny_prx']
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in registry.names('model') if name not in QUICK]
 
 
-@pytest.mark.parametrize(
-    'name', [pytest.param(name, marks=() if name in ('tiny', 'tiny_prx') else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize('name', [*QUICK, *OTHERS])
 def test_check_without_torch_agrees_with_the_models(name, write_recipe):
     """A model that is added without tokens must declare the trait `u_net`."""
     parameters = registry.signature('model', name).names()
@@ -227,8 +219,3 @@ def test_check_without_torch_agrees_with_the_models(name, write_recipe):
         return
     with pytest.raises(UserError, match=f'the model {name} has no image tokens'):
         load(recipe)
-
-
-class _State:
-    def __init__(self, model: LatentDiffusion) -> None:
-        self.model = model

@@ -124,21 +124,13 @@ def make_trainer(
 ) -> Trainer:
     torch.manual_seed(0)
     model = Regression(keep_sample_losses=keep_sample_losses)
-    settings = {
-        'save_folder': folder and str(folder),
-        'save_interval': '100ba',
-        'save_filename': 'ba{batch}.pt',
-    } | settings
+    saving = {'save_folder': folder and str(folder), 'save_interval': '100ba', 'save_filename': 'ba{batch}.pt'}
     dist.initialize_dist('cpu')
-    sampler = dist.get_sampler(data, shuffle=False)  # type: ignore[arg-type]
+    samples: Any = data
+    sampler, size = dist.get_sampler(samples, shuffle=False), BATCH // dist.get_world_size()
     return Trainer(
         model=model,
-        train_dataloader=DataLoader(
-            data,  # type: ignore[arg-type]
-            batch_size=BATCH // dist.get_world_size(),
-            sampler=sampler,
-            num_workers=workers,
-        ),
+        train_dataloader=DataLoader(samples, batch_size=size, sampler=sampler, num_workers=workers),
         optimizers=torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1),
         schedulers=LinearScheduler(t_max='12ba'),
         max_duration=duration,
@@ -147,7 +139,7 @@ def make_trainer(
         progress_bar=False,
         seed=1,
         device='cpu',
-        **settings,
+        **(saving | settings),
     )
 
 

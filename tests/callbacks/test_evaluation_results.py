@@ -3,25 +3,22 @@
 import json
 
 import pytest
-import yaml
 from ranks import read_losses
 
 from diffusion.callbacks import evaluation_results
 from diffusion.config.load import load
 from diffusion.training.train import train
 
+TWO_BATCHES = ['trainer.max_duration=2ba', 'trainer.save_interval=2ba']
+
 
 def logged(run) -> list[dict]:
     lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
-    return [
-        {key: line[key] for key in line if key.startswith('evaluation/')}
-        for line in lines
-        if 'evaluation/batch' in line
-    ]
+    found = [{key: line[key] for key in line if key.startswith('evaluation/')} for line in lines]
+    return [each for each in found if 'evaluation/batch' in each]
 
 
 def results(run, batch: int, fid: float, finished: float) -> None:
-    (run / 'evaluations').mkdir(exist_ok=True)
     content = {'batch': batch, 'metrics': {'fid': fid}, 'finished': finished}
     (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
 
@@ -30,18 +27,14 @@ def results(run, batch: int, fid: float, finished: float) -> None:
 @pytest.mark.parametrize('how', ['while it trains', 'at the end'])
 def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
-    train(load(write_recipe('plain'), ['trainer.max_duration=4ba'])).close()
-    path = write_recipe('watched')
-    content = yaml.safe_load(path.read_text())
-    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
-    path.write_text(yaml.safe_dump(content))
+    train(load(write_recipe('plain', small=True), ['trainer.max_duration=4ba'])).close()
+    path = write_recipe('watched', small=True)
     run = tmp_path / 'runs' / 'watched'
-    run.mkdir(parents=True)
-    (run / 'evaluations').mkdir()
+    (run / 'evaluations').mkdir(parents=True)
     results(run, 2, 31.5, 1.0)
     results(run, 1, 40.0, 2.0)
     (run / 'evaluations' / 'ba3.json').write_text('{"batch": 3, "metr')
-    train(load(path)).close()
+    train(load(path, TWO_BATCHES)).close()
     first = [{'evaluation/batch': 1, 'evaluation/fid': 40.0}, {'evaluation/batch': 2, 'evaluation/fid': 31.5}]
     assert logged(run) == first
 
@@ -59,14 +52,10 @@ def test_results_of_a_run_in_a_bucket_are_logged_once(write_recipe, store, tmp_p
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 600.0)
     monkeypatch.setenv('DIFFUSION_WORKING_FOLDER', str(tmp_path))
     store.bucket('bucket')
-    path = write_recipe('watched')
-    content = yaml.safe_load(path.read_text())
-    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
-    content['runs_dir'] = 's3://bucket/runs'
-    path.write_text(yaml.safe_dump(content))
-    url = 's3://bucket/runs/watched'
-    store.put(f'{url}/evaluations', 'ba1.json', b'{"batch": 1, "metrics": {"fid": 7.5}, "finished": 1.0}')
-    recipe = load(path)
+    path = write_recipe('watched', runs_dir='s3://bucket/runs', small=True)
+    result = b'{"batch": 1, "metrics": {"fid": 7.5}, "finished": 1.0}'
+    store.put('s3://bucket/runs/watched/evaluations', 'ba1.json', result)
+    recipe = load(path, TWO_BATCHES)
     train(recipe).close()
     assert logged(recipe.run_dir) == [{'evaluation/batch': 1, 'evaluation/fid': 7.5}]
     train(load(path, ['trainer.max_duration=4ba'])).close()

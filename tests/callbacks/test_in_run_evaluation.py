@@ -2,17 +2,18 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from ranks import read_losses
 from shards import draw_image
 from small_networks import write_clip_vision
+from waiting import wait_until
 
 from diffusion.config.load import RecipeError, load
 from diffusion.exit_codes import PREEMPTED
-from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
+from diffusion.loggers.metrics_file import read_metrics
 from diffusion.tasks import run_recipe
 from diffusion.training.train import train
 
@@ -44,10 +45,6 @@ def results(run: Path, batch: int) -> dict:
     return json.loads((run / 'evaluations' / f'ba{batch}.json').read_text())
 
 
-def losses(run: Path) -> dict[int, float]:
-    return read_metrics(run / 'metrics.jsonl')[TRAIN_LOSS]
-
-
 @pytest.fixture(scope='module')
 def evaluated(site) -> tuple[Path, Path]:
     """Recipe and folder of a run of one rank that evaluates after batches 2 and 4."""
@@ -75,7 +72,7 @@ def test_results_are_those_of_a_checkpoint_and_losses_are_unchanged(site, evalua
 
     path, plain = site('plain')
     train(load(path)).close()
-    assert losses(plain) == losses(run)
+    assert read_losses(plain) == read_losses(run)
     assert not (plain / 'evaluations').exists()
 
 
@@ -83,18 +80,13 @@ def test_results_are_those_of_a_checkpoint_and_losses_are_unchanged(site, evalua
 def test_two_ranks_have_the_results_of_one(site, ranks, evaluated):
     """Three batches of images on two ranks: under FSDP2, one rank has to take part without a batch of its own."""
     path, run = site('two', evaluators_interval='2ba', parallelism={'strategy': 'fsdp2'})
-    job = ranks.start(2, path)
-    assert job.wait() == [0, 0], job.output()
+    ranks.run(2, path)
     for batch in (2, 4):
         assert results(run, batch)['metrics'] == pytest.approx(results(evaluated[1], batch)['metrics'], rel=1e-2)
 
 
 @pytest.mark.parametrize(
-    ('what', 'count'),
-    [
-        ('network', 1),
-        pytest.param('reference image', 2, marks=pytest.mark.slow),
-    ],
+    ('what', 'count'), [('network', 1), pytest.param('reference image', 2, marks=pytest.mark.slow)]
 )
 def test_failed_evaluation_does_not_end_the_training(site, ranks, caplog, what, count):
     path, run = site(f'failed-{what[:3]}-{count}', evaluators_interval='2ba')
@@ -112,13 +104,9 @@ def test_failed_evaluation_does_not_end_the_training(site, ranks, caplog, what, 
     path.write_text(yaml.safe_dump(content))
     if count == 1:
         train(load(path)).close()
-        output = caplog.text
-    else:
-        job = ranks.start(count, path)
-        assert job.wait() == [0] * count, job.output()
-        output = job.output()
+    output = caplog.text if count == 1 else ranks.run(count, path)
     assert 'training continues without its results for ba2' in output
-    assert len(losses(run)) == 3
+    assert len(read_losses(run)) == 3
 
 
 @pytest.mark.slow
@@ -129,10 +117,7 @@ def test_stop_signal_to_one_rank_ends_an_evaluation_and_saves(site, ranks):
     content['evaluators']['image_metrics'] |= {'num_images': 400, 'images_per_prompt': 10, 'num_inference_steps': 100}
     path.write_text(yaml.safe_dump(content))
     job = ranks.start(2, path)
-    deadline = time.monotonic() + 120
-    while not list(run.glob('evaluations/ba2/*/batch-*')):
-        assert job.running() and time.monotonic() < deadline, job.output()
-        time.sleep(0.02)
+    wait_until(lambda: [*run.glob('evaluations/ba2/*/batch-*')], 120, running=job.running, shown=job.output)
     job.send(signal.SIGTERM, 1)
     assert job.wait(60) == [PREEMPTED, PREEMPTED], job.output()
     assert 'stopped by a signal while generating images' in job.output()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import guarded_run
 import pytest
 import torch
+from checkpointing.saved_runs import SHARDED
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
 from guarded_run import At, make_data, make_trainer, run_to_end
@@ -62,9 +63,8 @@ def test_composers_savers_save_no_bad_weights(tmp_path, event):
 
 @pytest.mark.parametrize('scenario', ['nan_guard', pytest.param('nan_guard-fsdp2', marks=pytest.mark.slow)])
 def test_two_ranks_stop_together(ranks, tmp_path, scenario):
-    job = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path)
-    assert job.wait() == [CONFIG_ERROR] * 2, job.output()
-    for rank, output in enumerate(job.outputs()):
+    outputs = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path).end(CONFIG_ERROR)
+    for rank, output in enumerate(outputs):
         assert f'rank {rank}: batch 1: loss is nan; sample 111; the newest checkpoint, from before' in output
     assert [path.name for path in tmp_path.glob('ba*.pt')] == ['ba1.pt']
 
@@ -118,21 +118,10 @@ def poison(trainer, batch: int, spoil: Callable[[torch.Tensor], object]) -> None
     trainer.state.callbacks.insert(0, At(Event.BATCH_END, batch, do))
 
 
-@pytest.mark.parametrize(
-    ('parallelism', 'checkpointing'),
-    [
-        ({}, {'asynchronous': True}),
-        pytest.param({'strategy': 'fsdp2', 'checkpoints': 'sharded'}, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_path, parallelism, checkpointing):
-    recipe = load(
-        write_recipe(
-            parallelism=parallelism, checkpointing=checkpointing, callbacks={'nan_guard': {'check_loss': False}}
-        ),
-        ['trainer.save_interval=1ba'],
-    )
-    trainer = build_trainer(recipe)
+@pytest.mark.parametrize('parallelism', [{}, pytest.param(SHARDED, marks=pytest.mark.slow)])
+def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_path, parallelism):
+    path = write_recipe(parallelism=parallelism, callbacks={'nan_guard': {'check_loss': False}}, small=True)
+    trainer = build_trainer(load(path, ['trainer.save_interval=1ba']))
     poison(trainer, 2, lambda weight: weight.flatten()[:1].fill_(torch.inf))
     with pytest.raises(NonFiniteWeights, match='batch 2: weights are NaN or infinite, in .*; they are not saved'):
         trainer.fit()
@@ -166,17 +155,14 @@ except NonFiniteWeights as error:
 """
 
 
-def test_bad_weights_of_one_rank_stop_all_ranks(ranks, tmp_path):
+def test_bad_weights_of_one_rank_stop_all_ranks(ranks):
     """The first layer has one row, so that rank 1 has empty shards."""
-    script = tmp_path / 'shards.py'
-    script.write_text(ONE_BAD_SHARD)
-    job = ranks.start_program(2, script)
-    assert job.wait() == [0, 0], job.output()
-    assert all('batch 4: weights are NaN or infinite, in 1.bias; stop' in output for output in job.outputs())
+    outputs = ranks.start_program(2, '-c', ONE_BAD_SHARD).end()
+    assert all('batch 4: weights are NaN or infinite, in 1.bias; stop' in output for output in outputs)
 
 
 def test_run_does_not_resume_from_bad_weights(write_recipe, monkeypatch):
-    path = write_recipe()
+    path = write_recipe(small=True)
     trainer = build_trainer(load(path, ['trainer.max_duration=1ba']))
     poison(trainer, 1, lambda weight: weight.fill_(torch.nan))
     with monkeypatch.context() as patch:
@@ -188,7 +174,7 @@ def test_run_does_not_resume_from_bad_weights(write_recipe, monkeypatch):
 
 
 def test_training_does_not_start_from_bad_weights(write_recipe, monkeypatch):
-    recipe = load(write_recipe())
+    recipe = load(write_recipe(small=True))
     trainer = build_trainer(recipe)
     poisoned = next(each for each in trainer.state.model.parameters() if each.requires_grad)
     poisoned.data.flatten()[0] = torch.nan

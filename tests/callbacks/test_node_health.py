@@ -1,12 +1,15 @@
 """NodeHealth with a fake driver: queried metrics, the worst value over ranks, and warnings."""
 
+import contextlib
 import logging
 import math
 import socket
 import threading
-import time
+from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
+from waiting import wait_until
 
 from diffusion.callbacks import node_health
 from diffusion.callbacks.node_health import NodeHealth, Xids, query_metrics, worst_of_rows
@@ -23,13 +26,8 @@ def test_metrics_are_fractions_degrees_and_counts():
     gpu = driver.gpus[1]
     healthy = query_metrics(driver, gpu)
     assert healthy == {
-        'gpu_utilization': 0.97,
-        'gpu_memory_used': 0.75,
-        'gpu_temperature': 71,
-        'gpu_clock': 0.75,
-        'gpu_throttled': 0,
-        'gpu_ecc_errors': 0,
-        'gpu_remapped_rows': 0,
+        **{'gpu_utilization': 0.97, 'gpu_memory_used': 0.75, 'gpu_temperature': 71, 'gpu_clock': 0.75},
+        **{'gpu_throttled': 0, 'gpu_ecc_errors': 0, 'gpu_remapped_rows': 0},
     }
     gpu |= {'throttle': 8 | 4, 'rows': (1, 2, False, False)}
     assert query_metrics(driver, gpu) == healthy | {'gpu_throttled': 1, 'gpu_remapped_rows': 3}
@@ -37,18 +35,24 @@ def test_metrics_are_fractions_degrees_and_counts():
     assert 'gpu_remapped_rows' not in query_metrics(driver, gpu)
 
 
-def test_new_faults_are_logged(caplog):
-    driver = Driver()
+@contextlib.contextmanager
+def polling(driver: Driver) -> Iterator[NodeHealth]:
+    """Query a driver in a thread."""
     health = NodeHealth(seconds=0.01)
     thread = threading.Thread(target=health._poll, args=(driver, 'GPU-1'))
-    with caplog.at_level(logging.WARNING):
-        thread.start()
-        wait_for(lambda: health._latest)
+    thread.start()
+    yield health
+    health._done.set()
+    thread.join()
+
+
+def test_new_faults_are_logged(caplog):
+    driver = Driver()
+    with caplog.at_level(logging.WARNING), polling(driver) as health:
+        wait_until(lambda: health._latest)
         driver.gpus[1]['errors'] = 3
         driver.xids = [79]
-        wait_for(lambda: health._latest['gpu_ecc_errors'] == 3 and health._latest['gpu_xid_errors'])
-        health._done.set()
-        thread.join()
+        wait_until(lambda: health._latest['gpu_ecc_errors'] == 3 and health._latest['gpu_xid_errors'])
     assert 'rank 0: uncorrected memory errors rose from 0 to 3' in caplog.text
     assert 'Xid 79 on the GPU of rank 0' in caplog.text
 
@@ -66,12 +70,8 @@ def test_new_faults_are_logged(caplog):
 def test_only_hardware_faults_count_as_faults(second, xids, fault):
     driver = Driver(**second)
     driver.xids = list(xids)
-    health = NodeHealth(seconds=0.01)
-    thread = threading.Thread(target=health._poll, args=(driver, 'GPU-1'))
-    thread.start()
-    wait_for(lambda: health._latest and not driver.xids and (health._fault or not fault))
-    health._done.set()
-    thread.join()
+    with polling(driver) as health:
+        wait_until(lambda: health._latest and not driver.xids and (health._fault or not fault))
     assert health._fault == fault
 
 
@@ -95,7 +95,7 @@ def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, t
     monkeypatch.setattr(driver, 'nvmlDeviceGetTotalEccErrors', lambda *_: queries.append(0) or 2 * (len(queries) > 1))
     monkeypatch.setattr(node_health, 'current_gpu', lambda: (driver, 'GPU-1'))
     settings = {'every': 2, 'seconds': 0.001, 'action': action}
-    status = run_recipe.main([str(write_recipe(callbacks={'node_health': settings}))])
+    status = run_recipe.main([str(write_recipe(callbacks={'node_health': settings}, small=True))])
     folders = {path.name for path in (tmp_path / 'runs' / 'run').glob('ba*')}
     if action == 'log':
         assert (status, folders) == (0, {'ba4', 'ba8'})
@@ -103,17 +103,8 @@ def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, t
         assert status == BAD_HARDWARE
         (saved,) = folders
         error = capfd.readouterr().err
-        assert (
-            f'on a hardware fault ({socket.gethostname()}: rank 0: uncorrected memory errors rose from 0 to 2)' in error
-        )
+        assert f'({socket.gethostname()}: rank 0: uncorrected memory errors rose from 0 to 2)' in error
         assert f'{saved} is saved, the same command resumes from it' in error
-
-
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_lost_gpu_is_logged_and_not_queried_again(caplog):
@@ -124,11 +115,7 @@ def test_lost_gpu_is_logged_and_not_queried_again(caplog):
 
 def test_xids_are_not_counted_without_permission_for_events(monkeypatch):
     driver = Driver()
-
-    def refused(gpu, kinds, events):
-        raise NotSupported
-
-    monkeypatch.setattr(driver, 'nvmlDeviceRegisterEvents', refused)
+    monkeypatch.setattr(driver, 'nvmlDeviceRegisterEvents', Mock(side_effect=NotSupported))
     assert Xids(driver, driver.gpus[1]).wait(0.0, threading.Event()) == {}
 
 
@@ -153,8 +140,7 @@ def test_invalid_settings_are_refused(settings, message):
 
 
 def test_run_without_gpus_logs_no_health(write_recipe):
-    path = write_recipe(callbacks={'node_health': {'every': 1}}, loggers={'metrics_file': {}})
-    recipe = load(path, ['trainer.max_duration=1ba'])
+    recipe = load(write_recipe(callbacks={'node_health': {'every': 1}}, small=True), ['trainer.max_duration=1ba'])
     train(recipe)
     names = read_metrics(recipe.run_dir / 'metrics.jsonl')
     assert 'loss/train/total' in names and not [name for name in names if name.startswith('health/')]

@@ -1,7 +1,6 @@
 """The slowest rank is logged with its factor, although the batches of all ranks take equally long."""
 
 import pytest
-import yaml
 
 from diffusion.callbacks.stragglers import HostTimer, slowest
 from diffusion.loggers.metrics_file import read_metrics
@@ -26,12 +25,9 @@ def test_host_timer_ignores_a_stop_without_a_start(monkeypatch):
 
 
 @pytest.mark.slow
-def test_slow_rank_is_logged(ranks, tiny_recipe, tmp_path):
+def test_slow_rank_is_logged(ranks, write_recipe, tmp_path):
     # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
-    content = tiny_recipe(tmp_path / 'runs', imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'})
-    recipe = tmp_path / 'recipe.yaml'
-    recipe.write_text(yaml.safe_dump(content))
-    ranks.run(2, recipe)
+    ranks.run(2, write_recipe(imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'}))
     metrics = read_metrics(tmp_path / 'runs' / 'run' / 'metrics.jsonl')
     assert list(metrics['straggler/slowest_rank']) == [4, 8]
     assert metrics['straggler/slowest_rank'][8] == 1.0

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from ranks import free_port
 
 from diffusion.compatibility import nvml
@@ -61,10 +61,7 @@ def test_too_little_shared_memory_is_a_finding(recipe, monkeypatch):
 
 
 def test_check_that_raises_is_a_finding_and_other_checks_run(recipe, monkeypatch):
-    def stale(path):
-        raise OSError(116, 'Stale file handle')
-
-    monkeypatch.setattr(node_checks.shutil, 'disk_usage', stale)
+    monkeypatch.setattr(node_checks.shutil, 'disk_usage', Mock(side_effect=OSError(116, 'Stale file handle')))
     found = node_checks.check_node(recipe, kind='none', processes=2, nvml=None)
     assert {finding.check for finding in bad(found)} == {'disk', 'shared memory'}
     assert all('Stale file handle' in finding.detail for finding in bad(found))
@@ -72,13 +69,10 @@ def test_check_that_raises_is_a_finding_and_other_checks_run(recipe, monkeypatch
 
 
 def test_cuda_initialization_error_is_a_finding_of_its_rank(monkeypatch):
-    def set_device(index):
-        raise RuntimeError(f'CUDA error: device {index}\nis unavailable')
-
     monkeypatch.setenv('RANK', '11')
-    monkeypatch.setattr(torch.cuda, 'set_device', set_device)
+    monkeypatch.setattr(torch.cuda, 'set_device', Mock(side_effect=RuntimeError('CUDA error: device 3\nis away')))
     (found,) = bad(program.check_cuda(3))
-    assert (found.check, found.detail) == ('cuda', 'CUDA error: device 3 is unavailable')
+    assert (found.check, found.detail) == ('cuda', 'CUDA error: device 3 is away')
     assert found.where.endswith(' rank 11')
 
 
@@ -133,10 +127,9 @@ def run_two(write_recipe, tmp_path):
 
         processes = [Forked(lambda rank=rank: work(rank)) for rank in range(2)]
         assert [process.wait() for process in processes] == [0, 0]
-        found = json.loads(files_of_run(load(path).run_place).read(program.REPORT) or b'')['findings']
-        return [int((tmp_path / f'status-{rank}').read_text()) for rank in range(2)], [
-            Finding(**each) for each in found
-        ]
+        statuses = [int((tmp_path / f'status-{rank}').read_text()) for rank in range(2)]
+        report = json.loads(files_of_run(load(path).run_place).read(program.REPORT) or b'')
+        return statuses, [Finding(**each) for each in report['findings']]
 
     return run
 
@@ -220,10 +213,7 @@ def bucket_recipe(store, write_recipe, tmp_path, monkeypatch) -> Path:
     """Path of a recipe whose runs are in a bucket."""
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
     monkeypatch.setattr(storage_checks, 'MOST_BYTES', dict.fromkeys((False, True), 2**24))
-    path = write_recipe()
-    content = yaml.safe_load(path.read_text()) | {'runs_dir': f'{store.bucket("home")}/runs'}
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_recipe(runs_dir=f'{store.bucket("home")}/runs')
 
 
 def test_bucket_of_a_run_is_checked_with_a_conditional_write(store, bucket_recipe):
@@ -251,21 +241,19 @@ def test_bucket_that_refuses_or_fails_is_a_finding(store, bucket_recipe, words, 
     [
         ({'if_absent': False, 'if_tag': None}, 'ignores If-None-Match and If-Match'),
         ({'if_tag': None}, 'the store ignores If-Match,'),
+        (None, 'refuses If-Match with the etag that it returns'),
     ],
 )
-def test_store_that_ignores_conditions_is_a_finding(store, bucket_recipe, monkeypatch, ignored, message):
-    write = S3Client.write
-    monkeypatch.setattr(S3Client, 'write', lambda *words, **conditions: write(*words, **(conditions | ignored)))
+def test_store_that_ignores_conditions_or_does_not_recognize_its_etags_is_a_finding(
+    store, bucket_recipe, monkeypatch, ignored, message
+):
+    write, head = S3Client.write, S3Client.head
+    if ignored is None:
+        monkeypatch.setattr(S3Client, 'head', lambda *words: head(*words)._replace(tag='W/"weak'))
+    else:
+        monkeypatch.setattr(S3Client, 'write', lambda *words, **conditions: write(*words, **(conditions | ignored)))
     (found,) = bad(node_checks.check_run_folder(load(bucket_recipe)))
     assert found.status == CONFIG_ERROR and message in found.detail and 'two jobs could train it' in found.detail
-    assert not store.objects('home')
-
-
-def test_store_that_does_not_recognize_its_etags_is_a_finding(store, bucket_recipe, monkeypatch):
-    head = S3Client.head
-    monkeypatch.setattr(S3Client, 'head', lambda *words: head(*words)._replace(tag='W/"weak'))
-    (found,) = bad(node_checks.check_run_folder(load(bucket_recipe)))
-    assert found.status == CONFIG_ERROR and 'refuses If-Match with the etag that it returns' in found.detail
     assert not store.objects('home')
 
 
@@ -285,15 +273,14 @@ def test_nodes_without_a_shared_folder_pass_with_a_bucket(run_two, bucket_recipe
 @pytest.mark.slow
 def test_node_that_reaches_another_store_is_found(run_two, bucket_recipe):
     def other_store(rank):
-        if rank:
-            plain = storage_checks.object_store.read
+        plain = storage_checks.object_store.read
 
-            def read(url, **keywords):
-                if 'node0' in url:
-                    raise UserError(f'{url}: there is no such bucket or object (404)')
-                return plain(url, **keywords)
+        def read(url, **keywords):
+            if rank and 'node0' in url:
+                raise UserError(f'{url}: there is no such bucket or object (404)')
+            return plain(url, **keywords)
 
-            storage_checks.object_store.read = read
+        storage_checks.object_store.read = read
 
     statuses, found = run_two(other_store, recipe=bucket_recipe)
     (only,) = bad(found)
@@ -338,10 +325,9 @@ def test_save_longer_than_the_notice_is_a_warning(recipe, alone, monkeypatch):
     assert 'WARN write speed' in findings_table([speed])
 
 
-def test_missing_ranks_are_listed(write_recipe, monkeypatch, capsys):
-    ranks = {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2'}
-    for name, value in (ranks | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}).items():
-        monkeypatch.setenv(name, value)
+def test_missing_ranks_are_listed(write_recipe, monkeypatch, capsys, alone):
+    monkeypatch.setenv('WORLD_SIZE', '4')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
     monkeypatch.setattr(program, 'TIMEOUT', datetime.timedelta(seconds=1))
     assert program.main(['fast', str(write_recipe())]) == FAILED
     assert 'after 1 s, ranks 1, 2, 3 (node 0, 1 of 2) have not joined' in capsys.readouterr().err

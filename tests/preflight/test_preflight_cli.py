@@ -17,27 +17,17 @@ def _no_rank_of_an_earlier_training(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Replace the node entry point, and record the arguments of its calls."""
-    recorded = []
+def test_level_and_gpu_are_passed_to_the_node_and_its_status_is_returned(monkeypatch, write_recipe):
+    calls, recipe = [], str(write_recipe())
 
     def preflight(words, environ):
-        recorded.append((list(words), {key: environ.get(f'DIFFUSION_{key}') for key in ('PREFLIGHT', 'GPU')}))
+        calls.append((list(words), environ['DIFFUSION_PREFLIGHT'], environ['DIFFUSION_GPU']))
         return 76
 
     monkeypatch.setattr(node, 'run_node_preflight', preflight)
-    return recorded
-
-
-def test_level_and_gpu_are_passed_to_the_node_and_its_status_is_returned(calls, write_recipe):
-    recipe = str(write_recipe())
     assert main(['preflight', recipe]) == 76
     assert main(['preflight', recipe, '--deep', '--gpu', 'H100-SXM', 'name=other']) == 76
-    assert calls == [
-        ([recipe], {'PREFLIGHT': 'fast', 'GPU': 'none'}),
-        ([recipe, 'name=other'], {'PREFLIGHT': 'deep', 'GPU': 'h100-sxm'}),
-    ]
+    assert calls == [([recipe], 'fast', 'none'), ([recipe, 'name=other'], 'deep', 'h100-sxm')]
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def recipe(write_recipe):
     """Function that loads the tiny recipe, of a U-Net or a transformer, with keywords of the model and sections."""
 
     def make(*, prx: bool = False, init_from: Any = None, **model: Any):
-        small = {'name': 'tiny', 'block_out_channels': [32, 32], 'text_width': 32, 'text_layers': 1}
-        if prx:
-            small = {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32}
+        unet = {'name': 'tiny', 'block_out_channels': [32, 32], 'text_width': 32, 'text_layers': 1}
+        transformer = {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32}
+        small = transformer if prx else unet
         return load(write_recipe(model={**small, 'resolution': 32, **model}, init_from=init_from))
 
     return make

@@ -5,17 +5,12 @@ import json
 from dataclasses import replace
 
 import pytest
-import yaml
 
 from diffusion.cli import main
 from diffusion.config.load import load
-from diffusion.profiling.advice import (
-    Kernel,
-    ProfileMeasurements,
-    kind_of,
-    largest_opportunities,
-    seconds_by_kind,
-)
+from diffusion.config.recipe import ParallelismConfig
+from diffusion.profiling import advice
+from diffusion.profiling.advice import Kernel, ProfileMeasurements, largest_opportunities
 from diffusion.profiling.profile import can_use_graphs, for_profiling, microbatches_of
 
 BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
@@ -73,9 +68,8 @@ def test_low_precision_norms_do_not_count_as_float32(precision, dtype):
     assert 'float32' not in str(largest_opportunities(measured))
 
 
-def test_profiled_batch_has_at_most_four_microbatches(tmp_path, tiny_recipe):
-    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
-    recipe = load(tmp_path / 'recipe.yaml')
+def test_profiled_batch_has_at_most_four_microbatches(tmp_path, write_recipe):
+    recipe = load(write_recipe())
     for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
         requested = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
         profiled = for_profiling(requested, tmp_path, batches=1)
@@ -83,14 +77,10 @@ def test_profiled_batch_has_at_most_four_microbatches(tmp_path, tiny_recipe):
         assert microbatches_of(profiled.global_batch, profiled.device_train_microbatch_size) == expected
 
 
-def test_graphs_are_advised_only_where_weights_stay_in_place(tmp_path, tiny_recipe):
-    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
-    recipe = load(tmp_path / 'recipe.yaml')
-    possible = [
-        can_use_graphs(replace(recipe.parallelism, strategy=strategy, **more))
-        for strategy, more in (('ddp', {}), ('fsdp2', {}), ('ddp', {'activation_checkpointing': True}))
-    ]
-    assert possible == [True, False, False]
+def test_graphs_are_advised_only_where_weights_stay_in_place():
+    assert can_use_graphs(ParallelismConfig('ddp'))
+    assert not can_use_graphs(ParallelismConfig('fsdp2'))
+    assert not can_use_graphs(ParallelismConfig('ddp', activation_checkpointing=True))
 
 
 def test_largest_opportunities_come_first_and_are_limited_in_number():
@@ -115,19 +105,15 @@ def test_largest_opportunities_come_first_and_are_limited_in_number():
     ],
 )
 def test_kind_of_kernel_follows_from_its_name(name, kind):
-    assert kind_of(name) == kind
-    assert seconds_by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
+    assert advice.kind_of(name) == kind
+    assert advice.seconds_by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
 
 
-def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_path, tiny_recipe, monkeypatch, capsys):
+def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_path, write_recipe, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    content = tiny_recipe(tmp_path / 'runs', callbacks={'loss_guard': None}, global_batch=2)
-    content['streams'] = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}
-    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(content))
-
-    command = ['profile', 'recipe.yaml', '--batches', '2', '--warmup', '1', '--synthetic', '--out', 'found']
-    assert main(command) == 0
-
+    streams = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}
+    path = str(write_recipe(callbacks={'loss_guard': None}, global_batch=2, streams=streams))
+    assert main(['profile', path, '--batches', '2', '--warmup', '1', '--synthetic', '--out', 'found']) == 0
     text = capsys.readouterr().out
     assert text.startswith('# run: ')
     for words in ('| backward |', '| convolutions |', 'Largest opportunities:', 'composer/trainer/trainer.py'):
@@ -144,16 +130,12 @@ def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_pa
     assert not list(tmp_path.rglob('state.pt'))
 
 
-def test_profile_errors_name_the_setting(tmp_path, tiny_recipe, capsys):
-    content = tiny_recipe(tmp_path / 'runs', dataset={'name': 'latents'})
-    path = tmp_path / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(content))
-    assert main(['profile', str(path), '--synthetic']) == 2
+def test_profile_errors_name_the_setting(write_recipe, capsys):
+    path = str(write_recipe())
+    assert main(['profile', path, 'dataset.name=latents', '--synthetic']) == 2
     assert 'dataset.name: latents has no synthetic data' in capsys.readouterr().err
-    content['streams']['small']['local'] = str(tmp_path / 'gone')
-    path.write_text(yaml.safe_dump(content | {'dataset': {'name': 'image_text'}}))
-    assert main(['profile', str(path)]) == 2
+    assert main(['profile', path, 'streams.small.local=gone']) == 2
     error = capsys.readouterr().err
     assert 'has no index.json' in error and '--synthetic' in error
     with pytest.raises(SystemExit, match='2'):
-        main(['profile', str(path), '--synthetic', '--batches', '0'])
+        main(['profile', path, '--synthetic', '--batches', '0'])

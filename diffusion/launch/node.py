@@ -320,7 +320,8 @@ class Node:
         records.append('end', attempt)
         notifier.send_end(attempt)
         within_limit(notifier.check_goodput)
-        if outcome.status and not (self.interactive and outcome.cause in ('stopped', 'mistake')):  # a rank has said it
+        # At a terminal, a rank has already printed that it was stopped, or the user's mistake.
+        if outcome.status and not (self.interactive and outcome.cause in ('stopped', 'mistake')):
             self._print(attempts.describe_attempt(attempt.cause, attempt.detail))
         return outcome
 

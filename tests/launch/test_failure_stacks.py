@@ -99,7 +99,7 @@ def test_nothing_is_written_if_all_ranks_have_ended(run_node):
     assert not (run / 'stacks').exists() and 'stacks' not in last_attempt(run).detail
 
 
-def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node):
+def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node, monkeypatch):
     """The program acts as torch's recorder: it opens the pipe, and writes its file when it reads from the pipe."""
     recorder = """
         from diffusion.launch.rank_discovery import NCCL_PIPE
@@ -111,13 +111,15 @@ def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node):
         Path(os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE'] + str(rank)).write_text('collectives')
         wait_for_news()
     """
+    monkeypatch.setattr(node, 'count_gpus', lambda _: 2)
     status, run = run_node(recorder, hang_seconds=0.4)
     (folder,) = (run / 'stacks').iterdir()
     assert status == 75
     assert [(folder / f'nccl-rank-{rank}').read_text() for rank in range(2)] == ['collectives'] * 2
 
 
-def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
+def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path, monkeypatch):
+    monkeypatch.setattr(node, 'count_gpus', lambda _: 2)
     body = "import json; (Path('env-' + str(rank))).write_text(json.dumps(dict(os.environ)))"
     _, run = run_node(body, TORCH_NCCL_TRACE_BUFFER_SIZE='0', SLURM_JOB_ID='9')
     found = json.loads((tmp_path / 'env-1').read_text())

@@ -46,7 +46,7 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
 
 
 def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit | None = None) -> NodeExit:
-    """Return the exit record of the first failed node, or of this node. It names the machine only if that is to blame."""
+    """Return the exit record of the first failed node, or of this node; a machine that is not to blame is left out."""
     first = first or failure_elsewhere(environ)
     # When another node fails, this node is stopped or crashes in a collective. Record the other node's cause then: this
     # node's cause is only a consequence, and would be misleading in attempts.jsonl.

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from commands import output_of, refusal
 from recipe_comparison import all_values
 
 from diffusion.cli import main
 from diffusion.config.load import load
-from diffusion.exit_codes import FAILED, USAGE_ERROR
+from diffusion.exit_codes import FAILED
 
 YAMLS = Path(__file__).parents[1] / 'yamls'
 GOOD = """
@@ -47,50 +48,53 @@ def write(tmp_path):
     return write_file
 
 
+@pytest.fixture
+def local(write, pictures):
+    """Path of a recipe that trains on a local folder of 40 images."""
+    stream = f'local: {pictures[32]}, resolution: 32'
+    return write(
+        GOOD.replace('remote: s3://bucket/mds, resolution: 64', stream).replace('resolution: 64', 'resolution: 32')
+    )
+
+
 def test_valid_recipe_is_printed_and_timed(write, capsys):
-    assert main(['check', write(GOOD), 'seed=3']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'check', write(GOOD), 'seed=3')
     assert 'seed: 3\n' in out
     assert out.splitlines()[-1].startswith('# ')
     assert ': ok, checked in ' in out.splitlines()[-1]
-    assert main(['check', write(GOOD), '--quiet']) == 0
-    note, last = capsys.readouterr().out.splitlines()
+    note, last = output_of(capsys, 'check', write(GOOD), '--quiet').splitlines()
     assert note == '# not looked at: data in object stores (streams.a); add --data' and ': ok, checked in ' in last
 
 
 def test_number_of_gpus_is_checked_on_request(write, capsys):
-    path = write(GOOD)
-    assert main(['check', path, 'global_batch=1536', '--gpus', '96', '--quiet']) == 0
-    words = ['check', path, 'global_batch=1536', 'loader.num_canonical_nodes=64', '--gpus', '96']
-    assert main(words) == USAGE_ERROR
-    assert '64 cannot be split evenly over 12 nodes; use 192' in capsys.readouterr().err
+    words = ['check', write(GOOD), 'global_batch=1536', '--gpus', '96', '--quiet']
+    output_of(capsys, *words)
+    error = refusal(capsys, *words, 'loader.num_canonical_nodes=64')
+    assert '64 cannot be split evenly over 12 nodes; use 192' in error
 
 
 def test_printed_recipe_loads_and_is_equal(write, capsys):
     path = write(GOOD)
-    main(['check', path])
-    assert all_values(load(write(capsys.readouterr().out, 'printed.yaml'))) == all_values(load(path))
+    printed = write(output_of(capsys, 'check', path), 'printed.yaml')
+    assert all_values(load(printed)) == all_values(load(path))
 
 
 def test_missing_values_are_printed_and_listed_with_their_description(capsys):
-    assert main(['check', str(YAMLS / 'phase1.yaml')]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'check', YAMLS / 'phase1.yaml')
     assert 'remote: ???\n' in out
     assert '#   streams.laion.remote: is still ???; set the object store folder that holds index.json' in out
-    assert main(['check', str(YAMLS / 'phase1.yaml'), '--strict']) == 2
-    assert 'streams.laion.remote: is still ???' in capsys.readouterr().err
+    assert 'streams.laion.remote: is still ???' in refusal(capsys, 'check', YAMLS / 'phase1.yaml', '--strict')
 
 
 def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
-    assert main(['check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet']) == 0
-    assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in capsys.readouterr().out
+    out = output_of(capsys, 'check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet')
+    assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in out
 
 
 @pytest.mark.parametrize('order', [('R', '--quiet', 'seed=x'), ('--quiet', 'R', 'seed=x'), ('R', 'seed=x', '--quiet')])
 def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
-    path = write(GOOD)
-    assert main(['check', *(path if word == 'R' else word for word in order)]) == 2
-    assert "seed: 'x' is not an integer" in capsys.readouterr().err
+    words = [write(GOOD) if word == 'R' else word for word in order]
+    assert "seed: 'x' is not an integer" in refusal(capsys, 'check', *words)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +117,7 @@ def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
     ],
 )
 def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
-    with pytest.raises(SystemExit, match='2'):
-        main(words)
-    stderr = capsys.readouterr().err
+    stderr = refusal(capsys, *words)
     assert message in stderr and len(stderr.splitlines()) == 1
 
 
@@ -134,48 +136,39 @@ def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
 def test_file_that_is_not_a_recipe_is_one_line_with_the_nearest_name(tmp_path, monkeypatch, capsys, file, message):
     monkeypatch.chdir(tmp_path)
     Path('void.yaml' if file == 'void.yaml' else 'run.yaml').touch()
-    assert main(['check', file]) == 2
-    stderr = capsys.readouterr().err
+    stderr = refusal(capsys, 'check', file)
     assert message in stderr and len(stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize('name', MISTAKES)
 def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
     path = write(MISTAKES[name], f'{name}.yaml')
-    assert main(['check', path]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ''
-    assert captured.err.startswith(f'error: {path}')
+    assert refusal(capsys, 'check', path).startswith(f'error: {path}')
 
 
-def test_local_data_that_is_absent_or_too_small_is_listed(write, pictures, capsys):
-    good = GOOD.replace('remote: s3://bucket/mds, resolution: 64', f'local: {pictures[32]}, resolution: 32')
-    path = write(good.replace('resolution: 64', 'resolution: 32'))
-    assert main(['check', path, '--quiet', '--strict']) == 0
-    assert ': ok, checked in ' in capsys.readouterr().out
+def test_local_data_that_is_absent_or_too_small_is_listed(local, capsys):
+    assert ': ok, checked in ' in output_of(capsys, 'check', local, '--quiet', '--strict')
     for override, problem in (
         ('streams.a.local=/nope', 'streams.a.local: /nope has no index.json'),
         ('streams.a.resolution=64', 'streams.a.resolution: 64x64, but the images in'),
     ):
-        assert main(['check', path, override, '--quiet']) == 0
-        out = capsys.readouterr().out
+        out = output_of(capsys, 'check', local, override, '--quiet')
         assert 'valid, but incomplete; before it can run it needs\n' in out and f'#   {problem}' in out
-        assert main(['check', path, override, '--strict']) == USAGE_ERROR
-        assert problem in capsys.readouterr().err
+        assert problem in refusal(capsys, 'check', local, override, '--strict', '--quiet')
 
 
-def test_few_images_for_a_recipe_are_warned_of(write, pictures, capsys):
-    """The folder has 40 images."""
-    good = GOOD.replace('remote: s3://bucket/mds, resolution: 64', f'local: {pictures[32]}, resolution: 32')
-    path = write(good.replace('resolution: 64', 'resolution: 32'))
-    main(['check', path, '--quiet', 'trainer.max_duration=5000ba'])
-    assert 'warning' not in capsys.readouterr().out
-    main(['check', path, '--quiet', 'trainer.max_duration=5001ba'])
-    assert '# warning: run: 40 images are seen 1,000 times each in 5,001 batches of 8' in capsys.readouterr().out
-    main(['check', path, '--quiet', 'global_batch=41'])
-    assert '# warning: run: a batch of 41 repeats some of the 40 images' in capsys.readouterr().out
-    main(['check', path, '--quiet', 'global_batch=40', 'trainer.max_duration=1000ep'])
-    assert 'warning' not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ('overrides', 'warning'),
+    [
+        (['trainer.max_duration=5000ba'], ''),
+        (['trainer.max_duration=5001ba'], '40 images are seen 1,000 times each in 5,001 batches of 8'),
+        (['global_batch=41'], 'a batch of 41 repeats some of the 40 images'),
+        (['global_batch=40', 'trainer.max_duration=1000ep'], ''),
+    ],
+)
+def test_few_images_for_a_recipe_are_warned_of(local, capsys, overrides, warning):
+    out = output_of(capsys, 'check', local, '--quiet', *overrides)
+    assert f'# warning: run: {warning}' in out if warning else 'warning' not in out
 
 
 def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, capsys):
@@ -184,8 +177,7 @@ def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, c
     path = write(GOOD.replace('remote: s3://bucket/mds, resolution: 64', f'remote: {url}, resolution: 32'))
     words = ['check', path, 'model.resolution=32', '--quiet', '--data']
     store.requests.clear()
-    assert main([*words, 'global_batch=41']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, *words, 'global_batch=41')
     assert ': ok, checked in ' in out and 'a batch of 41 repeats some of the 40 images' in out
     assert {request.partition(' ')[0] for request in store.requests} == {'GET'}
     for override, problem in (
@@ -194,8 +186,7 @@ def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, c
         ('streams.a.remote=s3://none/x', 'streams.a.remote: s3://none/x/index.json: there is no such bucket'),
         ('streams.a.aspects=true', f'streams.a.remote: {url} has no buckets.json'),
     ):
-        assert main([*words, override, '--strict']) == USAGE_ERROR
-        assert problem in capsys.readouterr().err
+        assert problem in refusal(capsys, *words, override, '--strict')
     store.fail('index.json', 503)
     assert main([*words, 'streams.a.download_retry=0']) == FAILED
     assert f'error: check --data: {url}/index.json: cannot be read, tried 1 time' in capsys.readouterr().err

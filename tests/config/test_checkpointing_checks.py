@@ -1,8 +1,8 @@
 """Checks of a `runs_dir` in an object store and of `checkpointing.tiers`, as `diffusion check` makes them."""
 
 import pytest
+from commands import refusal
 
-from diffusion.cli import main
 from diffusion.config.checkpointing_checks import credentials_problem, runs_dir_problem
 from diffusion.config.load import RecipeError, load
 from diffusion.config.path_checks import check_output
@@ -28,8 +28,7 @@ def test_folders_and_stores_with_conditional_writes_can_hold_runs(runs_dir):
 )
 def test_other_stores_and_incomplete_urls_are_refused_with_the_way_out(write_recipe, capsys, runs_dir, message):
     assert message in (runs_dir_problem(runs_dir) or '')
-    assert main(['check', str(write_recipe()), f'runs_dir={runs_dir}', '--quiet']) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, 'check', write_recipe(), f'runs_dir={runs_dir}', '--quiet')
     assert 'runs_dir: ' in error and message in error
 
 

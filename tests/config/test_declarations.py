@@ -37,13 +37,6 @@ def registered(monkeypatch):
     monkeypatch.setitem(registry.TARGETS, 'model', dict(registry.TARGETS['model']))
 
 
-@pytest.fixture
-def parts(tmp_path, monkeypatch):
-    (tmp_path / 'constrained_parts.py').write_text(PARTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    return 'constrained_parts'
-
-
 @pytest.mark.parametrize(
     ('constraint', 'value', 'problem'),
     [
@@ -139,8 +132,10 @@ def test_unpacked_keywords_are_read_from_the_source_too():
     assert (depth.annotation, depth.default, depth.constraints) == ('int', 3, (AtLeast(1),))
 
 
-def test_constraints_are_checked_without_importing_the_component(parts):
-    register('model', 'strict', f'{parts}:strict')
+def test_constraints_are_checked_without_importing_the_component(tmp_path, monkeypatch):
+    (tmp_path / 'constrained_parts.py').write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    register('model', 'strict', 'constrained_parts:strict')
     problems = check_keywords('model', 'model', 'strict', {'resolution': 40, 'depth': 0})
     assert [str(problem) for problem in problems] == [
         'model.resolution: 40 is not a positive multiple of 16; use 32 or 48',

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from commands import output_of, refusal
 from recipe_comparison import all_values
 
-from diffusion.cli import main
 from diffusion.config.load import RecipeError, load
 from diffusion.config.yaml_files import shipped_names
 
@@ -13,8 +13,7 @@ YAMLS = Path(__file__).parents[2] / 'yamls'
 
 
 def test_list_has_a_line_with_title_and_cost_for_each_recipe(capsys):
-    assert main(['recipes']) == 0
-    lines = capsys.readouterr().out.splitlines()[:-3]
+    lines = output_of(capsys, 'recipes').splitlines()[:-3]
     assert [line.split()[0] for line in lines] == sorted(path.stem for path in YAMLS.glob('*.yaml')) == shipped_names()
     assert lines[3].split('  ') and lines[3].endswith('1.57 days on 128 A100 80 GB, $9,667')
     assert 'Stable Diffusion 2 base from scratch, 256 px' in lines[3]
@@ -38,8 +37,7 @@ def test_name_stands_for_the_file_in_the_package(tmp_path, monkeypatch):
 
 def test_copy_extends_the_recipe_of_the_package_and_replaces_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(['recipes', 'copy', 'phase2', '.']) == 0
-    assert capsys.readouterr().out == 'phase2.yaml\n'
+    assert output_of(capsys, 'recipes', 'copy', 'phase2', '.') == 'phase2.yaml\n'
     copied, original = load('phase2.yaml', allow_missing=True), load(YAMLS / 'phase2.yaml', allow_missing=True)
     assert all_values(copied) == all_values(original)
     for words, message in (
@@ -47,6 +45,6 @@ def test_copy_extends_the_recipe_of_the_package_and_replaces_nothing(tmp_path, m
         (['phase2', 'nowhere/mine.yaml'], 'the folder nowhere does not exist'),
         (['phase22', '.'], "did you mean 'phase2'?"),
     ):
-        assert main(['recipes', 'copy', *words]) == 2
-        assert message in capsys.readouterr().err
-    assert main(['recipes', 'copy', 'lora', 'mine.yaml']) == 0 and load('mine.yaml', allow_missing=True).name == 'lora'
+        assert message in refusal(capsys, 'recipes', 'copy', *words)
+    output_of(capsys, 'recipes', 'copy', 'lora', 'mine.yaml')
+    assert load('mine.yaml', allow_missing=True).name == 'lora'

@@ -30,9 +30,8 @@ def resealed(**changes: object) -> str:
     """Return answers that were changed by somebody who recomputes the checksum."""
     content = json.loads(answers_text(KEY, 1)) | changes
     lines = [f'{each["pair"]} {each["question"]} {each["choice"]}' for each in content['answers']]
-    return json.dumps(
-        content | {'checksum': checksum('\n'.join([content['comparison'], str(content['rater']), *lines]))}
-    )
+    text = '\n'.join([content['comparison'], str(content['rater']), *lines])
+    return json.dumps(content | {'checksum': checksum(text)})
 
 
 def test_checksum_equals_published_values():

@@ -24,7 +24,6 @@ KEY = make_key()
 
 
 def data_of(html: str) -> dict:
-    """Return the data of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert found
     return json.loads(found[1])

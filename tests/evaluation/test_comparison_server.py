@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from evaluation.comparisons import COMPARISON, answers_of, answers_text, make_key, rater_name
@@ -60,15 +61,8 @@ def site(tmp_path):
 
 def test_page_is_served_with_the_token_alone(site):
     assert site.request('GET', '/?token=the-token') == (200, PAGE.decode())
-    for path in (
-        '/',
-        '/?token=',
-        '/?token=the-toke',
-        '/?token=the-tokeN',
-        '/?token=%C3%A9',
-        '/?token=%ED%A0%80',
-        '/?t=1',
-    ):
+    wrong = ('', 'the-toke', 'the-tokeN', '%C3%A9', '%ED%A0%80')
+    for path in ('/', '/?t=1', *(f'/?token={token}' for token in wrong)):
         status, text = site.request('GET', path)
         assert (status, text) == (403, 'this link is incomplete or belongs to another page; ask for a new one')
     assert site.request('POST', '/answers?token=x', answers_text(KEY, 1))[0] == 403
@@ -141,9 +135,7 @@ def test_number_of_people_is_limited(site, monkeypatch):
 
 
 def test_answers_that_cannot_be_written_are_not_reported_as_saved(site, monkeypatch, caplog):
-    def full(*_) -> None:
-        raise OSError(28, 'No space left on device')
-
+    full = Mock(side_effect=OSError(28, 'No space left on device'))
     monkeypatch.setattr(comparison_server, 'write_atomically', full)
     status, text = site.request('POST', WITH_TOKEN, answers_text(KEY, 1))
     assert status == 500 and text == 'the server could not write them (No space left on device)'

@@ -10,12 +10,7 @@ from torchmetrics.image.kid import poly_mmd
 
 from diffusion.errors import UserError
 from diffusion.evaluation import metrics
-from diffusion.evaluation.metrics import (
-    frechet_distance,
-    gaussian_distance,
-    kernel_distance,
-    precision_and_recall,
-)
+from diffusion.evaluation.metrics import frechet_distance, gaussian_distance, kernel_distance, precision_and_recall
 
 
 def features(count: int, width: int = 16, *, seed: int = 0, shift: float = 0.0, scale: float = 1.0) -> torch.Tensor:

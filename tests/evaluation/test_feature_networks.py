@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.error import URLError
 
 import numpy as np
@@ -10,16 +11,11 @@ import torch
 from cleanfid.resize import make_resizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_networks import SMALL, write_clip_vision, write_inception
+from small_networks import write_clip_vision, write_dino, write_inception
 from torch import Tensor
 from torch.nn import functional
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionModelWithProjection,
-    Dinov2Config,
-    Dinov2Model,
-)
+from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection, Dinov2Model
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation import feature_networks
@@ -75,8 +71,7 @@ def test_clip_features_follow_the_published_steps_of_cmmd(clip_folder):
 
 
 def test_dino_features_are_the_class_token(tmp_path):
-    model = Dinov2Model(Dinov2Config(**SMALL, image_size=56, patch_size=14)).eval()
-    model.save_pretrained(tmp_path)
+    model = Dinov2Model.from_pretrained(write_dino(tmp_path))
     image = noise(56, 56)
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     pixels = (image / 255 - mean[:, None, None]) / std[:, None, None]
@@ -91,30 +86,20 @@ def test_features_of_an_image_do_not_depend_on_the_others(clip_folder):
     torch.testing.assert_close(network.features(images), alone)
 
 
-@pytest.fixture(scope='module')
-def emoji() -> list[Tensor]:
-    """16 emoji of 64 pixels."""
-    drawn = [each.render(64).convert('RGB') for each in all_emoji()[::90][:16]]
-    return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in drawn]
-
-
-@pytest.fixture(scope='module')
-def small_network() -> EfficientNetLite0:
-    network = EfficientNetLite0()
-    network.side = 96  # a fifth of the time
-    return network
-
-
 def blurred(image: Tensor, amount: float) -> Tensor:
     side = max(2, round(64 * (1 - amount)))
     small = functional.interpolate(image[None].float(), (side, side), mode='bilinear', antialias=True)
     return functional.interpolate(small, (64, 64), mode='bilinear')[0].round().byte()
 
 
-def test_distances_grow_with_damage(emoji, small_network):
-    reference, found = small_network.features(emoji), []
+def test_distances_grow_with_damage():
+    drawn = [each.render(64).convert('RGB') for each in all_emoji()[::90][:16]]
+    emoji = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in drawn]
+    network = EfficientNetLite0()
+    network.side = 96  # a fifth of the time
+    reference, found = network.features(emoji), []
     for amount in (0.1, 0.25, 0.5):
-        rows = small_network.features([blurred(image, amount) for image in emoji])
+        rows = network.features([blurred(image, amount) for image in emoji])
         some = slice(256)  # a Fréchet distance takes the cube of the number of features
         frechet = frechet_distance(rows[:, some], reference[:, some])
         found.append((frechet, kernel_distance(rows, reference), gaussian_distance(rows, reference)))
@@ -157,19 +142,13 @@ def test_wrong_weights_are_refused_and_not_run(tmp_path, monkeypatch, inception_
 
 
 def test_weights_that_cannot_be_downloaded(tmp_path, monkeypatch):
-    def offline(*_: object, **__: object) -> None:
-        raise URLError('no route to host')
-
     monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path))
-    monkeypatch.setattr(torch.hub, 'download_url_to_file', offline)
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', Mock(side_effect=URLError('no route to host')))
     with pytest.raises(ExternalError, match=r'cannot be downloaded \(.*no route to host.*copy the file to'):
         Inception()
 
 
 def test_missing_package_names_the_extra(monkeypatch):
-    def missing(module: str) -> None:
-        raise ModuleNotFoundError(module)
-
-    monkeypatch.setattr(feature_networks, 'import_module', missing)
+    monkeypatch.setattr(feature_networks, 'import_module', Mock(side_effect=ModuleNotFoundError))
     with pytest.raises(UserError, match=r"torch_fidelity is not installed; pip install 'diffusion-recipes\[eval\]'"):
         Inception()

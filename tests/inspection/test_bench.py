@@ -3,9 +3,9 @@
 import re
 
 import pytest
-import yaml
-
-from diffusion.cli import main
+from commands import output_of, refusal
+from recipe_files import write_yaml
+from shards import streams_of
 
 
 def rows(text):
@@ -15,13 +15,11 @@ def rows(text):
 
 @pytest.fixture
 def recipe(write_recipe, pictures):
-    streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
-    return str(write_recipe(streams=streams))
+    return write_recipe(streams=streams_of(pictures))
 
 
 def test_tables_list_all_stages_and_worker_counts(recipe, capsys):
-    assert main(['data', 'bench', recipe, 'px32', '--workers', '0', '1', '--batches', '1']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'data', 'bench', recipe, 'px32', '--workers', '0', '1', '--batches', '1')
     table = rows(out)
     stages = ['read', 'decode', 'resize', 'tokenize', 'collate']
     assert [name for name in table if name in (*stages, 'total')] == [*stages, 'total']
@@ -34,13 +32,12 @@ def test_tables_list_all_stages_and_worker_counts(recipe, capsys):
 
 def test_h100_demand_matches_flops(tmp_path, pictures, capsys):
     """Stable Diffusion 2 at 256 px, at 40% of 989 TFLOP/s: 728 images per second, of 3 x 181.09 GFLOP each."""
-    path = tmp_path / 'sd2.yaml'
     model = {'name': 'sd2', 'pretrained': None, 'resolution': 256}
     stream = {'local': str(pictures[32]), 'resolution': 256}
     recipe = {'name': 'a', 'global_batch': 8, 'model': model, 'streams': {'a': stream}}
-    path.write_text(yaml.safe_dump(recipe | {'trainer': {'max_duration': '1ba'}}))
-    assert main(['data', 'bench', str(path), '--workers', '0', '--batches', '1']) == 0
-    needed = re.search(r'trains on (\d+) samples/s', capsys.readouterr().out)
+    path = write_yaml(tmp_path / 'sd2.yaml', recipe | {'trainer': {'max_duration': '1ba'}})
+    out = output_of(capsys, 'data', 'bench', path, '--workers', '0', '--batches', '1')
+    needed = re.search(r'trains on (\d+) samples/s', out)
     assert needed is not None and int(needed[1]) == pytest.approx(728, abs=2)
 
 
@@ -54,11 +51,4 @@ def test_h100_demand_matches_flops(tmp_path, pictures, capsys):
     ],
 )
 def test_invalid_arguments_are_reported_before_timing(recipe, capsys, arguments, message):
-    try:
-        status = main(['data', 'bench', recipe, *arguments])
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert message in captured.err
-    assert captured.out == ''
+    assert message in refusal(capsys, 'data', 'bench', recipe, *arguments)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import output_of, refusal
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from shards import draw_image, write_image_shards
 
-from diffusion.cli import main
 from diffusion.models import batch_keys
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.pretrained import TINY_VAE, load_vae
@@ -42,9 +42,8 @@ def unpublished(tmp_path_factory):
 
 
 def test_values_are_those_of_posterior_samples(unpublished, pictures, capsys):
-    command = ['data', 'measure-latents', str(unpublished), str(pictures[64]), '--resolution', '64']
-    assert main([*command, '--batch-size', '7']) == 0
-    text = capsys.readouterr().out
+    command = ['data', 'measure-latents', unpublished, pictures[64], '--resolution', '64']
+    text = output_of(capsys, *command, '--batch-size', '7')
     assert 'latents of 24 images' in text
     channels, single = printed(text)
     vae = AutoencoderKL.from_pretrained(unpublished, low_cpu_mem_usage=False).float()
@@ -62,8 +61,8 @@ def test_values_are_those_of_posterior_samples(unpublished, pictures, capsys):
 @pytest.mark.slow
 def test_printed_values_normalize_the_latents_of_a_model(small_dc_ae, tmp_path, capsys):
     data = write_image_shards(tmp_path / 'data', count=10, side=32, offset=7)
-    assert main(['data', 'measure-latents', str(small_dc_ae), str(data), '--resolution', '32']) == 0
-    for number, values in enumerate(printed(capsys.readouterr().out)):
+    text = output_of(capsys, 'data', 'measure-latents', small_dc_ae, data, '--resolution', '32')
+    for number, values in enumerate(printed(text)):
         folder = tmp_path / f'vae{number}'
         shutil.copytree(small_dc_ae, folder)
         config = json.loads((folder / 'config.json').read_text())
@@ -82,18 +81,15 @@ def test_aspect_buckets_and_number_of_samples(unpublished, tmp_path, capsys):
     write_image_shards(tmp_path / 'data' / '32x64', count=12, side=64)
     buckets = {'resolution': 64, 'buckets': {'64x64': {'samples': 12}, '32x64': {'samples': 12}}}
     (tmp_path / 'data' / 'buckets.json').write_text(json.dumps(buckets))
-    command = ['data', 'measure-latents', str(unpublished), str(tmp_path / 'data'), '--resolution', '64']
-    results = []
-    for seed in ('1', '1', '2'):
-        assert main([*command, '--samples', '9', '--seed', seed]) == 0
-        results.append(capsys.readouterr().out)
+    command = ['data', 'measure-latents', unpublished, tmp_path / 'data', '--resolution', '64']
+    results = [output_of(capsys, *command, '--samples', '9', '--seed', seed) for seed in (1, 1, 2)]
     assert results[0] == results[1] != results[2]
     assert 'latents of 9 images' in results[0]
 
 
 def test_mistakes(tmp_path, capsys, pictures):
-    assert main(['data', 'measure-latents', 'pixels', str(pictures[32]), '--resolution', '32']) == 2
-    assert 'pixels are not normalized' in capsys.readouterr().err
-    assert main(['data', 'measure-latents', str(TINY_VAE), str(tmp_path / 'no'), '--resolution', '32']) == 2
-    assert 'is not a folder; give a folder that `diffusion prepare`' in capsys.readouterr().err
+    command = ['data', 'measure-latents', '--resolution', '32']
+    assert 'pixels are not normalized' in refusal(capsys, *command, 'pixels', pictures[32])
+    message = 'is not a folder; give a folder that `diffusion prepare`'
+    assert message in refusal(capsys, *command, TINY_VAE, tmp_path / 'no')
     assert load_vae(str(TINY_VAE)).config['scaling_factor'] == 1.0

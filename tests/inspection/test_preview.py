@@ -2,14 +2,14 @@
 
 import base64
 import io
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import output_of, refusal
 from PIL import Image
-from shards import CAPTIONS
+from shards import CAPTIONS, streams_of
 from streaming import MDSWriter
 
 from diffusion.cli import main
@@ -22,31 +22,29 @@ from diffusion.training.components import build_dataset
 YAMLS = Path(__file__).parents[2] / 'yamls'
 
 
-@pytest.fixture
-def two_buckets(pictures):
-    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+def look(capsys, *words):
+    return output_of(capsys, 'data', 'look', *words)
 
 
-def test_each_bucket_has_a_row_with_its_own_samples(write_recipe, two_buckets, tmp_path, capsys):
-    out = tmp_path / 'look.png'
-    assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '3']) == 0
-    assert capsys.readouterr().out == f'{out}: 6 samples of 2 buckets\n'
+def test_each_bucket_has_a_row_with_its_own_samples(write_recipe, pictures, tmp_path, capsys):
+    out, path = tmp_path / 'look.png', write_recipe(streams=streams_of(pictures))
+    assert look(capsys, path, '--out', out, '--samples', '3') == f'{out}: 6 samples of 2 buckets\n'
     with Image.open(out) as image:
         assert image.height > 2 * SIDE
         image.load()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith('.')] == []
     out = tmp_path / 'look.html'
-    assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '2']) == 0
+    look(capsys, path, '--out', out, '--samples', '2')
     assert [len(image) for image in images_of(out.read_text())] == [32, 32, 64, 64]
 
 
-def test_preview_shows_what_dataset_serves(write_recipe, pictures, tmp_path):
+def test_preview_shows_what_dataset_serves(write_recipe, pictures, tmp_path, capsys):
     """Crops, flips and caption choice are included."""
     crop = {'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
-    streams = {'a': {'local': str(pictures[64]), 'resolution': 32}}
+    streams = streams_of({32: pictures[64]})
     path = write_recipe(streams=streams, dataset={'name': 'image_text', **crop})
     out = tmp_path / 'look.html'
-    assert main(['data', 'look', str(path), '--out', str(out), '--samples', '100']) == 0
+    look(capsys, path, '--out', out, '--samples', '100')
     shown = images_of(out.read_text())
     assert len(shown) == 24
     recipe = load(path)
@@ -66,29 +64,17 @@ def images_of(text):
 
 
 def test_folder_used_in_several_sections_is_shown_in_each(write_recipe, pictures, tmp_path, capsys):
-    stream = {'local': str(pictures[32]), 'resolution': 32}
-    streams = {'a': stream}
+    streams = {'a': {'local': str(pictures[32]), 'resolution': 32}}
     path = write_recipe(streams=streams, eval_streams=streams, precompute={'out': 'x', 'streams': streams})
     out = tmp_path / 'look.html'
     sections = ['streams.a', 'eval_streams.a', 'precompute.streams.a']
     for words, shown in (([], sections[:2]), (['a'], sections), (['precompute.streams.a'], sections[2:])):
-        assert main(['data', 'look', str(path), *words, '--out', str(out), '--samples', '1']) == 0
+        look(capsys, path, *words, '--out', out, '--samples', '1')
         assert re.findall(r'<h2>(\S+)', out.read_text()) == shown, words
 
 
 @pytest.mark.parametrize('decode', [True, False])
-def test_latents_are_decoded_by_local_vae_or_drawn_as_channels(write_recipe, latents_of, tmp_path, decode):
-    model, folder = latents_of
-    model = model if decode else model | {'vae': 'someone/other-vae'}
-    streams = {'a': {'local': str(folder), 'resolution': 32}}
-    path = write_recipe(streams=streams, dataset={'name': 'latents'}, model=model)
-    out = tmp_path / 'look.html'
-    assert main(['data', 'look', str(path), '--out', str(out), '--samples', '2']) == 0
-    assert {image.shape for image in images_of(out.read_text())} == {(32, 32, 3) if decode else (4, 4, 3)}
-
-
-@pytest.fixture
-def latents_of(tiny_recipe, tmp_path):
+def test_latents_are_decoded_by_local_vae_or_drawn_as_channels(write_recipe, tiny_recipe, tmp_path, capsys, decode):
     folder = tmp_path / 'latents'
     columns = {batch_keys.LATENT_MOMENTS: 'ndarray:float16', 'captions': 'json'}
     with MDSWriter(out=str(folder), columns=columns) as writer:
@@ -97,7 +83,12 @@ def latents_of(tiny_recipe, tmp_path):
             writer.write({batch_keys.LATENT_MOMENTS: moments, 'captions': [f'number {value}']})
     manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior='sample', dtype='float16')
     (folder / 'manifest.json').write_text(manifest.text())
-    return tiny_recipe(tmp_path)['model'], folder
+    model = tiny_recipe(tmp_path)['model'] | ({} if decode else {'vae': 'someone/other-vae'})
+    streams = {'a': {'local': str(folder), 'resolution': 32}}
+    path = write_recipe(streams=streams, dataset={'name': 'latents'}, model=model)
+    out = tmp_path / 'look.html'
+    look(capsys, path, '--out', out, '--samples', '2')
+    assert {image.shape for image in images_of(out.read_text())} == {(32, 32, 3) if decode else (4, 4, 3)}
 
 
 @pytest.mark.parametrize(
@@ -111,32 +102,31 @@ def latents_of(tiny_recipe, tmp_path):
 )
 def test_unwritable_output_is_reported(write_recipe, pictures, tmp_path, capsys, out, message):
     (tmp_path / 'there.png').mkdir()
-    path = write_recipe(streams={'a': {'local': str(pictures[32]), 'resolution': 32}})
-    assert main(['data', 'look', str(path), '--out', os.path.join(tmp_path, out)]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    path = write_recipe(streams=streams_of({32: pictures[32]}))
+    assert re.search(message, refusal(capsys, 'data', 'look', path, '--out', tmp_path / out))
     assert not [entry.name for entry in tmp_path.iterdir() if 'look' in entry.name or entry.name.startswith('.')]
 
 
 def phase1(*words):
     """Command line of `data look` for the recipe phase1, without access to the Hub."""
-    return ['data', 'look', str(YAMLS / 'phase1.yaml'), 'model.pretrained=null', '--samples', '1', *map(str, words)]
+    return ['data', 'look', YAMLS / 'phase1.yaml', 'model.pretrained=null', '--samples', '1', *words]
 
 
 def test_only_the_streams_that_are_shown_must_be_complete(pictures, tmp_path, capsys):
     out = tmp_path / 'look.png'
     local = ['streams.laion.remote=null', f'streams.laion.local={pictures[32]}']
-    assert main(phase1(*local, '--out', out)) == 0
+    assert main([*map(str, phase1(*local, '--out', out))]) == 0
     captured = capsys.readouterr()
     assert captured.out == f'{out}: 1 samples of 1 buckets\n'
     assert captured.err.startswith('skipped: eval_streams.coco.remote: is still ???; ')
-    assert main(phase1(*local, 'laion', '--out', out)) == 0
+    assert main([*map(str, phase1(*local, 'laion', '--out', out))]) == 0
     assert capsys.readouterr().err == ''
 
 
-def test_values_of_other_parts_may_be_missing(pictures, tmp_path):
+def test_values_of_other_parts_may_be_missing(pictures, tmp_path, capsys):
     local = ['streams.laion.remote=null', f'streams.laion.local={pictures[32]}']
     others = ['global_batch=???', 'trainer.max_duration=???', 'optimizer.lr=???', 'name=???', 'init_from=???']
-    assert main(phase1(*local, *others, 'streams.other=???', '--out', tmp_path / 'look.png')) == 0
+    output_of(capsys, *phase1(*local, *others, 'streams.other=???', '--out', tmp_path / 'look.png'))
 
 
 @pytest.mark.parametrize(
@@ -149,5 +139,5 @@ def test_values_of_other_parts_may_be_missing(pictures, tmp_path):
     ],
 )
 def test_values_that_are_needed_are_named(tmp_path, capsys, words, missing):
-    assert main(phase1('model.mask_padding=???', *words, '--out', tmp_path / 'look.png')) == 2
-    assert re.findall(r'(\S+): is still \?\?\?', capsys.readouterr().err.partition('error: ')[2]) == missing
+    error = refusal(capsys, *phase1('model.mask_padding=???', *words, '--out', tmp_path / 'look.png'))
+    assert re.findall(r'(\S+): is still \?\?\?', error.partition('error: ')[2]) == missing

@@ -1,10 +1,9 @@
 """`diffusion report`: paths of pages, mistakes, buckets, and what it imports."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import modules_of, output_of, refusal
 from synthetic_run import write_run
 
 from diffusion.cli import main
@@ -31,8 +30,7 @@ def runs(tmp_path, monkeypatch) -> Path:
     ],
 )
 def test_page_is_written_and_its_path_printed(runs, capsys, words, path):
-    assert main(['report', *words]) == 0
-    assert capsys.readouterr().out == f'{path}\n'
+    assert output_of(capsys, 'report', *words) == f'{path}\n'
     assert (runs.parent / path).read_text().startswith('<!DOCTYPE html>')
 
 
@@ -48,24 +46,20 @@ def test_page_is_written_and_its_path_printed(runs, capsys, words, path):
     ],
 )
 def test_mistakes_are_one_message_with_a_way_out(runs, capsys, words, text):
-    assert main(['report', *words]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, 'report', *words)
     assert text in error and error.startswith('error: ') and 'Traceback' not in error
 
 
 @pytest.mark.parametrize('words', [['--price', 'free'], ['--price', '-1'], ['--port', '70000'], ['--port', 'x']])
-def test_options_are_checked(words):
-    with pytest.raises(SystemExit) as ended:
-        main(['report', 'runs', *words])
-    assert ended.value.code == 2
+def test_options_are_checked(capsys, words):
+    assert f'argument {words[0]}: ' in refusal(capsys, 'report', 'runs', *words)
 
 
 @pytest.mark.slow
 def test_runs_in_a_bucket(runs, store, capsys):
     url = store.upload(runs, 'runs')
-    assert main(['report', f'{url}/run-0']) == 0
-    assert capsys.readouterr().out == 'run-0-report.html\n'
-    assert main(['report', url, '--out', 'all.html']) == 0
+    assert output_of(capsys, 'report', f'{url}/run-0') == 'run-0-report.html\n'
+    output_of(capsys, 'report', url, '--out', 'all.html')
     assert 'run-1' in Path('all.html').read_text()
     store.fail('GET', 503)
     assert main(['report', f'{url}/run-0']) == 1
@@ -74,18 +68,15 @@ def test_runs_in_a_bucket(runs, store, capsys):
 
 @pytest.mark.slow
 def test_nothing_of_torch_is_imported(runs):
-    program = 'import sys; from diffusion.cli import main; assert main(["report", "runs/run-0"]) == 0; '
-    program += 'print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)'
-    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
-    assert 'PIL' in result.stderr.split()
-    assert not {*result.stderr.split()} & FOREIGN
+    loaded = modules_of('from diffusion.cli import main; assert main(["report", "runs/run-0"]) == 0')
+    assert 'PIL' in loaded
+    assert not loaded & FOREIGN
 
 
 def test_other_commands_do_not_import_the_report():
-    program = 'import sys; from diffusion.cli import make_parser; make_parser(); print(*sys.modules)'
-    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
-    assert not [name for name in result.stdout.split() if name.startswith('diffusion.report')]
-    assert 'PIL' not in result.stdout.split()
+    loaded = modules_of('from diffusion.cli import make_parser; make_parser()')
+    assert not [name for name in loaded if name.startswith('diffusion.report')]
+    assert 'PIL' not in loaded
 
 
 def test_differences_of_recipes_are_by_key():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 from synthetic_run import append_metrics, write_run
@@ -47,9 +48,6 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     assert rows['a']['state'] == 'ended, completed'
     assert rows['a']['loss'] == pytest.approx(RunReader(str(tmp_path / 'a')).read().status.last_loss)
 
-    def fail(reader: RunReader) -> None:
-        raise UserError('gone')
-
-    monkeypatch.setattr(RunReader, 'read', fail)
+    monkeypatch.setattr(RunReader, 'read', Mock(side_effect=UserError('gone')))
     data = table.read().data
     assert data['rows'] == [] and data['notes'] == ['gone', 'gone']

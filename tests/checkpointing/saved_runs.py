@@ -2,46 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 from ranks import read_losses
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
-from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint
+from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.sharded_state import read_all_tensors
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
 SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
-SMALL: dict[str, Any] = {
-    'name': 'tiny_prx',
-    'hidden_size': 32,
-    'num_heads': 2,
-    'depth': 1,
-    'patch_size': 2,
-    'text_width': 32,
-    'text_layers': 1,
-    'train_text_encoder': False,
-}
-"""Model of 23 trained tensors, a quarter of the smallest U-Net's: a save takes a tenth of a millisecond for each."""
-
-
-def use_small_model(content: dict[str, Any]) -> None:
-    """Replace the model of a tiny recipe by SMALL."""
-    content['model'] = SMALL | {name: content['model'][name] for name in ('resolution', 'vae')}
 
 
 def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **common: Any) -> Callable[..., Path]:
     """Return a function that writes a recipe of 8 batches with averaging and a save after every second."""
 
-    def write(name: str, trainer: dict[str, Any] | None = None, runs_dir: str = '', **sections: Any) -> Path:
-        sections = {'algorithms': EMA} | common | sections
-        content: dict[str, Any] = tiny_recipe(root, name=name, **sections) | {
-            'runs_dir': runs_dir or str(root / 'runs')
-        }
-        use_small_model(content)
+    def write(name: str, trainer: dict[str, Any] | None = None, **sections: Any) -> Path:
+        content = tiny_recipe(root / 'runs', small=True, name=name, **({'algorithms': EMA} | common | sections))
         content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
         path = root / f'{name}.yaml'
         path.write_text(yaml.safe_dump(content))
@@ -76,6 +56,14 @@ def assert_same_tensors(place: Path | str, reference: Path | str) -> None:
     ours, theirs = tensors_of(place), tensors_of(reference)
     assert ours.keys() == theirs.keys() and len(ours) > 20
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def relative_distance(place: Path | str, reference: Path | str, which: Literal['training', 'ema']) -> float:
+    """Return the distance between the weights of the newest checkpoints of two runs, relative to their norm."""
+    ours, theirs = (weights_of(find_checkpoint(each), which)[0] for each in (place, reference))
+    assert ours.keys() == theirs.keys()
+    found, expected = (torch.cat([each[name].flatten() for name in theirs]) for each in (ours, theirs))
+    return float((found - expected).norm() / expected.norm())
 
 
 def assert_same_end(run: Path, reference: Path, place: Path | str | None = None) -> None:

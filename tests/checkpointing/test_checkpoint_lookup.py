@@ -2,20 +2,17 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import yaml
 from callbacks.guarded_run import At
 from checkpointing.run_folders import names, write
-from checkpointing.saved_runs import use_small_model
+from checkpointing.saved_runs import recipe_writer
 from composer.core import Event
 from faults import Fault, active
+from waiting import wait_until
 
 from diffusion.checkpointing import checkpoint_lookup, retention
 from diffusion.checkpointing.checkpoint_lookup import LEASE_SECONDS, claimed_batches, claimed_checkpoint
@@ -29,6 +26,7 @@ from diffusion.tasks import export as exporting
 from diffusion.tasks.argument_checks import GenerateOptions
 from diffusion.tasks.generate import run_generate
 from diffusion.training.train import build_trainer, train
+from tests.data.processes import Forked
 
 NEWEST = KeepConfig(last=1)
 
@@ -65,22 +63,13 @@ def test_newest_checkpoint_of_a_run_is_claimed(run):
         claimed_checkpoint(run / 'ba40', 'test').__enter__()
 
 
-CLAIM = """
-import sys
-from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint
-with claimed_checkpoint(sys.argv[1], 'test'):
-    print('claimed', flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_claim_of_a_killed_process_does_not_count(run):
-    command = [sys.executable, '-c', CLAIM, str(run / 'ba10')]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == 'claimed\n'
-        retention.prune(run, NEWEST)
-        assert names(run) == ['ba10', 'ba30']
-        os.kill(process.pid, signal.SIGKILL)
+    claim = claimed_checkpoint(run / 'ba10', 'test')
+    process = Forked(lambda: (claim.__enter__(), time.sleep(60)))
+    wait_until(lambda: claimed_batches(run) == {10})
+    retention.prune(run, NEWEST)
+    assert names(run) == ['ba10', 'ba30']
+    process.kill()
     assert len(claim_files(run)) == 1
     retention.prune(run, NEWEST)
     assert names(run) == ['ba30'] and claim_files(run) == []
@@ -115,10 +104,7 @@ def test_claim_is_rewritten_and_does_not_come_back(run, monkeypatch):
     with claimed_checkpoint(run / 'ba10', 'test'):
         (claim,) = claim_files(run)
         os.utime(claim, (0, 0))
-        until = time.monotonic() + 10
-        while claim.stat().st_mtime < 1 and time.monotonic() < until:
-            time.sleep(0.01)
-        assert claim.stat().st_mtime > 1
+        wait_until(lambda: claim.stat().st_mtime > 1)
         claim.unlink()
         time.sleep(0.05)
         assert not claim.exists()
@@ -160,12 +146,9 @@ def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claim
 def trained(tiny_recipe, pictures, tmp_path_factory) -> Path:
     """Recipe of a run that keeps its newest checkpoint, and of which two batches are trained."""
     root = tmp_path_factory.mktemp('claims')
-    content = tiny_recipe(root / 'runs', checkpointing={'keep': {'last': 1}})
-    content['eval_streams'] = {'small': {'local': str(pictures[32]), 'resolution': 32}}
-    content['trainer'] |= {'save_interval': '1ba'}
-    use_small_model(content)
-    path = root / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(content))
+    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    write = recipe_writer(root, tiny_recipe, eval_streams=streams, checkpointing={'keep': {'last': 1}})
+    path = write('run', {'save_interval': '1ba'}, algorithms={})
     train(load(path, ['trainer.max_duration=2ba'])).close()
     return path
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 from checkpointing.run_folders import names, write, write_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.retention import CheckpointInfo, kept, make_room, prune, select_removable
-from diffusion.config.checkpointing import KeepConfig
+from diffusion.config.checkpointing import KeepConfig, keep_rules
 from diffusion.config.load import load
 from diffusion.errors import UserError
 
@@ -103,9 +102,7 @@ def test_times_are_those_of_the_receipts(tmp_path):
     for path in list_checkpoints(tmp_path):  # as after a copy
         os.utime(path, (0, 0))
         os.utime(path / 'receipt.json', (0, 0))
-    removed = prune(tmp_path, KeepConfig(hourly=2))
-    assert [path.name for path in removed] == ['ba10', 'ba20', 'ba40']
-    assert names(tmp_path) == ['ba30', 'ba50']
+    assert [path.name for path in prune(tmp_path, KeepConfig(hourly=2))] == ['ba10', 'ba20', 'ba40']
     assert {path.name for path in tmp_path.iterdir()} == {'ba30', 'ba50', 'latest'}, 'nothing is left over'
     assert prune(tmp_path, KeepConfig(hourly=2)) == []
 
@@ -145,24 +142,19 @@ def test_room_is_made_from_what_the_next_save_would_replace(tmp_path):
     assert make_room(tmp_path, KeepConfig(last=2), 30) == []
 
 
-def test_pinned_checkpoint_stays(tmp_path):
+def test_checkpoint_that_is_pinned_or_claimed_while_it_is_removed_stays(tmp_path, monkeypatch):
     for batch in (10, 20, 30):
         write(tmp_path, batch)
-    (tmp_path / 'ba10.pinned').touch()
-    prune(tmp_path, KeepConfig())
+    with monkeypatch.context() as patch:
+        answers = iter([set(), {10}, set()])  # at the choice, and after the rename of each
+        patch.setattr(retention, 'claimed_batches', lambda folder: next(answers))
+        assert [path.name for path in prune(tmp_path, KeepConfig())] == ['ba20']
     assert names(tmp_path) == ['ba10', 'ba30']
+    (tmp_path / 'ba10.pinned').touch()
+    assert prune(tmp_path, KeepConfig()) == []
     (tmp_path / 'ba10.pinned').unlink()
     prune(tmp_path, KeepConfig())
     assert names(tmp_path) == ['ba30']
-
-
-def test_checkpoint_that_is_claimed_while_it_is_removed_is_put_back(tmp_path, monkeypatch):
-    for batch in (10, 20, 30):
-        write(tmp_path, batch)
-    answers = iter([set(), {10}, set()])  # at the choice, and after the rename of each
-    monkeypatch.setattr(retention, 'claimed_batches', lambda folder: next(answers))
-    assert [path.name for path in prune(tmp_path, KeepConfig())] == ['ba20']
-    assert names(tmp_path) == ['ba10', 'ba30']
 
 
 def test_kill_at_any_step_of_a_removal_leaves_whole_checkpoints(tmp_path):
@@ -206,27 +198,17 @@ LAST = 'checkpointing.keep.last=3'
         (['trainer.save_folder=elsewhere', LAST], r"checkpointing.keep: does not apply to Composer's own checkpoints"),
     ],
 )
-def test_wrong_rules_are_refused(tiny_recipe, tmp_path, words, message):
+def test_wrong_rules_are_refused(write_recipe, words, message):
     with pytest.raises(UserError, match=message):
-        load(recipe_path(tiny_recipe, tmp_path), words)
+        load(write_recipe(), words)
 
 
-def test_composers_name_means_the_last_ones(tiny_recipe, tmp_path):
-    from diffusion.config.checkpointing import keep_rules
-
-    path = recipe_path(tiny_recipe, tmp_path)
-
+def test_composers_name_means_the_last_ones(write_recipe):
     def rules(*words: str) -> KeepConfig | None:
-        recipe = load(path, words)
+        recipe = load(write_recipe(), words)
         return keep_rules(recipe.checkpointing, recipe.trainer)
 
     assert rules() is None and rules('trainer.save_num_checkpoints_to_keep=-1') is None
     assert rules('trainer.save_num_checkpoints_to_keep=2') == KeepConfig(last=2)
     hourly = 'checkpointing.keep={hourly: 24}'
     assert rules(hourly) == rules(hourly, 'trainer.save_num_checkpoints_to_keep=-1') == KeepConfig(last=1, hourly=24)
-
-
-def recipe_path(tiny_recipe, tmp_path) -> Path:
-    path = tmp_path / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
-    return path

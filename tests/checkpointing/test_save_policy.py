@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
-from checkpointing.saved_runs import use_small_model
 from composer.core import Event, Time, Timestamp, TimeUnit
 
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
@@ -95,20 +93,15 @@ def test_only_times_and_auto_are_timed_intervals(tmp_path):
 
 
 @pytest.mark.parametrize('interval', ['0s', '10 minutes', 'automatic', '-5m'])
-def test_other_words_are_refused(tiny_recipe, tmp_path, interval):
-    path = tmp_path / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
+def test_other_words_are_refused(write_recipe, interval):
     with pytest.raises(UserError, match=r'trainer.save_interval: .*, a time such as 10m, or auto'):
-        load(path, [f'trainer.save_interval={interval}'])
+        load(write_recipe(), [f'trainer.save_interval={interval}'])
 
 
 @pytest.mark.slow
-def test_two_ranks_save_at_the_same_batches(tiny_recipe, ranks, tmp_path):
+def test_two_ranks_save_at_the_same_batches(write_recipe, ranks, tmp_path):
     """A rank that saved alone would wait for the other until the timeout."""
-    path = tmp_path / 'recipe.yaml'
-    content = tiny_recipe(tmp_path / 'runs', name='timed')
-    use_small_model(content)
-    path.write_text(yaml.safe_dump(content))
+    path = write_recipe('timed', small=True)
     ranks.run(2, path, 'trainer.save_interval=0.01s', 'trainer.max_duration=4ba')
     saved = [each.name for each in list_checkpoints(tmp_path / 'runs' / 'timed')]
     assert saved[0] == 'ba4' and len(saved) > 1

@@ -41,19 +41,19 @@ class RandomStates(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-        with open(self.path, 'a') as file:
-            file.write(f'{state.timestamp.batch.value} {digest}\n')
+        append(self.path, f'{state.timestamp.batch.value} {digest}\n')
 
 
 class Events(Callback):
     """Callback that appends each event with the number of batches done to a file."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        with open(self.path, 'a') as file:
-            file.write(f'{event.value} {state.timestamp.batch.value}\n')
+        append(os.environ['EVENTS'], f'{event.value} {state.timestamp.batch.value}\n')
+
+
+def append(path: str, line: str) -> None:
+    with open(path, 'a') as file:
+        file.write(line)
 
 
 def added_callbacks() -> list[Callback]:
@@ -65,7 +65,7 @@ def added_callbacks() -> list[Callback]:
     if 'RANDOM_STATES' in os.environ:
         added.append(RandomStates(os.environ['RANDOM_STATES']))
     if 'EVENTS' in os.environ and os.environ['RANK'] == '0':
-        added.append(Events(os.environ['EVENTS']))
+        added.append(Events())
     return added
 
 

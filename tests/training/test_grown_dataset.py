@@ -1,21 +1,18 @@
 """Training on a dataset that has grown: resuming needs allow_data_change, and the order is the same on any ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from composer.core import Callback, State
-from composer.loggers import Logger
-from ranks import Ranks, largest_difference, read_losses
+from ranks import largest_difference, read_losses
 from shards import draw_image
 
 from diffusion.config.load import load
-from diffusion.models import batch_keys
 from diffusion.prepare.append import append
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.worker_pool import run_job
 from diffusion.training.train import build_trainer, train
+from tests.served import read_served
 
 
 def deliver(folder: Path, numbers: range, out: Path, *, add: bool) -> None:
@@ -28,23 +25,15 @@ def deliver(folder: Path, numbers: range, out: Path, *, add: bool) -> None:
     (append if add else prepare)(settings_of(values), run=lambda jobs: map(run_job, jobs))
 
 
-class Seen(Callback):
-    """IDs of the samples of all batches."""
-
-    def __init__(self) -> None:
-        self.ids: set[int] = set()
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        self.ids |= set(state.batch[batch_keys.SAMPLE_ID].tolist())
-
-
 @pytest.mark.slow
 def test_resume_on_a_grown_dataset_needs_allow_data_change_and_is_the_same_on_two_ranks(
-    write_recipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: Ranks
-) -> None:
+    write_recipe, tmp_path, caplog, ranks
+):
     deliver(tmp_path / 'first', range(24), tmp_path / 'data', add=False)
     streams = {'photos': {'local': str(tmp_path / 'data' / '32px'), 'resolution': 32}}
-    path, of_ranks = (write_recipe(name, streams=streams) for name in ('run', 'ranks'))
+    served = {'served': {'folder': str(tmp_path)}}
+    path = write_recipe('run', streams=streams, imports=['tests.served'], callbacks=served)
+    of_ranks = write_recipe('ranks', streams=streams)
     for each in (path, of_ranks):
         train(load(each, ['trainer.max_duration=2ba'])).close()
     deliver(tmp_path / 'second', range(24, 40), tmp_path / 'data', add=True)
@@ -56,12 +45,11 @@ def test_resume_on_a_grown_dataset_needs_allow_data_change_and_is_the_same_on_tw
     trainer = build_trainer(load(path, ['allow_data_change=true']))
     assert 'streams.photos.samples: 24 in the checkpoint, 40 now' in caplog.text
     assert trainer.state.timestamp.batch.value == 2
-    seen = Seen()
-    trainer.state.callbacks.append(seen)
     trainer.fit()
     trainer.close()
-    assert max(seen.ids) >= 24, 'images of the second delivery are trained on'
-    assert job.wait() == [0, 0], job.output()
+    served_ids = [index for ids, _ in read_served(tmp_path) for index in ids]
+    assert max(served_ids) >= 24, 'images of the second delivery are trained on'
+    job.end()
     losses = [read_losses(tmp_path / 'runs' / name) for name in ('run', 'ranks')]
     assert len(losses[0]) == 8
     assert largest_difference(*losses) < 1e-3

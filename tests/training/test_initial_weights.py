@@ -110,8 +110,7 @@ def read(published, recipe) -> None:
 
 
 def assert_equal(weights, expected):
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 def denoiser_of(model) -> dict[str, torch.Tensor]:
@@ -152,9 +151,7 @@ def test_trained_run_exports_and_starts_another_run(published, recipe_from, tmp_
     recipe.trainer |= {'max_duration': '1ba', 'save_interval': '1ba'}
     train(recipe).close()
     trained = weights_of(find_checkpoint(recipe.run_dir), 'training')[0]
-    assert any(
-        not torch.equal(trained[f'denoiser.{name}'], each) for name, each in published[0].denoiser.state_dict().items()
-    )
+    assert any(not torch.equal(trained[name], each) for name, each in denoiser_of(published[0]).items())
     export(recipe.run_dir, tmp_path / 'exported')
     assert_equal(started(recipe_from(tmp_path / 'exported', name='next')), trained)
     resumed = build_trainer(recipe)
@@ -178,9 +175,7 @@ def test_original_file_of_another_architecture_is_refused(tmp_path, recipe_from,
     file = tmp_path / 'model.safetensors'
     wide = UNet2DConditionModel(**(UNET | WIDE))
     save_file(original_layout(UNet2DConditionModel(**XL).state_dict(), layers_per_block=2), file)
-    with pytest.raises(
-        UserError, match=r'model.safetensors: the architecture differs .*: \d+ unknown tensors \(model\.'
-    ):
+    with pytest.raises(UserError, match=r'safetensors: the architecture differs .*: \d+ unknown tensors \(model\.'):
         read_original(UNet2DConditionModel(**UNET), file, 'training')
     save_file(original_layout(wide.state_dict(), layers_per_block=2), file)
     with pytest.raises(UserError, match=r'lacks model\.diffusion_model\.label_emb\.0\.0\.weight'):
@@ -215,10 +210,7 @@ def test_text_width_that_does_not_fit_is_named(recipe_from, single_file):
     ('change', 'message'),
     [
         ({'attention_head_dim': [2, 2]}, r'attention_head_dim is \[2, 2\], expected'),
-        (
-            {'_class_name': 'PRXTransformer2DModel'},
-            r"holds a PRXTransformer2DModel, but the model's denoiser is a UNet",
-        ),
+        ({'_class_name': 'PRXTransformer2DModel'}, r"a PRXTransformer2DModel, but the model's denoiser is a UNet"),
         ({'attention_head_dim': 1, 'sample_size': 8, 'only_cross_attention': [False, False]}, None),
         ({'cross_attention_dim': 768}, r'cross_attention_dim is 768, expected 32'),
     ],
@@ -258,20 +250,16 @@ def test_additional_latent_channels_start_at_zero_if_asked(published, recipe_fro
     config: Any = AutoencoderKL.load_config(folder / 'vae')
     six: Any = AutoencoderKL.from_config(config | {'latent_channels': 6})
     six.save_pretrained(vae)
-    with pytest.raises(
-        UserError, match=r'conv_in\.weight \(32, 4, 3, 3\) -> \(32, 6, 3, 3\); .*init_from\.resize: true'
-    ):
+    message = r'conv_in\.weight \(32, 4, 3, 3\) -> \(32, 6, 3, 3\); .*init_from\.resize: true'
+    with pytest.raises(UserError, match=message):
         build_trainer(recipe_from(folder, vae=str(vae)))
     with caplog.at_level(logging.INFO):
         weights = started(recipe_from({'from': str(folder), 'resize': True}, vae=str(vae), name='resized'))
-    expected = denoiser_of(model)
-    enter, leave, bias = (
-        weights[f'denoiser.{name}'] for name in ('conv_in.weight', 'conv_out.weight', 'conv_out.bias')
-    )
+    expected, changed = denoiser_of(model), ('conv_in.weight', 'conv_out.weight', 'conv_out.bias')
+    enter, leave, bias = (weights.pop(f'denoiser.{name}') for name in changed)
     assert torch.equal(enter[:, :4], expected['denoiser.conv_in.weight']) and not enter[:, 4:].any()
     assert torch.equal(leave[:4], expected['denoiser.conv_out.weight']) and not leave[4:].any() and not bias[4:].any()
-    others = weights.keys() - {f'denoiser.{name}' for name in ('conv_in.weight', 'conv_out.weight', 'conv_out.bias')}
-    assert all(torch.equal(weights[name], expected[name]) for name in others)
+    assert_equal(weights, {name: expected[name] for name in weights})
     assert 'added channels of zeros: denoiser.conv_in.weight (32, 4, 3, 3) -> (32, 6, 3, 3)' in caplog.text
     six = UNet2DConditionModel.from_config(dict(model.denoiser.config) | {'in_channels': 6})
     six.save_pretrained(tmp_path / 'six')

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core.state import _create_device_mesh
+from composer.devices import DeviceCPU
 from composer.utils.parallelism import FSDP2Config
 from ranks import largest_difference, read_losses
 from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
@@ -22,8 +25,7 @@ def test_fsdp2_settings_reach_composer(reshard):
     assert given is not None
     config = given['fsdp']
     assert isinstance(config, FSDP2Config)
-    assert config.reshard_after_forward is reshard
-    assert config.mixed_precision == 'PURE'
+    assert (config.reshard_after_forward, config.mixed_precision) == (reshard, 'PURE')
     assert config.data_parallel_replicate_degree is None
 
 
@@ -46,9 +48,7 @@ def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp
         'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
         'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},
     }
-
-    sharded = {'strategy': 'fsdp2'}
-    losses = {}
+    sharded, losses = {'strategy': 'fsdp2'}, []
     for name, count, size, parallelism in (
         ('plain', 1, 8, {}),
         ('microbatches', 1, 2, {}),
@@ -56,17 +56,12 @@ def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp
         ('sharded', 2, 2, sharded),
     ):
         path = write_recipe(name, **sections, parallelism=parallelism, device_train_microbatch_size=size)
-        ranks.run(count, path)
-        losses[name] = read_losses(tmp_path / 'runs' / name)
-    for name in ('microbatches', 'recomputed', 'sharded'):
-        assert largest_difference(losses['plain'], losses[name]) < 1e-5, name
+        ranks.run(count, path, 'trainer.max_duration=4ba')
+        losses.append(read_losses(tmp_path / 'runs' / name))
+        assert largest_difference(losses[0], losses[-1]) < 1e-5, name
 
 
 def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):
-    from composer.core.state import _create_device_mesh
-    from composer.devices import DeviceCPU
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     given = parallelism_config(ParallelismConfig('fsdp2', replicas=2))
     monkeypatch.undo()
@@ -122,9 +117,7 @@ print('same')
 
 
 def test_fsdp2_averages_gradients_over_two_ranks(ranks):
-    job = ranks.start_program(2, '-c', GRADIENTS_UNDER_FSDP2)
-    assert job.wait() == [0, 0], job.output()
-    assert all('same' in output for output in job.outputs())
+    assert all('same' in output for output in ranks.start_program(2, '-c', GRADIENTS_UNDER_FSDP2).end())
 
 
 def test_all_process_groups_get_the_timeout_of_the_watchdog(write_recipe, alone, monkeypatch, tmp_path):

@@ -39,13 +39,8 @@ def gradients(make_model, device: str, parts: SpeedConfig, *, half: bool) -> Gra
     return loss.item(), {name: weight.grad.cpu() for name, weight in weights if weight.grad is not None}
 
 
-SINGLE = (
-    ['channels_last'],
-    ['flash_attention'],
-    ['low_precision_norms'],
-    ['inference_mode'],
-    ['tf32', 'conv_benchmark'],
-)
+NAMES = 'channels_last', 'flash_attention', 'low_precision_norms', 'inference_mode'
+SINGLE = *([name] for name in NAMES), ['tf32', 'conv_benchmark']
 UNCOMPILED = [part for part in SPEED_PARTS if part != 'compile']
 CASES = [
     pytest.param('cpu', UNCOMPILED, marks=pytest.mark.cpu_form),

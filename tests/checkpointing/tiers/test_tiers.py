@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from faults import Fault, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Job, Ranks, free_port, read_losses
+from waiting import wait_until
 
 from diffusion.checkpointing.tiers.tier_restore import plan_transfers
 from diffusion.config.load import load
@@ -30,9 +31,7 @@ class Cluster:
         self.folder, self.ranks = folder, ranks
         self.write = recipe_writer(folder, tiny_recipe, algorithms={'ema': {'smoothing': 0.5}})
 
-    def recipe(
-        self, name: str, *, replicate: bool = True, tier: str = 'memory', asynchronous: bool = False, **sections: Any
-    ) -> Path:
+    def recipe(self, name: str, *, replicate=True, tier='memory', asynchronous=False, **sections: Any) -> Path:
         """Write a recipe of 8 batches that is killed before batch 5, and saves each batch to a tier."""
         sections['callbacks'] = sections.get('callbacks', {}) | {'killed': {'batch': KILLED_AT}}
         tiers = {tier: {'save_interval': '1ba', 'folder': '${oc.env:NODE}', 'replicate': replicate}}
@@ -49,15 +48,9 @@ class Cluster:
         return found
 
     def start(
-        self,
-        path: Path,
-        nodes: list[int],
-        *overrides: str,
-        per_node: int = 1,
-        environment: Mapping[str, str] | None = None,
-        deaths: Mapping[int, tuple[int, Path]] | None = None,
+        self, path: Path, nodes: list[int], *overrides: str, per_node: int = 1, environment: Any = None, **deaths: Any
     ) -> list[Job]:
-        """Start a run on nodes, by their numbers in the order of their ranks."""
+        """Start a run on nodes, by their numbers in the order of their ranks; `rank0` is where rank 0 kills itself."""
         count = len(nodes) * per_node
         common = {'WORLD_SIZE': str(count), 'LOCAL_WORLD_SIZE': str(count), 'MASTER_ADDR': '127.0.0.1'}
         common |= {'MASTER_PORT': str(free_port())} | dict(environment or {})
@@ -66,18 +59,14 @@ class Cluster:
             folder = self.node(path.stem, nodes[rank // per_node])
             folder.mkdir(parents=True, exist_ok=True)
             own = {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'NODE': str(folder)}
-            death = {0: deaths[rank]} if deaths and rank in deaths else None
+            death = {0: deaths[f'rank{rank}']} if f'rank{rank}' in deaths else None
             jobs.append(self.ranks.start(1, path, *overrides, environment=common | own, deaths=death))
         return jobs
 
-    def kill(self, path: Path, nodes: list[int], **keywords: Any) -> str:
-        """Run until all processes kill themselves; return their output."""
-        jobs = self.start(path, nodes, **keywords)
-        for job in jobs:
-            job.wait()
-        output = '\n'.join(job.output() for job in jobs)
-        assert all(status == [-9] for status in (job.wait() for job in jobs)), output
-        return output
+    def kill(self, path: Path, nodes: list[int], **keywords: Any) -> None:
+        """Run until all processes kill themselves."""
+        for job in self.start(path, nodes, **keywords):
+            job.end(-9)
 
     def run(self, path: Path, nodes: list[int], *overrides: str, **keywords: Any) -> str:
         """Run to the end; return the output."""
@@ -196,30 +185,30 @@ def test_saves_in_the_background(cluster, undisturbed):
     path = cluster.recipe('background', asynchronous=True, callbacks=slow)
     cluster.kill(path, [0, 1])
     shutil.rmtree(cluster.node(path.stem, 0))
-    output = cluster.run(path, [1, 0])
-    found = re.search(r'resumed from \S+/ba(\d)\b', output)
-    assert found, output
+    assert re.search(r'resumed from \S+/ba\d\b', cluster.run(path, [1, 0]))
     assert_same_end(cluster.run_folder(path), undisturbed(2))
+
+
+LISTING = r'node0/diffusion-\d+/[^/]*$'
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('operation', 'path', 'error', 'times', 'expected'),
+    ('faults', 'expected'),
     [
-        ('create', r'node1/.*state\.pt', 'ENOSPC', 1, 'no space left on'),
-        ('rename|mkdir', r'node1/.*', 'EROFS', -1, 'no longer used in this run, 3 saves in a row have failed'),
-        ('list', r'node0/diffusion-\d+/[^/]*$', 'EIO', 1, 'older checkpoints are not removed'),
+        ([Fault('create', r'node1/.*state\.pt', 'ENOSPC', times=1)], 'no space left on'),
+        # The first operations open the tier.
+        (
+            [Fault('rename', 'node1/', 'EROFS'), Fault('mkdir', 'node1/', 'EROFS', skip=2)],
+            'no longer used in this run, 3 saves in a row have failed',
+        ),
+        ([Fault('list', LISTING, 'EIO', times=1, skip=4)], 'older checkpoints are not removed'),
     ],
+    ids=['full', 'read-only', 'listing'],
 )
-def test_faults_of_a_tier_do_not_disturb_the_run(
-    cluster, undisturbed, tmp_path, operation, path, error, times, expected
-):
-    recipe = cluster.recipe(f'fault-{operation[:6]}-{path[:5]}-{error}')
-    opening = {'list': 4, 'mkdir': 2}  # the operations that open the tier
-    names = operation.split('|')
-    faults = [Fault(each, path, error=error, times=times, skip=opening.get(each, 0)) for each in names]
-    output = cluster.run(recipe, [0, 1], environment=environment(faults, tmp_path))
-    assert expected in output
+def test_faults_of_a_tier_do_not_disturb_the_run(cluster, undisturbed, tmp_path, request, faults, expected):
+    recipe = cluster.recipe(f'fault-{request.node.callspec.id}')
+    assert expected in cluster.run(recipe, [0, 1], environment=environment(faults, tmp_path))
     assert_same_end(cluster.run_folder(recipe), undisturbed(2))
 
 
@@ -229,8 +218,8 @@ def test_rank_killed_at_a_file_operation_of_a_tier(cluster, undisturbed, step):
     """The other rank ends too, and the run resumes from what is complete."""
     path = cluster.recipe(f'step-{step}')
     folder = cluster.node(path.stem, 0)
-    jobs = cluster.start(path, [0, 1], environment={'SPARED': '1'}, deaths={0: (step, folder)})
-    assert jobs[0].wait() == [-9], jobs[0].output()
+    jobs = cluster.start(path, [0, 1], environment={'SPARED': '1'}, rank0=(step, folder))
+    jobs[0].end(-9)
     jobs[1].kill()
     cluster.run(path, [0, 1])
     assert_same_end(cluster.run_folder(path), undisturbed(2))
@@ -243,10 +232,9 @@ def test_ranks_killed_while_they_resume_from_a_tier(cluster, undisturbed):
     cluster.kill(path, [0, 1])
     for dying, step in ((0, 3), (0, 5), (1, 2), (0, 7)):
         shutil.rmtree(cluster.node(path.stem, 0))
-        jobs = cluster.start(
-            path, [0, 1], environment={'SPARED': '1'}, deaths={dying: (step, cluster.node(path.stem, dying))}
-        )
-        assert jobs[dying].wait() == [-9], jobs[dying].output()
+        deaths = {f'rank{dying}': (step, cluster.node(path.stem, dying))}
+        jobs = cluster.start(path, [0, 1], environment={'SPARED': '1'}, **deaths)
+        jobs[dying].end(-9)
         jobs[1 - dying].kill()
         batches = [each.name for each in cluster.node(path.stem, 1).glob('diffusion-*/*/ba*')]
         assert batches and batches == ['ba5'], 'killed before the first save'
@@ -256,26 +244,27 @@ def test_ranks_killed_while_they_resume_from_a_tier(cluster, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ('operation', 'path', 'error', 'expected', 'batch'),
-    [
-        ('read', r'node0/.*state\.pt', 'EIO', 'another node has this file', 5),
-        ('list', r'node0/diffusion-\d+/[^/]*$', 'ESTALE', 'memory tier: not used in this run', 3),
-        ('create', r'node0/.*state\.pt', 'ENOSPC', 'could not be copied to all nodes', 3),
-        ('read', r'node\d/.*state\.pt', 'EIO', 'files are on no node', 3),
-    ],
-)
-def test_faults_while_a_run_resumes_from_a_tier(
-    cluster, undisturbed, tmp_path, operation, path, error, expected, batch
-):
-    recipe = cluster.recipe(f'unreadable-{operation}-{error}-{len(path)}')
+def test_faults_while_a_run_resumes_from_a_tier(cluster, undisturbed, tmp_path):
+    recipe = cluster.recipe('unreadable')
+    run, memory = cluster.run_folder(recipe), cluster.folder / recipe.stem
     cluster.kill(recipe, [0, 1])
-    if operation == 'create':
-        shutil.rmtree(cluster.node(recipe.stem, 0))
-    output = cluster.run(recipe, [0, 1], environment=environment([Fault(operation, path, error=error)], tmp_path))
-    assert expected in output
-    assert re.search(rf'resumed from \S+/ba{batch}\b', output)
-    assert_same_end(cluster.run_folder(recipe), undisturbed(2))
+    for folder in (run, memory):
+        folder.rename(tmp_path / f'killed-{folder.parent.name}')
+    for fault, expected, batch in (
+        (Fault('read', r'node0/.*state\.pt', 'EIO'), 'another node has this file', 5),
+        (Fault('list', LISTING, 'ESTALE'), 'memory tier: not used in this run', 3),
+        (Fault('create', r'node0/.*state\.pt', 'ENOSPC'), 'could not be copied to all nodes', 3),
+        (Fault('read', r'node\d/.*state\.pt', 'EIO'), 'files are on no node', 3),
+    ):
+        for folder in (run, memory):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(tmp_path / f'killed-{folder.parent.name}', folder, symlinks=True)
+        if fault.operation == 'create':
+            shutil.rmtree(cluster.node(recipe.stem, 0))
+        output = cluster.run(recipe, [0, 1], environment=environment([fault], tmp_path))
+        assert expected in output
+        assert re.search(rf'resumed from \S+/ba{batch}\b', output)
+        assert_same_end(run, undisturbed(2))
 
 
 @pytest.mark.slow
@@ -298,10 +287,9 @@ def test_vanished_folder_of_a_tier_is_not_created_again(cluster, undisturbed):
     slow = {'slow_batch': {'batch': 2, 'file': str(began), 'seconds': 2.0}}
     path = cluster.recipe('vanished', replicate=False, tier='disk', callbacks=slow)
     jobs = cluster.start(path, [0], environment={'SPARED': '1'})
-    while not began.exists():
-        time.sleep(0.02)
+    wait_until(began.exists, 120, running=jobs[0].running, shown=jobs[0].output)
     shutil.rmtree(cluster.node(path.stem, 0))
-    assert jobs[0].wait(60) == [0], jobs[0].output()
+    jobs[0].end()
     assert 'disk tier: no longer used in this run, 3 saves in a row have failed' in jobs[0].output()
     assert not cluster.node(path.stem, 0).exists()
     assert_same_end(cluster.run_folder(path), undisturbed(1))

@@ -33,7 +33,7 @@ def shapes_of(module: torch.nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
-def assert_same_loss_and_gradients(model: Any, batch: Any, expected: torch.Tensor, **tolerances: float) -> None:
+def assert_same_loss_and_gradients(model: Any, batch: Any, expected: torch.Tensor, **tolerances: Any) -> None:
     """Assert that the loss of a batch is the expected one, and that the two have the same gradients."""
     model.zero_grad(set_to_none=True)
     expected.backward()

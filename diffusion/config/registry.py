@@ -169,7 +169,7 @@ def contract_problem(kind: str, name: str) -> str | None:
         return f'{name} is not a subclass of {base}{contract}'
     if kind != 'dataset':
         return None
-    if inspect.isclass(found) and found.item.__qualname__ == 'BucketedDataset.item':
+    if getattr(getattr(found, 'item', None), '__qualname__', '') == 'BucketedDataset.item':
         return f'{name} has no method item(sample, index){contract}'
     if inspect.isclass(found) and found.__init__.__module__.startswith('diffusion.'):
         return None

@@ -252,7 +252,7 @@ def _duration(images: PreparedImages, base: BaseRecipe) -> Iterator[str]:
             yield f'    every: {interval}ba'
         yield '    prompts:  # captions of your images'
         yield from (f'      - {json.dumps(prompt, ensure_ascii=False)}' for prompt in prompts)
-    if shortened:
+    if shortened and base.settings.scheduler is not None:
         warmup = min(base.batches // 10, int(str(base.settings.scheduler.kwargs['t_warmup']).removesuffix('ba')))
         yield f'\nscheduler:\n  t_warmup: {warmup}ba'
         if 'ema' in base.settings.algorithms:

@@ -93,7 +93,7 @@ def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
         lambda self, state, logger: (saved.append(state.timestamp.batch.value), save(self, state, logger)),
     )
     # The evaluation at the end of the epoch comes after the save of its last batch.
-    settings = evaluation('1ep') | {'save_interval': '3ba'}
+    settings: dict[str, Any] = evaluation('1ep') | {'save_interval': '3ba'}
     trainer = make_trainer(
         make_data(), [Preemption(), signal_at(batch=6, event=Event.EVAL_START)], folder=tmp_path, **settings
     )

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import pytest
@@ -97,7 +97,8 @@ def typed(
     ],
 )
 def test_argument_of_another_type_is_a_user_error(given, problem):
-    typed(np.float32(1), mode='zeros', settings=Settings(), on=False)
+    numpy_number: Any = np.float32(1)
+    typed(numpy_number, mode='zeros', settings=Settings(), on=False)
     with pytest.raises(UserError, match=problem):
         typed(**given)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def cached_loader(url: str, cache: Path, **settings) -> BucketedLoader:
     return loader_over(url, home(cache, url), cache_folder=str(cache), **settings)
 
 
-def served(loader: BucketedLoader) -> dict[int, int]:
+def served(loader: Iterable[Any]) -> dict[int, int]:
     """Return the number of every sample in an epoch by id; a sample served twice must have the same number."""
     found: dict[int, int] = {}
     for batch in loader:

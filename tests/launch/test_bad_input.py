@@ -38,7 +38,7 @@ def error_message(path, *overrides):
         ('slurm', {'nodes': 'two'}, "nodes: 'two' is not an integer"),
         ('slurm', {'nodes': '???'}, 'nodes: is still ???'),
         ('slurm', {'recipe': None}, 'recipe: is missing; set it to the path of a recipe'),
-        ('slurm', {'recipe': 'yamls/none.yaml'}, 'recipe: yamls/none.yaml: yamls/none.yaml cannot be read'),
+        ('slurm', {'recipe': 'yamls/none.yaml'}, 'recipe: yamls/none.yaml: yamls/none.yaml does not exist'),
         ('slurm', {'gpu': 'a100-80gbb'}, "gpu: no GPU is called 'a100-80gbb'; did you mean 'a100-80gb'?"),
         ('slurm', {'price_usd_per_gpu_hour': -1}, 'price_usd_per_gpu_hour: -1 is negative'),
         ('slurm', {'gpus_per_node': 16}, 'gpus_per_node: 16 is more than the 8 GPUs of a machine with a100-80gb'),

@@ -1,5 +1,6 @@
 """A family, a tokenizer and a dataset of somebody else, as docs/extending.md shows them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ def sana(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(families, '_registered', [])
+    for module in [name for name in sys.modules if name.startswith('my_')]:  # imported by an earlier test
+        monkeypatch.delitem(sys.modules, module)
     for kind in ('model', 'callback', 'dataset'):
         monkeypatch.setitem(registry.TARGETS, kind, dict(registry.TARGETS[kind]))
     return tmp_path / 'my_sana.yaml'
@@ -53,6 +56,7 @@ def test_own_tokenizer_is_built_without_the_model_and_trains(sana):
     ids = tokenize(build_tokenizers(recipe), ['red house', 'a cat'])
     assert ids.tolist() == [[[3, 7, 1, 0, 0, 0, 0, 0]], [[2, 2, 1, 0, 0, 0, 0, 0]]]
     model = build_model(recipe)
+    assert isinstance(model, LatentDiffusion)
     batch = {batch_keys.IMAGE: torch.zeros(2, 3, 64, 64, dtype=torch.uint8), batch_keys.INPUT_IDS: ids}
     model.loss(model(batch), batch).backward()
     assert any(weight.grad is not None and weight.grad.any() for weight in model.text_encoder.parameters())

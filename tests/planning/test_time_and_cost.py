@@ -92,8 +92,7 @@ def test_cuda_graphs_need_less_time_of_the_host():
         for more in ([], ['speed.cuda_graphs=true'])
     )
     assert graphs.images_per_second / plain.images_per_second == pytest.approx(0.111 / 0.058)
-    assert 'set speed.cuda_graphs=true' in plain.source and '58 ms' in graphs.source
-    assert 'cuda_graphs' not in graphs.source
+    assert '111 ms' in plain.source and '58 ms' in graphs.source
 
 
 def test_online_encoders_slow_down_as_published_or_by_flops():

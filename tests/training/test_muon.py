@@ -230,7 +230,7 @@ def test_plain_and_named_parameters_are_divided_by_their_shapes():
         ({'betas': (0.9, 1.5)}, 'betas: 1.5 is out of range'),
         ({'betas': (0.9,)}, r'betas: \[0.9\] has 1 numbers; give two'),
         ({'newton_schulz_steps': 0}, 'newton_schulz_steps: 0 is less than 1'),
-        ({'newton_schulz_dtype': 'int8'}, "newton_schulz_dtype: 'int8'; use auto, bfloat16 or float32"),
+        ({'newton_schulz_dtype': 'int8'}, "newton_schulz_dtype: 'int8' is not one of auto, bfloat16, float32"),
         ({'weight_decay': -0.1}, 'weight_decay: -0.1 is less than 0'),
         ({'params': [{'params': [torch.ones(3)], 'algorithm': 'muon'}]}, r'shape \[3\] is in a group with algorithm'),
         ({'params': [{'params': [torch.ones(4, 3)], 'algorithm': 'muon', 'parts': [3]}]}, r'shape \[4, 3\] does not'),

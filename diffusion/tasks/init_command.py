@@ -15,6 +15,7 @@ from diffusion.config.image_shapes import BUCKETS, read_buckets
 from diffusion.config.options import Option
 from diffusion.errors import UserError
 from diffusion.launch.rank_discovery import count_gpus
+from diffusion.planning import amounts
 from diffusion.planning.base_recipe import SMALL, BaseRecipe, choose_recipe, memory_gib
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 from diffusion.prepare.source import IMAGE_SUFFIXES
@@ -200,14 +201,7 @@ def _header(out: Path, images: PreparedImages, base: BaseRecipe, gpu: GPU | None
     yield '#'
     yield from textwrap.wrap(base.reason, 110, initial_indent='# Base:     ', subsequent_indent='#           ')
     if base.plan is not None and gpu is not None:
-        hours, need = base.plan.expected.hours, memory_gib(base.plan)
-        time = (
-            f'{60 * hours:.0f} minutes'
-            if hours < 2
-            else f'{hours:.0f} hours'
-            if hours < 48
-            else f'{hours / 24:.1f} days'
-        )
+        time, need = amounts.run_time(base.plan.expected.hours), memory_gib(base.plan)
         yield f'# Plan:     {time} on {gpus} x {gpu.name}, with {need:.0f} of {gpu.memory_gib:.0f} GiB of GPU memory'
     elif base.name == SMALL:
         minutes = SMALL_MINUTES * base.batches * base.global_batch / SMALL_IMAGES

@@ -320,8 +320,9 @@ class Node:
         records.append('end', attempt)
         notifier.send_end(attempt)
         within_limit(notifier.check_goodput)
-        # At a terminal, a rank has already printed that it was stopped, or the user's mistake.
-        if outcome.status and not (self.interactive and outcome.cause in ('stopped', 'mistake')):
+        # At a terminal, a rank has printed the user's mistake or what it saved, unless a second Ctrl-C killed it.
+        has_printed = outcome.cause == 'mistake' or (outcome.cause == 'stopped' and outcome.status == PREEMPTED)
+        if outcome.status and not (self.interactive and has_printed):
             self._print(attempts.describe_attempt(attempt.cause, attempt.detail))
         return outcome
 

@@ -366,15 +366,15 @@ def test_missing_local_data_is_found_by_check_paths(write, tmp_path):
 def test_imports_register_custom_components(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(registry.TARGETS, 'model', {**registry.TARGETS['model']})  # other tests list all models
-    (tmp_path / 'my_parts.py').write_text(
+    (tmp_path / 'my_models.py').write_text(
         'from diffusion.config.registry import register\n'
         'def enormous(resolution: int = 64, *, depth: int): ...\n'
-        "register('model', 'enormous', 'my_parts:enormous')\n"
+        "register('model', 'enormous', 'my_models:enormous')\n"
     )
-    content = {'imports': ['my_parts'], 'model': {'name': 'enormous', 'depth': 5}}
+    content = {'imports': ['my_models'], 'model': {'name': 'enormous', 'depth': 5}}
     assert load(write(content)).model.kwargs == {'depth': 5}
     with pytest.raises(RecipeError, match="model.dpth: unknown key; did you mean 'depth'"):
-        load(write({'imports': ['my_parts'], 'model': {'name': 'enormous', 'dpth': 5, 'depth': 1}}))
+        load(write({'imports': ['my_models'], 'model': {'name': 'enormous', 'dpth': 5, 'depth': 1}}))
 
 
 @pytest.mark.parametrize('start', [{'from': '???', 'revision': '???'}, 'runs/phase1'])

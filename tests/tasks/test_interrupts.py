@@ -188,7 +188,7 @@ def test_ctrl_c_of_diffusion_train_on_two_devices_saves_and_the_same_command_res
     assert text.count('press Ctrl-C again to end at once without saving (then batches 5 to 6 are lost; the newest') == 1
     assert f'stopped at batch 7 on Ctrl-C; {run}/ba7 is saved, the same command resumes from it' in text
     assert 'Traceback' not in text and 'node 0' not in text
-    session = start(recipe(slow_batch={'batch': 12, 'file': str(tmp_path / 'again'), 'seconds': 60}), devices=2)
+    session = start(recipe(slow_batch={'batch': 11, 'file': str(tmp_path / 'again'), 'seconds': 60}), devices=2)
     session.wait_for(tmp_path / 'again')
     session.press_ctrl_c()
     session.wait_for_text('press Ctrl-C again')
@@ -196,7 +196,7 @@ def test_ctrl_c_of_diffusion_train_on_two_devices_saves_and_the_same_command_res
     session.press_ctrl_c()
     assert session.wait(20) == INTERRUPTED
     text = ' '.join(session.text().split())
-    assert 'ended by a second Ctrl-C: batches 9 to 12 are lost; the newest checkpoint is ba8' in text
+    assert 'ended by a second Ctrl-C: batches 9 to 11 are lost; the newest checkpoint is ba8' in text
     assert 'Traceback' not in text
     assert [(each.cause, each.first) for each in attempts.read_attempts(run)] == [('stopped', 0), ('stopped', 7)]
 

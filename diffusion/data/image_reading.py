@@ -122,7 +122,7 @@ def read_image(
 
 
 def to_upright_srgb(image: Image.Image, *, background: str = 'white') -> Image.Image:
-    """Convert an image opened with Pillow as `read_image` does for files; the given image is not changed."""
+    """Return an upright sRGB copy of a Pillow image, converted in the same way as `read_image` converts files."""
     with strict_pillow(Image.MAX_IMAGE_PIXELS or MAX_PIXELS), unreadable():
         pixels = decode_other(image)
         opaque, _ = _to_opaque_srgb(pixels, image.info.get('icc_profile'), ImageColor.getrgb(background)[:3])

@@ -253,8 +253,8 @@ class Node:
         if begun:
             self._print(f'{missing}, and an earlier attempt has begun: {question}?')
             return FAILED
-        # The ranks compare the folders of all nodes, and end with FAILED if only some see a run that has begun. An
-        # empty folder on all nodes is no fault: an attempt may have ended before the first node could record it.
+        # The ranks compare the folders of all nodes, and end with FAILED if only some see a run that has begun. If
+        # all folders are empty, the job goes on: an attempt may have ended before the first node could record it.
         if self.position.rank or begun is False:
             return 0
         # The scheduler also counts attempts that ended before this program started, for example if a pod was evicted

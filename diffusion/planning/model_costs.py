@@ -195,7 +195,7 @@ class ModelCosts(CountedCosts):
 
     @property
     def published_parameters(self) -> int:
-        """Number of trained parameters (with a LoRA: of the denoiser), by which to find published runs."""
+        """Parameters to look up published runs by: all trained ones, or the denoiser's if a LoRA is trained."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property

@@ -106,7 +106,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_folder(location: str) -> None:
-    """Raise UserError if a location is not a local dataset: not a folder, or the cache of a Hub repository."""
+    """Raise UserError if a location is not a folder, or is the Hub's cache of a repository instead of its files."""
     is_elsewhere = (is_pattern(location) or is_url(location)) and not location.startswith(('http://', 'https://'))
     if not os.path.exists(location) and not is_elsewhere:
         raise UserError(

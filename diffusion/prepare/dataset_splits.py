@@ -103,12 +103,14 @@ def split_in(name: str) -> str | None:
 def group_by_split(
     files: Iterable[Named], name: Callable[[Named], str], *, by_file: bool = True
 ) -> tuple[dict[str, list[Named]], list[Named]]:
-    """Group files by the splits named in their paths; return the groups, and files without a split if others have one.
+    """Group files by the splits named in their paths; return the groups, and the files that name no split.
+
+    If no file names a split, all are in the group `train`.
 
     Args:
         name: Returns a file's path relative to the dataset.
-        by_file: If no folder is named after a split, use file names too. If False, file names count only if all of them
-            name a split, since image names may contain such words, as in `test-pattern.png`.
+        by_file: If no folder is named after a split, file names are used. False uses them only if all of them name a
+            split, since image names may contain such words, as in `test-pattern.png`.
     """
     files = list(files)
     for split_of, may_lack in ((_sharded_split, True), (_folder_split, True), (_file_split, by_file)):

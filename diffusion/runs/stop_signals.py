@@ -50,7 +50,7 @@ def describe_loss(batch: int, saved: int | None) -> str:
 
 
 class RepeatedInterrupt:
-    """Detector of a second Ctrl-C. Call `is_repeated` for every stop signal, or for every SIGINT."""
+    """Detector of a second Ctrl-C. Its user calls `is_repeated` once for each signal that counts as a Ctrl-C."""
 
     def __init__(self) -> None:
         self._first: float | None = None

@@ -42,7 +42,7 @@ LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
 """Part of published Stable Diffusion pipelines: its module in diffusers' pipelines, and its class."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
-"""Diffusion noise schedulers that do not scale the denoiser's input, as pipelines of transformers require."""
+"""Noise schedulers that leave the denoiser's input unscaled. Diffusers' DiT pipelines work only with these."""
 
 
 def exported_pipelines() -> dict[str, Family]:

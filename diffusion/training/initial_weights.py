@@ -104,7 +104,7 @@ class Checkpoint(NamedTuple):
 
 
 class OriginalFile(NamedTuple):
-    """File in the layout of Stability's own code."""
+    """File whose tensors have the names and shapes of Stability AI's own code, not those of diffusers."""
 
     start: InitFrom
 

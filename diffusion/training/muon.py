@@ -86,12 +86,12 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def orthogonalize(matrices_NRC: Tensor, *, steps: int) -> Tensor:
     """Approximate U V^T of the singular value decomposition U S V^T of each matrix, as [N, R, C].
 
-    The singular values of the result are close to 1, or 0 for a matrix of zeros. All matrices are computed by one chain
-    of batched products, in their own dtype. Scaling a matrix does not change its result.
+    The singular values of the result are close to 1, or 0 for a matrix of zeros. Newton-Schulz iterations compute all
+    matrices together with batched products, in their own dtype. Scaling a matrix does not change its result.
 
     Args:
         matrices_NRC: The matrices, in the dtype of the computation; bfloat16 is accurate enough.
-        steps: Number of steps; 5 in Jordan et al.
+        steps: Number of iterations; 5 in Jordan et al.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", algorithm 2.
     """

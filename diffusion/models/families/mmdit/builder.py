@@ -1,6 +1,6 @@
 """Builders for MMDiT (Esser et al. 2024): Stable Diffusion 3's transformer, and a miniature of it.
 
-Stable Diffusion 3.5 medium is published as `PRETRAINED`. Accept the Stability AI Community License on the Hub to
+`PRETRAINED` is the Hub repository of Stable Diffusion 3.5 medium. Accept the Stability AI Community License there to
 download its files.
 """
 

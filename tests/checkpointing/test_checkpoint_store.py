@@ -38,6 +38,14 @@ def test_latest_points_to_the_last_published_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba900', 'ba1000', 'latest'}, 'nothing is left over'
 
 
+def test_missing_folder_of_a_run_is_not_created(tmp_path):
+    work = tmp_path / 'work'
+    work.mkdir()
+    with pytest.raises(FileNotFoundError):
+        checkpoint_store.publish(work, tmp_path / 'unmounted' / 'ba5', {}, {'batch': 5})
+    assert not (tmp_path / 'unmounted').exists()
+
+
 def test_every_flipped_bit_is_detected(tmp_path):
     checkpoint = write(tmp_path, 5, b'0123456789')
     for name in ('state.pt', 'receipt.json'):

@@ -291,9 +291,10 @@ def test_v_prediction_is_marked_in_half_precision_and_other_schedules_are_warned
     assert header['modelspec.prediction_type'] == 'v' and {'v_pred', 'ztsnr'} <= names
     with safe_open(path, framework='pt') as opened:
         assert opened.get_tensor('model.diffusion_model.out.2.weight').dtype == torch.float16
-    objective = Objective(beta_schedule='cosine')
+    objective = Objective(beta_schedule='cosine', prediction_type='sample')
     sd_file(pipeline_of('sd2', objective), objective)
-    assert 'trained with beta_schedule cosine, which a single file does not record' in caplog.text
+    unrecorded = 'beta_schedule cosine, prediction_type sample'
+    assert f'trained with {unrecorded}, which a single file does not record' in caplog.text
     with caplog.at_level(logging.INFO):
         sd3_file(pipeline_of('sd3', FLOW), replace(FLOW, snr_shift=1.5))
     assert 'programs sample single files of Stable Diffusion 3 with shift 3' in caplog.text

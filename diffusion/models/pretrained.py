@@ -232,9 +232,9 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that gives a model's builder a function `tokenizers`, which builds only the tokenizers."""
+    """Return a decorator that sets a model builder's attribute `tokenizers`, a function that builds only these."""
 
-    # The loader's workers tokenize captions, so they need the tokenizers but must not build the model.
+    # The loader's workers tokenize captions. With this attribute, they get the tokenizers without building the model.
     def decorate(builder: Builder) -> Builder:
         builder.tokenizers = tokenizers  # type: ignore[attr-defined]
         return builder
@@ -243,7 +243,7 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 
 
 def check_sources(**sources: str | None) -> None:
-    """Raise UserError if the path of a builder's source, given by keyword, is not a folder."""
+    """Raise UserError if a source is a path but not a folder; keywords are settings, such as `vae='/models/vae'`."""
     for name, source in sources.items():
         # A Hub repository is `org/name`, or just `name` for some old ones.
         if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
@@ -256,7 +256,7 @@ def check_sources(**sources: str | None) -> None:
 
 
 def load_vae(source: str, *, revision: str | None = None) -> Vae:
-    """Load a source's autoencoder, at its top or in `vae`; config.json names the class. `pixels` gives PixelSpace."""
+    """Load an autoencoder from `source` or its subfolder `vae`; PixelSpace if `source` is `pixels`."""
     if source == PIXELS:
         return PixelSpace()
     subfolder, config = _vae_config(source, revision)
@@ -270,7 +270,7 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
 
 
 def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, default: Mapping[str, Any]) -> Vae:
-    """Return the autoencoder `vae`, or else that of `pretrained`, or else one with random weights."""
+    """Load the autoencoder `vae`; if None, that of `pretrained`; if both are None, build `default` untrained."""
     if vae is not None:
         return load_vae(vae)
     if pretrained is not None:
@@ -279,7 +279,7 @@ def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, 
 
 
 def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the subfolder of a source that contains its autoencoder, and the content of its config.json."""
+    """Return the subfolder of a source that contains its autoencoder, and the autoencoder's config.json."""
     if Path(source).is_dir():
         subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
         return subfolder, read_config(AutoencoderKL, source, subfolder=subfolder)
@@ -293,8 +293,8 @@ def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]
 
 
 def latent_side(resolution: int, vae: Vae) -> int:
-    """Return the side of the latents for an image side in pixels, which the VAE's downsampling factor must divide."""
-    # The annotation ensures multiples of 8, the cell size of the default VAEs, but this VAE may downsample by more.
+    """Return the side of the latents for images of `resolution` pixels, a multiple of the VAE's downsampling factor."""
+    # Recipes only ensure multiples of 8, the factor of the default VAEs, but this VAE may have a larger factor.
     cell = downsampling(vae)
     if resolution % cell:
         raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')

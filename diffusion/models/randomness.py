@@ -26,7 +26,7 @@ _ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """Use of a random number; two purposes never share numbers. Never renumber them: that would change every run."""
+    """What a random number is used for; each purpose has its own numbers. Changing a value here would change runs."""
 
     NOISE = 1
     TIMESTEP = 2
@@ -48,7 +48,7 @@ Words = TypeVar('Words', int, Tensor)
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
-    """Return four random 32-bit words, integers or int64 tensors that broadcast, using ten rounds of Philox 4x32."""
+    """Return the four 32-bit words of Philox 4x32-10 for a counter and a key, integers or int64 tensors (broadcast)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -66,7 +66,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 
 def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `philox` words for many counters, each with its own key, using a fifth as many GPU kernels.
+    """Return the words of `philox` for many counters, each with its own key, with a fifth of its GPU kernels.
 
     Args:
         even: Words 0 and 2 of the counters, int64 [2, B, N].
@@ -101,7 +101,7 @@ class RandomBits(NamedTuple):
 def random_bits(
     blocks: Tensor, keys: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor, *, num_words: int
 ) -> RandomBits:
-    """Return random numbers for samples, from the blocks and keys of `_layout`.
+    """Return the random numbers of each sample for the blocks and keys that `_layout` returned.
 
     Args:
         blocks: Index of each block within its purpose, int64 [N].
@@ -171,9 +171,9 @@ def _multipliers(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return Philox counters and keys that give each purpose its number of random words, in N blocks of four words.
+    """Return the Philox blocks and keys for `counts`, the number of random words per sample for each purpose.
 
-    These are the index of each block within its purpose, [N], and its keys for all rounds, [rounds, 2, 1, N].
+    Returned for N blocks of four words: each block's index within its purpose, [N], and keys, [rounds, 2, 1, N].
     """
     blocks = [_blocks(count) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
@@ -210,8 +210,8 @@ class Draws:
     ) -> 'Draws':
         """Return a copy that already holds some of its random numbers, drawn in one call for all purposes.
 
-        It holds one number per sample for `words`, and the given number of normal numbers for `normals`; `draw` is
-        `random_bits` or a compiled `fusible_random_bits`.
+        Per sample, it holds one word for each purpose in `words` and `normals[purpose]` normal numbers for each purpose
+        in `normals`. `draw` is `random_bits` or a compiled `fusible_random_bits`.
         """
         counts = (*((purpose, 4) for purpose in words), *normals.items())
         bits = self._bits(counts, len(words), draw)
@@ -263,7 +263,7 @@ class Draws:
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
-        """Return standard normal noise, float32 [B, *shape], independent of a sample's rank and of other samples."""
+        """Return standard normal noise, float32 [B, *shape]; a sample's noise is the same on any rank."""
         count = math.prod(shape)
         normals = self.ready_normals.get(purpose)
         if normals is None or normals.shape[1] < count:

@@ -123,7 +123,7 @@ class TokenCapture:
 
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:
-        """Yield a list to which the image tokens of forward passes inside the context are appended, [B, K or N, D]."""
+        """Yield a list; each forward pass in the context appends its image tokens, [B, N, D] ([B, K, D] if routed)."""
         # Capture only in this context: activation checkpointing runs the hook again in the backward pass, outside it.
         self._captured = []
         try:
@@ -146,8 +146,8 @@ def build_alignment(
 ) -> tuple[FeatureEncoder, FeatureProjector, TokenCapture]:
     """Return the image encoder, the projector with random weights, and a hook that captures a denoiser's tokens.
 
-    Call it before FSDP wraps the denoiser. `width` is D, the width of its tokens; `encoder` replaces the one named in
-    the settings. Raises UserError if the denoiser has no image tokens or no such block.
+    Call it before FSDP wraps the denoiser. `width` is D, the width of its tokens. If `encoder` is None, the one named
+    in the settings is loaded. Raises UserError if the denoiser has no image tokens or no block `settings.block`.
     """
     if family.token_blocks is None or width is None:
         raise UserError(f'representation_alignment: a {type(denoiser).__name__} has no image tokens; use a transformer')
@@ -175,7 +175,10 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
 
 
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:
-    """Return 1 - mean cosine similarity, [B], of tokens [B, K, F] to features [B, N, F] at `kept` (None for all)."""
+    """Return 1 - mean cosine similarity, [B], of projected tokens [B, K, F] to features [B, N, F].
+
+    `kept` has the positions of the K tokens among the N features; None if K = N.
+    """
     if kept is not None:
         features = torch.take_along_dim(features, kept[:, :, None], dim=1)
     dtype = torch.promote_types(projected.dtype, torch.float32)

@@ -74,7 +74,7 @@ class LatentGrid:
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
-    """Return a diffusers scheduler, by short or class name, that has the noise schedule of training."""
+    """Return the diffusers scheduler with this short or class name, configured with the objective's noise schedule."""
     found = scheduler_class(name, flow=objective.is_flow)
     accepted = inspect.signature(found.__init__).parameters
     config = objective.scheduler_config()
@@ -94,7 +94,10 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 
 
 def scheduler_class(name: str, *, flow: bool = False) -> Any:
-    """Return a diffusers scheduler class by short or class name; UserError if it does not support the model's path."""
+    """Return a diffusers scheduler class by short or class name; raise UserError if it is not for this kind of model.
+
+    `flow`: True for a model trained with flow matching, False for a diffusion model.
+    """
     if (problem := scheduler_problem(name, flow=flow)) is not None:
         raise UserError(f'noise_scheduler: {problem}')
     return getattr(diffusers.schedulers, scheduler_class_name(name, flow=flow))
@@ -109,7 +112,7 @@ def sample_latents(
     if 'generator' in inspect.signature(scheduler.step).parameters:
         # Use one generator per image, on the CPU, so that the noise depends neither on other images nor on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
-    # Schedulers for flow matching lack both attributes: they start from plain noise and do not scale the input.
+    # Schedulers for flow matching lack init_noise_sigma and scale_model_input: they scale neither noise nor input.
     latents = noise * getattr(scheduler, 'init_noise_sigma', 1.0)
     scale = getattr(scheduler, 'scale_model_input', lambda latents, timestep: latents)
     for timestep in scheduler.timesteps:
@@ -138,7 +141,7 @@ def guided_denoiser(
     # Schedulers for flow matching expect the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
     # For x-prediction, the published Euler method (Li and He 2025; diffusers' PRXPixelPipeline) divides by at least
-    # MIN_TIME, as training does. Heun's second step needs the velocity near t = 0, where this would stop it halfway.
+    # MIN_TIME, as training does. Heun's method also uses the velocity near t = 0, where this would make it too small.
     min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
     def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""A pipeline as a single safetensors file, in the layout read by ComfyUI and Stable Diffusion's original code.
+"""A pipeline as a single safetensors file, with the tensor names of Stability AI's original code, for ComfyUI etc.
 
-The file has weights but no configuration: programs recognize the model by its tensor shapes, and assume the published
-latent scale, noise schedule and tokenizers.
+The file has weights but no configuration: programs that read it recognize the model by its tensor shapes, and assume
+the published latent scale, noise schedule and tokenizers.
 """
 
 import logging
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 SD_SCALE, SDXL_SCALE, SD3_SCALE, SD3_SHIFT = 0.18215, 0.13025, 1.5305, 0.0609
 """Scales and shift of the published autoencoders' latents, which programs apply to all models of a family."""
 OPEN_CLIP_H_LAYERS = 24
-"""Number of layers of OpenCLIP ViT-H. In diffusers' layout, Stable Diffusion 2 lacks the last one, which is not
-used."""
+"""Number of layers of OpenCLIP ViT-H. diffusers' version of Stable Diffusion 2 omits the last one, which the model
+does not use."""
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """Content of a file: tensors by name, and the architecture's name in Stability AI's ModelSpec."""
+    """Content of a single file: tensors by name, and the architecture's name in Stability AI's ModelSpec."""
 
     tensors: Tensors
     architecture: str
@@ -50,7 +50,7 @@ class SingleFile:
         written: set[int] = set()
         for name, each in self.tensors.items():
             tensor = each.detach().to(dtype).contiguous()
-            # T5 has its embedding twice, and safetensors rejects tensors that share memory.
+            # T5's embedding has two names, and safetensors rejects tensors that share memory.
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
         header = {
@@ -74,7 +74,7 @@ def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
     """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is CLIP ViT-L."""
     encoder = _clip(pipeline.text_encoder)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SD_SCALE)
-    # Only OpenAI's CLIP, the text encoder of version 1, has this activation, at any size.
+    # OpenAI's CLIP, the text encoder of version 1, has this activation in all sizes; OpenCLIP (version 2) never has it.
     if encoder.config.hidden_act == 'quick_gelu':
         tensors |= _prefixed('cond_stage_model.transformer.', _text_model(encoder))
         architecture = 'stable-diffusion-v1'
@@ -87,14 +87,14 @@ def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
     if objective.prediction_type == 'v_prediction':
         log.warning(
             'export: a single file of Stable Diffusion 1 or 2 does not tell every program that the model predicts v; '
-            'choose v-prediction there, in ComfyUI with the node ModelSamplingDiscrete'
+            'choose v-prediction in the program that loads it, in ComfyUI with the node ModelSamplingDiscrete'
         )
     _warn_of_schedule(objective)
     return SingleFile(tensors, architecture)
 
 
 def sdxl_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionXLPipeline in the file layout of Stable Diffusion XL base."""
+    """Return a StableDiffusionXLPipeline as a single file with the tensor names of Stable Diffusion XL base."""
     first, second = _clip(pipeline.text_encoder), _clip(pipeline.text_encoder_2)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SDXL_SCALE)
     tensors |= _prefixed('conditioner.embedders.0.transformer.', _text_model(first))
@@ -104,7 +104,7 @@ def sdxl_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusion3Pipeline in the file layout of Stable Diffusion 3 with text encoders."""
+    """Return a StableDiffusion3Pipeline as a single file with the tensor names of Stable Diffusion 3."""
     first, second = _clip(pipeline.text_encoder), _clip(pipeline.text_encoder_2)
     transformer = mmdit_tensors(pipeline.transformer)
     _fold_projection(transformer, first)
@@ -115,14 +115,14 @@ def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
         tensors |= _prefixed('text_encoders.t5xxl.transformer.', pipeline.text_encoder_3.state_dict())
     if not (objective.is_flow and objective.prediction_type == 'velocity'):
         log.warning(
-            'export: trained with path %s and prediction_type %s, but programs assume that a single file of '
-            'Stable Diffusion 3 has a flow that predicts the velocity',
+            'export: trained with path %s and prediction_type %s, but programs sample every single file of '
+            'Stable Diffusion 3 as a flow that predicts the velocity',
             *(objective.path, objective.prediction_type),
         )
     elif objective.snr_shift != 3:
         log.info(
             'export: trained with snr_shift %.3g; programs sample single files of Stable Diffusion 3 with shift 3; in '
-            'ComfyUI, the node ModelSamplingSD3 sets another',
+            'ComfyUI, the node ModelSamplingSD3 sets another shift',
             objective.snr_shift,
         )
     has_second_attention = any('.attn2.' in name for name in transformer)
@@ -145,7 +145,7 @@ def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
 
 
 def _text_model(encoder: torch.nn.Module) -> Tensors:
-    """Return CLIP's tensors without its projection, by transformers' names, which files use for CLIP ViT-L."""
+    """Return CLIP's tensors except its projection, by their names in transformers, as in single files for ViT-L."""
     state = with_text_model(encoder).state_dict()
     return {name: each for name, each in state.items() if name.startswith('text_model.')}
 
@@ -181,7 +181,7 @@ def _warn_of_schedule(objective: Objective) -> None:
     if different:
         log.warning(
             'export: trained with %s, which a single file does not record; programs assume the published noise '
-            'schedule, so set it there, or export a folder (--out FOLDER)',
+            'schedule, so set it in the program that loads the file, or export a folder (--out FOLDER)',
             ', '.join(different),
         )
 

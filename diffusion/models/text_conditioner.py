@@ -79,7 +79,7 @@ def _clean(text: str) -> str:
 
 
 def _encoder(tokenizer: CLIPTokenizer, special: dict[str, int]) -> Callable[[str], list[int]]:
-    """Return a function that converts a word to token ids; a special token is a word with its own id."""
+    """Return a function that converts a word to token ids; `special` has the single id of each special token."""
     pairs = word_model(tokenizer)
     letters = byte_letters()
 
@@ -110,7 +110,7 @@ class TextOutput(NamedTuple):
         return TextOutput(function(self.embeds), None if self.pooled is None else function(self.pooled))
 
     def where(self, keep: Tensor, other: 'TextOutput') -> 'TextOutput':
-        """Return the text for each caption whose `keep`, bool [B], is True, and `other` for the rest."""
+        """Return this output for the captions whose `keep`, bool [B], is True, and that of `other` for the rest."""
         embeds = torch.where(keep[:, None, None], self.embeds, other.embeds.to(self.embeds.dtype))
         if self.pooled is None or other.pooled is None:
             return TextOutput(embeds)
@@ -118,7 +118,7 @@ class TextOutput(NamedTuple):
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return token ids, int64 [B, E, L], padded to each tokenizer's length, then with zeros to the longest length."""
+    """Return token ids, int64 [B, E, L]; each tokenizer pads to its length, and zeros fill up to the longest one."""
     # Convert with NumPy: torch.tensor takes ten times as long for nested lists.
     ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
     for index, tokenizer in enumerate(tokenizers):
@@ -174,8 +174,8 @@ class TextConditioner(nn.Module):
             positions = getattr(encoder.config, 'max_position_embeddings', None)
             if positions is not None and tokenizer.model_max_length > positions:
                 raise UserError(
-                    f'tokenizer: captions of {tokenizer.model_max_length} tokens, but its text encoder takes '
-                    f'{positions}; load both from the same source'
+                    f'tokenizer: captions have up to {tokenizer.model_max_length} tokens, but its text encoder takes '
+                    f'at most {positions}; load both from the same source'
                 )
         self.encoders = nn.ModuleList(with_text_model(encoder) for encoder in encoders)
         self.tokenizers = list(tokenizers)
@@ -235,7 +235,7 @@ class TextConditioner(nn.Module):
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
         index = lengths.index(max(lengths))
         tokenizer: Any = self.tokenizers[index]
-        # Check the second-to-last token: the last token of a full caption is its end token, which may also be padding.
+        # Check the second-to-last token: the last token is an end token or padding, which may have the same id.
         last = input_ids[:, index, lengths[index] - 2]
         return last.ne(tokenizer.pad_token_id) & last.ne(tokenizer.eos_token_id)
 

@@ -32,7 +32,7 @@ class Route:
         return max(1, count - round(self.fraction * count))
 
     def tokens_after(self, block: int, count: int) -> int:
-        """Return how many of `count` image tokens hooks see in a block's output, for a block on or off the route."""
+        """Return how many of `count` image tokens are in a block's output: fewer if the block is on the route."""
         return self.tokens(count) if self.start <= block < self.end else count
 
     def kept(self, draws: Draws, count: int) -> Tensor:
@@ -58,7 +58,7 @@ class TokenRouter:
         self._tokens: Tensor | None = None
         self._selected: dict[str, tuple[Tensor, Tensor]] = {}
         routed = blocks.of(denoiser)[route.start : route.end]
-        # Inspect the class's `forward`, since a compiled `forward` on the instance takes any arguments.
+        # Inspect the class's `forward`: a compiled `forward` on the instance has the signature (*args, **kwargs).
         self._names = list(inspect.signature(type(routed[0]).forward).parameters)[1:]
         for block in routed:
             block.register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -79,7 +79,7 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
 
 
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
-    """Return the posterior's mean and log-variance [B, 2C, H, W], or only latents, for images in [-1, 1]."""
+    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1]; DC-AE: latents."""
     if isinstance(vae, AutoencoderKL):
         return posterior_of(vae, pixels).parameters
     _check_sides(vae, pixels)
@@ -121,7 +121,7 @@ def downsampling(vae: Vae) -> int:
 
 
 def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
-    """Return a VAE, or raise UserError unless it is an AutoencoderKL, the only one that diffusers' pipelines use."""
+    """Return the VAE, an AutoencoderKL; raise UserError for any other class, since diffusers' pipelines need this."""
     if not isinstance(vae, AutoencoderKL):
         raise UserError(
             f'export: a {pipeline} decodes with an AutoencoderKL, but this model has an {type(vae).__name__}; '
@@ -152,8 +152,8 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
         kind = 'latent statistics per channel' if per_channel else 'a shift_factor'
         raise UserError(
             f'export: this {type(vae).__name__} has {kind} but no quant_conv and post_quant_conv to fold them into, '
-            'so that the diffusers pipeline cannot represent it. Draw with task=generate; or train with one '
-            "scaling_factor in their place in the VAE's config.json"
+            'so that the diffusers pipeline cannot represent it. Draw with task=generate; or replace them by a single '
+            "scaling_factor in the VAE's config.json and train again"
         )
     folded = _float_copy(vae)
     mean, std = latent_statistics(folded)

@@ -180,7 +180,7 @@ def test_errors_name_the_way_out(frozen_text):
     with pytest.raises(UserError, match=r'batch: has no image_sizes, .*; build the dataset with image_sizes=True'):
         model(batch)
     config = CLIPTextConfig(hidden_size=32, num_attention_heads=1, num_hidden_layers=2, max_position_embeddings=16)
-    with pytest.raises(UserError, match='captions of 77 tokens, but its text encoder takes 16; load both from the sam'):
+    with pytest.raises(UserError, match='have up to 77 tokens, but its text encoder takes at most 16; load both from'):
         TextConditioner([CLIPTextModel(config)], [clip_tokenizer(max_length=77)])
     without_pooled = TextConditioner([CLIPTextModel(config)] * 2, model.text.tokenizers, layer='penultimate')
     with pytest.raises(UserError, match='takes pooled text of width 32, but the text encoders give None; use the text'):

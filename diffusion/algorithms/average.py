@@ -44,7 +44,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
         """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
-        # `reshard` is not needed: FSDP2's shards are valid, and the weights that it frees would be gathered again.
+        # Do not call `reshard`: FSDP2's shards are valid without it, and the freed weights would be gathered again.
         averages, weights = self.pairs(model)
         _foreach_lerp_(averages, weights, 1 - keep)
 
@@ -64,7 +64,7 @@ class WeightAverage:
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
 
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return the full average by parameter name, or {} if `keep` is False, to save memory. Always a collective."""
+        """Gather the full average by parameter name; a collective. Ranks with keep=False get {}, to save memory."""
         self.place(model)
         gathered = {}
         for name, shard in self.shards(model).items():
@@ -80,13 +80,13 @@ class WeightAverage:
         return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Store a saved average, given as full tensors or shards; the next method that receives the model shards it."""
+        """Store a saved average (full tensors or shards). The next method called with the model shards the average."""
         # Do not shard the tensors yet: that requires the model, which `Algorithm.load_state_dict` does not receive.
         self._saved = saved
         self.tensors = {}
 
     def place(self, model: nn.Module) -> None:
-        """Shard the tensors from `restore`, if any, like the weights; raise UserError if names or shapes differ."""
+        """Shard the tensors from `restore`, if any, like the weights; UserError if their names or shapes differ."""
         if not self._saved:
             return
         reshard(model)

@@ -65,12 +65,12 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the predictions' weighted mean squared error to `negatives`; samples where `exists` is False give 0."""
+    """Return the weighted mean squared error between predictions and `negatives`, with 0 where `exists` is False."""
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 
 def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Return the target of another sample of the global batch for each of a device's samples; a collective.
+    """Return, for each of a device's samples, the target of another sample of the global batch; a collective.
 
     The second tensor, bool [B], is False if all samples in the global batch are copies of the same sample. Targets
     [B, C, H, W] have the same shape on all devices. Raises UserError if the global batch is a single sample.
@@ -86,9 +86,9 @@ def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def successors(sample_id: Tensor, words: Tensor) -> Tensor:
-    """Arrange samples in a random cycle and return for each the index of the next one with another id, int64 [G].
+    """Arrange samples in a random cycle; return, per sample, the index of the next one with another id, int64 [G].
 
-    The cycle depends on the samples' ids and random numbers `words`, int64 [G] each, but not on their order.
+    The cycle depends on `sample_id` and the random numbers `words`, int64 [G], but not on the order of the samples.
     """
     # Sort samples by random words. Equal words are rare and are sorted by sample id.
     by_id = sample_id.argsort(stable=True)

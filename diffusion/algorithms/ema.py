@@ -100,7 +100,7 @@ class EMA(Algorithm):
         return event in _EVENTS
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        # Update the reference at every event: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for
+        # Update `_model` at every event: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for
         # DDP after AFTER_LOAD.
         self._model = state.model
         if event == Event.AFTER_LOAD:
@@ -150,7 +150,7 @@ class EMA(Algorithm):
         self.updates = state.get('updates', 0)
 
     def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the weight averages of a sharded checkpoint, given by label."""
+        """Load weight averages, given by label, that were read from a sharded checkpoint."""
         self.average.restore(averages['ema'])
 
     def _start_reached(self, state: State) -> bool:
@@ -160,7 +160,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if averaging began at another time than `ema_start`, or should have begun but has not."""
+        """On resume, raise UserError unless averaging started at `ema_start` or `ema_start` is still to come."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return

@@ -34,7 +34,7 @@ class EncodeTogether(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_END:
-            # Restore the original batch: callbacks such as SpeedMonitor ask the model for the FLOPs of the batch.
+            # Restore the original batch: with the encoded one, SpeedMonitor would not count the encoders' FLOPs.
             if self._given is not None:
                 state.batch, self._given = self._given, None
             return

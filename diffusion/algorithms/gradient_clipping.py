@@ -82,15 +82,15 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 
 
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
-    """Return a callback's gradient summary and its squared norm over all ranks, or None if no callback has one."""
+    """Return a callback's gradient summary and the squared norm over all ranks, or None if no callback has them."""
     if state.precision == Precision.AMP_FP16:
-        return None  # the callback reads the gradients before Composer unscales them
+        return None  # the callback's summary is of gradients that Composer had not unscaled yet
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
     return None if source is None else source.gradients_of_batch(state)
 
 
 def _summarized(state: State) -> tuple[Gradients, Tensor]:
-    """Summarize the gradients and return their squared norm over all ranks too; a collective if they are sharded."""
+    """Return a summary of the gradients and their squared norm over all ranks; a collective if they are sharded."""
     gradients = summarize_gradients(gradients_of(state))
     total = gradients.squared_norm.clone()
     if gradients.is_sharded:
@@ -100,7 +100,7 @@ def _summarized(state: State) -> tuple[Gradients, Tensor]:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> None:
-    """Limit each unit's gradient norm in place to `threshold` times its weight norm; a collective for split units."""
+    """Limit each unit's gradient norm to `threshold` times its weight norm; a collective if ranks share a unit."""
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
     split = [(weight, gradient) for weight, gradient in pairs if splits_units(gradient)]
     whole = [(weight, gradient) for weight, gradient in pairs if not splits_units(gradient)]
@@ -115,7 +115,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> Non
 
 
 def splits_units(tensor: Tensor) -> bool:
-    """Return True if sharding splits clipping units, which are whole vectors or the rows of matrices, across ranks."""
+    """Return True if a tensor's sharding splits clipping units (vectors, or rows of matrices) across ranks."""
     if not isinstance(tensor, DTensor):
         return False
     dims = {placement.dim for placement in tensor.placements if placement.is_shard()}  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def splits_units(tensor: Tensor) -> bool:
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of each unit, in a shape that broadcasts with the tensor: [] or [units, 1, ...]."""
+    """Return the L2 norm of each clipping unit, in a shape that broadcasts with the tensor: [] or [units, 1, ...]."""
     if tensor.ndim <= 1:
         return torch.linalg.vector_norm(tensor)
     return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)

@@ -31,10 +31,10 @@ class Gradients(NamedTuple):
 
 @runtime_checkable
 class GradientSource(Protocol):
-    """Interface of a callback that already has a gradient summary of the batch when algorithms clip gradients."""
+    """Interface of callbacks that summarize a batch's gradients before algorithms clip the gradients."""
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the summary and the squared norm over all ranks, float64 [], or None if unavailable; a collective."""
+        """Return a summary and the squared norm over all ranks, float64 [], or None if none was made; a collective."""
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
 
 
 def _copies_of_each(gradients: Sequence[Tensor]) -> list[int]:
-    """Return how many ranks hold the same values of each gradient (or of this rank's shard of it)."""
+    """Return, for each gradient, the number of ranks that hold the same values (for a DTensor, the same shard)."""
     # Cache the count by sharding: most DTensors are sharded in the same way, and computing the count takes 5
     # microseconds.
     known: dict[tuple[int, Any], int] = {}

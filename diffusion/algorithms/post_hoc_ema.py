@@ -114,7 +114,7 @@ class PostHocEMA(Algorithm):
             )
         if event == Event.BATCH_END:
             self._update(state.model, step=batch)
-        # The last batch may be due at all three events; write its snapshot only once.
+        # A snapshot of the last batch may be due at all three events; write it only once.
         if event in _SNAPSHOT_EVENTS and batch != self._last_snapshot and self.is_due(state, event):
             self._last_snapshot = batch
             self._write(state.model, batch)
@@ -147,7 +147,7 @@ class PostHocEMA(Algorithm):
             if average.started:
                 average.update(model, beta(step, self.gammas[label]))
             else:
-                average.start(model)  # same as an update with beta(1) = 0, which copies the weights
+                average.start(model)  # `start` copies the weights, as an update with beta(1) = 0 would
 
     def _write(self, model: nn.Module, batch: int) -> None:
         """Write a snapshot of every average; every rank must call it."""
@@ -155,7 +155,7 @@ class PostHocEMA(Algorithm):
             return
         is_writer = dist.get_global_rank() == 0
         for label, average in self._averages.items():
-            tensors = average.whole(model, keep=is_writer)  # a collective, so all ranks call it
+            tensors = average.whole(model, keep=is_writer)  # `whole` is a collective, so all ranks call it
             if is_writer:
                 path = write_snapshot(self.folder, tensors, batch=batch, width=self.widths[label], dtype=self.dtype)
                 log.info('Wrote %s', path)
@@ -219,7 +219,7 @@ def find_snapshots(run: Path) -> list[Snapshot]:
     found = [_header(path) for path in sorted((run / SNAPSHOT_FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
         raise UserError(
-            f'{run / SNAPSHOT_FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them during training'
+            f'{run / SNAPSHOT_FOLDER}: no snapshots; to save them in training, set `algorithms: {{post_hoc_ema: }}`'
         )
     return sorted(found, key=lambda snapshot: (snapshot.batch, snapshot.width))
 
@@ -232,8 +232,8 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
     Args:
         width: Standard deviation of the average's coefficients over the training steps, as a fraction of the training
             so far, in (0, 0.2887]; 0.2887 weights all steps equally.
-        at: Last batch to average over; the batch of the last snapshot by default. The coefficients have a relative L2
-            error of about 20% at a batch between two snapshots.
+        at: Last batch to average over; None uses the batch of the last snapshot. At a batch between two snapshots, the
+            coefficients have a relative L2 error of about 20%.
     """
     gamma = gamma_of_width(width)
     snapshots = find_snapshots(run)
@@ -244,8 +244,8 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
             f'{run / SNAPSHOT_FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot'
         )
     # Ignore snapshots after the first one at or after this batch. They contain little information about the average at
-    # this batch and may come from an abandoned trajectory: if the run resumed from an earlier checkpoint with another
-    # learning rate, it may not have overwritten them yet.
+    # this batch and may come from an abandoned trajectory: a run that resumed from an earlier checkpoint with another
+    # learning rate may not have overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
     used = [snapshot for snapshot in snapshots if snapshot.batch <= until]
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))
@@ -256,7 +256,7 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
 
 def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
-    """Return advice for a reconstruction that is too inaccurate: which batches or widths the snapshots do support."""
+    """Return advice for an inaccurate reconstruction: batches or widths that the snapshots can reconstruct well."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
         # Only a snapshot at the same batch helps: a profile drops from its maximum to 0 at its own batch, and a mixture

@@ -36,7 +36,7 @@ class Profile:
 def gamma_of_width(width: float) -> float:
     """Return the exponent gamma of the power-function average with a given width.
 
-    It is the only root of (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1 that is at least 0; UserError if there is none.
+    Gamma is the only root >= 0 of (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1; UserError if there is none.
     """
     if not 0 < width <= WIDEST:
         raise UserError(f'width={width:g} is not between 0 and {WIDEST:.4f}, the width of a uniform average')
@@ -77,8 +77,8 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     # normalization. The constraint costs little: the error becomes 2.12% instead of 2.11%.
     norms = np.sqrt(np.diag(inner_products(kept, kept)))
     target_norm = float(np.sqrt(inner_products([target], [target]).item()))
-    # Normalize the profiles so that early and late snapshots have the same scale. The condition number of 55 snapshots
-    # is then 1e5.
+    # Normalize the profiles so that early and late snapshots have the same scale. With 55 snapshots, the condition
+    # number of the system is then 1e5.
     cosines = inner_products(kept, kept) / np.outer(norms, norms)
     towards = inner_products(kept, [target])[:, 0] / (norms * target_norm)
     sizes = target_norm / norms  # solve for y, with x = sizes * y

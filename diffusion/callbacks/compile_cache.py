@@ -29,8 +29,8 @@ class CompileCache(Callback):
         folder: Folder on a file system that all nodes share, such as the run's.
     """
 
-    # The files contain pickled objects and are as trustworthy as the run's folder: only files owned by this user are
-    # read. Each device has its own file because compiled code depends on the device's index.
+    # The files contain pickled objects, so only files owned by this user are read. Each device has its own file because
+    # compiled code depends on the device's index.
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / file_name()
@@ -42,7 +42,7 @@ class CompileCache(Callback):
         self._saved = self._seen = compiled_graphs()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        # The next batch may compile code for another image shape, so wait for a batch that compiled nothing.
+        # Save only after a batch that compiled nothing: until then, a batch may compile code for another image shape.
         before, self._seen = self._seen, compiled_graphs()
         if self._seen == before and self._seen != self._saved:
             self._save()
@@ -69,7 +69,7 @@ class CompileCache(Callback):
 
 
 def load(path: Path) -> None:
-    """Load the compiled code in a file if it exists and this user owns it; failures are only logged."""
+    """Load compiled code from a file, if it exists and this user owns it; failures are only logged."""
     try:
         with os.fdopen(open_own_file(path, os.O_RDONLY), 'rb') as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():

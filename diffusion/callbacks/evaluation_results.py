@@ -48,7 +48,7 @@ class EvaluationResults(Callback):
             self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        # Log only one checkpoint per batch: loggers keep a single value per metric and step.
+        # Log the results of only one checkpoint per batch: loggers keep a single value per metric and step.
         self._log(logger, 1)
 
     def fit_end(self, state: State, logger: Logger) -> None:

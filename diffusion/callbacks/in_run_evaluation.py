@@ -94,7 +94,7 @@ class InRunEvaluation(Callback):
             for key, evaluator in self.evaluators.items():
                 try:
                     result = evaluator(checkpoint)
-                except (UserError, ExternalError, OSError) as error:  # raised on every rank, so all ranks continue
+                except (UserError, ExternalError, OSError) as error:  # all ranks raise, so all continue
                     log.error('evaluators.%s: %s; training continues without its results for %s', key, error, name)
                     continue
                 metrics |= result.metrics
@@ -123,7 +123,7 @@ def _is_signaled(state: State) -> bool:
 
 
 def _beat(state: State) -> None:
-    """Update this rank's heartbeat, which shows the node entry point that the rank makes progress."""
+    """Update this rank's heartbeat, so that the node entry point does not take a long evaluation for a hang."""
     for callback in state.callbacks:
         if isinstance(callback, Heartbeat):
             callback.beat(state)

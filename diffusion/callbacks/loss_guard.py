@@ -156,14 +156,14 @@ class LossGuard(Callback):
         self._microbatches.append(record_microbatch(state.loss, state.batch, sample_losses))
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        # Read the gradients at AFTER_BACKWARD of the last microbatch: averaged over ranks but not yet clipped. At
-        # AFTER_TRAIN_BATCH, algorithms such as clipping run first. Here state.batch is the microbatch.
+        # Read the gradients after the last microbatch's backward pass, averaged over ranks but not yet clipped. At
+        # AFTER_TRAIN_BATCH, clipping and other algorithms would have run. Here state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
             self._gradients = summarize_gradients(gradients_of(state))
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the summary of the batch's gradients and the squared norm over ranks; a collective, once per batch."""
+        """Return the gradients' summary and squared norm over ranks, None if unchecked; one collective per batch."""
         if self._gradients is None:
             return None
         return self._gradients, self._reduced_figures(state)[-1]
@@ -180,7 +180,7 @@ class LossGuard(Callback):
     def _decide_after_closure(
         self, state: State, logger: Logger, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Wrap an optimizer's closure so that it ends with the check of the batch; a pre-step hook."""
+        """Optimizer pre-step hook that makes the closure call `_decide` after the batch's backward passes."""
         # Composer runs the whole batch in a closure inside optimizer.step(), so the step cannot be prevented. `_act`
         # drops the gradients instead.
         closure = kwargs.get('closure')
@@ -225,7 +225,7 @@ class LossGuard(Callback):
         return self._figures
 
     def _finite(self, state: State) -> Tensor | None:
-        """Return bool [], True if this rank's gradients are finite, or None if gradients are not checked."""
+        """Return bool [], True if this rank's gradients are finite; None with amp_fp16 or if they are not checked."""
         scaled = state.precision == Precision.AMP_FP16
         return None if self._gradients is None or scaled else self._gradients.finite
 

@@ -91,7 +91,7 @@ class NaNGuard(Callback):
 
 
 def _newest_checkpoint(state: State, logger: Logger) -> str:
-    """Finish a background save, and return a phrase that names the newest checkpoint; a collective."""
+    """Wait for a running background save, and return a phrase that names the newest checkpoint; a collective."""
     savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
     if not savers:
         return 'nothing is saved: there is no save_folder'

@@ -1,4 +1,4 @@
-"""Callback that logs the health of the run's GPUs, and can leave a machine that has a faulty GPU."""
+"""Callback that logs the health of the run's GPUs, and can end the run to restart it without a faulty machine."""
 
 import logging
 import math
@@ -76,7 +76,7 @@ class NodeHealth(Callback):
     Args:
         every: Interval in batches at which the ranks compare their metrics and act on faults.
         seconds: Interval between queries of the GPU driver.
-        action: What to do about a fault: `log` only, or `leave` the machine.
+        action: `log` only logs faults; `leave` also ends the run, so that it restarts on other machines.
     """
 
     # NVML is queried in a thread, since some queries take 0.1 s; `batch_end` only reads the latest values.
@@ -112,12 +112,12 @@ class NodeHealth(Callback):
         if figures:
             logger.log_metrics(figures)
         self._check_clock([row['gpu_clock'] for row in rows])
-        # All ranks see the same rows, so they leave together.
+        # All ranks have the same `rows`, so all of them end the run together.
         self._leaving = self.action == 'leave' and any(row[_FAULT] > 0 for row in rows)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # Leave at this event, as Preemption does: it comes after the batch's evaluation, if any, and before Composer's
-        # CheckpointSaver runs.
+        # End the run at this event, as Preemption does: it comes after the batch's evaluation, if any, and before
+        # Composer's CheckpointSaver runs.
         if self._leaving and not is_last_batch(state):
             self._leave(state, logger)
 
@@ -154,7 +154,7 @@ class NodeHealth(Callback):
             )
 
     def _record_fault(self, text: str) -> None:
-        """Log a fault of this rank's GPU and keep the first one; all ranks act on it when they next compare metrics."""
+        """Log a fault of this rank's GPU, and keep the first fault; ranks act on it when they next compare metrics."""
         log.warning('%s rank %d: %s', machine_name(os.environ), dist.get_global_rank(), text)
         self._fault = self._fault or text
 
@@ -178,7 +178,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Other metrics are only logged: remapped rows are repaired memory, an Xid may be a program's fault.
+                # Of these, only memory errors are faults: remapped rows are repaired memory, programs can cause Xids.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -186,7 +186,7 @@ class NodeHealth(Callback):
 
 
 def current_gpu() -> tuple[Any, str] | None:
-    """Return NVML and the UUID of this rank's GPU, or None without a GPU or NVML."""
+    """Return NVML and the UUID of this rank's GPU, or None if there is no GPU or no NVML."""
     if not torch.cuda.is_available():
         return None
     nvml = load_nvml()
@@ -219,7 +219,7 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Count a new Xid, or if there is none wait for `seconds` or `done`; return the count, {} if unsupported."""
+        """Return the Xid count, {} if unsupported. Unless a new Xid is pending, first wait `seconds` or for `done`."""
         if self._events is None:
             done.wait(seconds)
             return {}
@@ -274,7 +274,7 @@ def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
 
 
 def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, float]]:
-    """Return the metrics of each rank, NaN where missing; a collective."""
+    """Return the metrics of each rank, with NaN for those that its GPU does not support; a collective."""
     # Each row has a number for every metric, since the ranks' GPUs may support different metrics.
     names = [*WORST, _FAULT]
     row = torch.tensor([own.get(name, math.nan) for name in names], dtype=torch.float64)

@@ -21,7 +21,7 @@ MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_d
 SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
 """Names of the parameter group settings of all supported optimizers, except the learning rate."""
 MAX_CALM_FACTOR = 2.0
-"""The log warns if the learning rate changes by more than this factor between two consecutive batches."""
+"""A change of the learning rate on resume is logged as a warning if it is larger than this factor."""
 
 
 class OptimizerSettings(Callback):
@@ -71,7 +71,7 @@ class OptimizerSettings(Callback):
             self._log_rates(state.timestamp.batch.value, saved_rate, float(groups[0]['lr']))
 
     def _log_rates(self, batch: int, saved: float, now: float) -> None:
-        """Log a change of the learning rate on resume, as a warning if it jumps; see `describe_rates`."""
+        """Log a change of the learning rate on resume (`describe_rates`), as a warning above MAX_CALM_FACTOR."""
         if dist.get_global_rank() != 0 or math.isclose(saved, now, rel_tol=1e-9):
             return
         last = self._saved.get('last', {}).get('rate')
@@ -109,7 +109,7 @@ def set_learning_rates(state: State, base: list[float]) -> None:
 
 
 def factors_of(scheduler: Any, state: State) -> list[float]:
-    """Return the schedule's factor on each group's base learning rate in the next batch, for a Composer scheduler."""
+    """Return the factors by which a Composer scheduler multiplies the groups' base learning rates in the next batch."""
     # Composer steps a scheduler before it counts the batch that has just ended, so batch n + 1 gets the rate for time
     # n. Evaluate the schedule one batch earlier here too; the next batch then has the same rate as without the restart.
     now = state.timestamp

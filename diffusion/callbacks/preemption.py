@@ -72,7 +72,7 @@ class Preemption(Callback):
                 self._previous_handlers[number] = previous
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        # Do this in every batch: PyTorch installs its SIGCHLD handler only when the first loader starts its workers.
+        # Look for PyTorch's SIGCHLD handler in every batch: it is only installed when the first loader starts workers.
         handler = signal.getsignal(signal.SIGCHLD)
         if self._previous_handlers and callable(handler) and handler != self._handle_child_exit:
             self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._handle_child_exit)
@@ -146,8 +146,8 @@ class Preemption(Callback):
             self.signal = number
             return
         # A child process forked during training, such as a loader worker, inherits this handler but has no batch to
-        # finish, so it does what it would have done without the handler. It ignores Ctrl-C and closing the terminal,
-        # which signal all processes of the terminal: the parent still needs it to finish the batch.
+        # finish, so it calls the previous handler. Ctrl-C and closing the terminal signal all processes of the
+        # terminal, and a child ignores them: the parent still needs the child to finish the batch.
         if number in (signal.SIGINT, signal.SIGHUP):
             return
         previous = self._previous_handlers[number]
@@ -174,7 +174,7 @@ class Preemption(Callback):
 
     def _saved_batch(self, state: State) -> int | None:
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
-        # The checkpoint that the run resumed from counts too.
+        # The batch of the checkpoint that the run resumed from, `_first_batch`, is saved too.
         batches = [each.last_checkpoint_batch.value for each in savers if each.last_checkpoint_batch is not None]
         return max([*batches, self._first_batch]) or None
 
@@ -191,8 +191,8 @@ class Preemption(Callback):
 
 
 def highest_signal(number: int, device: Device) -> HostCopy:
-    """Return the highest signal number over all ranks, [1], or 0 if no rank was signaled; a collective."""
-    # Put the tensor on the ranks' device: Composer's NCCL process group for GPUs supports no other.
+    """Return the highest signal number that any rank has received, int [1]; 0 if none has. A collective."""
+    # Move the number to the GPU, if there is one: NCCL does not reduce CPU tensors.
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')
     return HostCopy(numbers)
@@ -200,7 +200,7 @@ def highest_signal(number: int, device: Device) -> HostCopy:
 
 @runtime_checkable
 class SavesInTime(Protocol):
-    """Interface of a saver with background saves, which decides what to complete before the process is killed."""
+    """Interface of checkpoint savers that save in the background and choose which saves a stopping run completes."""
 
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None: ...
 
@@ -210,9 +210,9 @@ class SavesInTime(Protocol):
 def save_now(state: State, logger: Logger, *, notice_seconds: float | None = None) -> str | None:
     """Save a checkpoint immediately, unless this batch already has one; a collective.
 
-    Returns the path or remote name of the newest checkpoint, or None if the run saves no resumable checkpoints. It is
-    the checkpoint of an earlier batch if there is only time to complete a background save before this process is
-    killed. `notice_seconds` is the time until then, if known on this rank.
+    Returns the path or remote name of the newest checkpoint, or None if the run saves no resumable checkpoints.
+    `notice_seconds` is the time until this process is killed, None if unknown on this rank. If it only suffices to
+    complete a running background save, the newest checkpoint is that of an earlier batch.
     """
     # A saver that only saves weights does not count: a run cannot resume from its files.
     savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]

@@ -41,7 +41,7 @@ class SameRun(Callback):
         return self.identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise UserError if a checkpoint has another seed, or other data unless `allow_data_change` is set."""
+        """Raise UserError if a checkpoint has another seed, or has other data and `allow_data_change` is not set."""
         self._compared = True
         if not state:
             return self._warn_unknown()

@@ -68,15 +68,16 @@ class CudaTimer:
 class Stragglers(Callback):
     """Callback that logs the slowest rank (`straggler/slowest_rank`) and its factor (`straggler/slowest_factor`).
 
-    The factor compares how much time per batch each rank spends without waiting for other ranks: loading data, and the
-    forward pass up to its first collective. Under DDP that is the whole forward pass. Under FSDP, ranks wait for each
-    other in every sharded module, so only the part before the first sharded module counts, such as the VAE. With FSDP
-    and precomputed latents only data loading remains; `node_health` then reveals slow GPUs by their clock speed.
+    The factor is the slowest rank's time per batch divided by the median rank's. Only time without waiting for other
+    ranks counts: loading data, and the forward pass up to its first collective. Under DDP that is the whole forward
+    pass. Under FSDP, ranks wait for each other in every sharded module, so only the part before the first sharded
+    module counts, such as the VAE. With FSDP and precomputed latents only data loading remains; `node_health` then
+    reveals slow GPUs by their clock speed.
     """
 
-    # The duration of a whole batch is the same on all ranks, since each waits for the slowest rank in the gradient
-    # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without device
-    # synchronization beyond Composer's own.
+    # Whole batches are not timed: they take equally long on all ranks, since each rank waits for the slowest one in the
+    # gradient all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without
+    # device synchronization beyond Composer's own.
 
     def __init__(self) -> None:
         self._waited = 0.0

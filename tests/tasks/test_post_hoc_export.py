@@ -80,4 +80,4 @@ def test_invalid_width_or_batch_is_an_error(run, tmp_path, settings, message):
 def test_missing_snapshots_error_names_the_algorithm_that_takes_them(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / 'plain', symlinks=True, ignore=shutil.ignore_patterns(SNAPSHOT_FOLDER))
     error = refusal(capsys, 'export', tmp_path / 'plain', '--out', tmp_path / 'sd', '--ema-width', 0.1)
-    assert 'plain/post_hoc_ema: no snapshots; `algorithms: {post_hoc_ema: }` takes them' in error
+    assert 'plain/post_hoc_ema: no snapshots; to save them in training, set `algorithms: {post_hoc_ema: }`' in error

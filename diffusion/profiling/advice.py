@@ -16,7 +16,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     'copies': ('memcpy', 'memset', 'copy', 'clone', 'contiguous', 'aten::cat', 'catarray', 'fill', 'zero_'),
     'activations and sums': ('silu', 'gelu', 'elementwise', 'aten::add', 'aten::mul', 'aten::sum', 'reduce_kernel'),
 }
-"""Substrings of kernel and operator names for each kind of work; a name has the first kind that matches."""
+"""Kinds of work, each with substrings of the names of its kernels and operators; the first match decides the kind."""
 
 
 class Kernel(NamedTuple):
@@ -69,7 +69,7 @@ class ProfileMeasurements:
             each
             for each in self.kernels
             if kind_of(each.name) == 'norms'
-            and 'float' in each.name  # names of 16-bit norms contain it too
+            and 'float' in each.name  # names of 16-bit norms also contain `float`, so the next line excludes them
             and not any(dtype in each.name for dtype in ('BFloat16', 'Half'))
         ]
         return sum(each.seconds for each in wide) / self.step_seconds
@@ -97,15 +97,15 @@ def seconds_by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def largest_opportunities(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
-    """Return at most `count` possible speedups, largest first, without those below 1% of step time."""
+    """Return the `count` largest speedups, in descending order, without those that save less than 1% of a step."""
     found = [each for each in opportunities(measured) if each.share >= 0.01]
     return sorted(found, key=lambda each: -each.share)[:count]
 
 
 def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
-    """Return all speedups that this module knows; the share is 0 if a speedup does not apply."""
-    # The thresholds are estimates that have not been verified on a GPU yet. For settings that make work faster instead
-    # of removing it, assume that they save half of its time.
+    """Return all speedups that this module knows; `share` is 0 for those that do not apply to this run."""
+    # The thresholds are estimates that have not been verified on a GPU yet. A setting that removes work saves all of
+    # its time; assume that a setting that only makes work faster saves half of its time.
     m, on_gpu, off, microbatches = measured, measured.on_gpu, measured.off, measured.microbatches
     update, logging, outside = m.in_stages('optimizer', 'ema'), m.in_stages('logging'), m.in_stages('other', 'h2d')
     slow_update = update / 2 if update >= 0.05 else 0.0

@@ -31,7 +31,7 @@ OPTIMIZER, EMA, LOGGING = 'optimizer', 'ema', 'logging'
 CHECKPOINT, EVALUATION, OTHER = 'checkpoint', 'evaluation', 'other'
 STAGES = (DATA_WAIT, COPY, ENCODE, FORWARD, BACKWARD, OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER)
 WAITS = (DATA_WAIT, CHECKPOINT, EVALUATION)
-"""Stages that are timed with the host's clock even on GPUs, because host or GPU waits for the other."""
+"""Stages in which the host waits for data or the GPU, or the GPU for the host; timed with the host's clock."""
 
 
 class Timeline:
@@ -266,7 +266,7 @@ class Breakdown(Callback):
         self.sampled = min(window, sampled)
         self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
         self.report: BreakdownReport | None = None
-        """Report on the last window."""
+        """Report on the last complete window; None before the end of the first window."""
         self.timeline = Timeline()
         self._microbatches_left = 0
         self._to_skip = skip
@@ -410,7 +410,7 @@ class Breakdown(Callback):
 
 
 def hooks_of(callback: Callback) -> list[str]:
-    """Return the names of a callback's methods that take time during training: those overridden by its class."""
+    """Return the names of the methods to time for a callback: those called in training that its class overrides."""
     callback_class = type(callback)
     # INIT and FIT_START have already happened when the methods are wrapped.
     names = ['run_event', *(event.value for event in Event if event not in (Event.INIT, Event.FIT_START))]

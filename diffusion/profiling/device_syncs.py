@@ -27,11 +27,11 @@ VALUES = {
     'aten::_unique2',
 }
 METHODS = ('cpu', 'numpy', 'tolist')
-"""Tensor methods that need values on the host but do not dispatch an operation for CPU tensors."""
+"""Tensor methods that copy values to the host, but dispatch no operation if the tensor is already on the CPU."""
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
 """Path fragments of code whose tensors are only on the host: loaders, optimizers' step counters, completed copies."""
 PACKAGES = ('diffusion', 'composer')
-"""The innermost stack frame in these packages is reported, or else the innermost one outside PyTorch."""
+"""A synchronization is reported at the innermost stack frame in these packages or, if none, outside PyTorch."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
 
 
@@ -155,7 +155,7 @@ def _is_on_host() -> bool:
 
 
 def _site() -> Site:
-    """Return the innermost stack frame in `diffusion` or `composer`, or else the innermost outside PyTorch."""
+    """Return the innermost stack frame in one of `PACKAGES` or, if there is none, the innermost outside PyTorch."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename not in DETECTORS]
     frames = [frame for frame in frames if _package(frame.filename) != 'torch']
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
 KEPT = ('console_lines', 'metrics_file')
-"""Loggers that are kept; others would create runs in external services."""
+"""Loggers that a profiling run keeps; other loggers are removed, since they would create runs in external services."""
 MICROBATCHES = 4
-"""Maximum number of microbatches per step: the profiled device only does a single device's share of the full run."""
+"""Maximum number of microbatches per step: one device cannot process the global batch, which is for all devices."""
 BATCHES_WATCHED = 2
 
 
@@ -90,7 +90,7 @@ def run_profile(
 
 
 def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:
-    """Write `profile.md`, `profile.json` and `trace.json.gz` of some training batches to a folder; return `profile.md`.
+    """Profile training batches; write `profile.md`, `profile.json` and `trace.json.gz`, and return profile.md's text.
 
     Args:
         batches: Number of batches to time; the same number is then run under PyTorch's profiler.

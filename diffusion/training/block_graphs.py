@@ -60,7 +60,7 @@ class BlockGraphs:
         denoiser.register_forward_hook(self._end)
 
     def _wrap(self, block: nn.Module) -> None:
-        """Make a block's `forward` let the current pass record its arguments or replay the block."""
+        """Replace a block's `forward`: in a pass with graphs, `_Pass.run` records its arguments or replays it."""
         plain = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -71,14 +71,14 @@ class BlockGraphs:
         block.forward = forward
 
     def _begin(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Decide whether blocks run normally, record their arguments, or are replayed in the new forward pass."""
+        """Start a forward pass of the denoiser: choose if blocks run normally, record arguments, or are replayed."""
         self._current = None
         leaves = leaves_of(args, kwargs)
         if not denoiser.training or not torch.is_grad_enabled() or not can_capture(leaves):
             return
         key = signature(leaves)
         found = self._passes.get(key)
-        if found is None or not found.is_noted:  # record again if the last forward pass failed
+        if found is None or not found.is_noted:  # not noted: the pass that recorded the arguments failed, so repeat it
             if key in self._passes or len(self._passes) < MAX_SHAPES:
                 self._passes[key] = self._current = _Pass(self._memory)
             else:
@@ -104,11 +104,11 @@ class BlockGraphs:
 
 
 class _Replayed:
-    """A replayed forward pass, kept alive by the autograd graph of its results."""
+    """A replayed forward pass. The autograd graph of its results refers to it, so it is freed together with them."""
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        """Indices of the blocks whose backward pass is still pending; the next one to run is last."""
+        """Indices of the blocks whose backward pass is pending, in forward order: the last entry runs next."""
 
 
 class _SharedMemory:

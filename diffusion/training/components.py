@@ -257,8 +257,8 @@ def check_device(recipe: Recipe) -> None:
     """Check that this machine can run a recipe's `trainer.device` and `trainer.precision`, before its model is built.
 
     Raises:
-        UserError: The recipe needs a GPU, and the machine has none or hides it, or torch has no kernels for
-            it. A failing GPU driver is not reported here but by Composer, since a retry on another machine may succeed.
+        UserError: The recipe needs a GPU, but the machine has none, CUDA_VISIBLE_DEVICES hides it, or torch has no
+            kernels for it. Composer reports a failing GPU driver instead, since another machine may work on a retry.
     """
     device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision') or 'fp32'
     if on_gpu(recipe.trainer):
@@ -280,7 +280,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def _gpu_is_broken() -> bool:
-    """Return True if the machine has a visible NVIDIA GPU, even if PyTorch does not find it."""
+    """Return True if the machine has an NVIDIA GPU that is not hidden; call this if PyTorch finds no GPU."""
     hidden = os.environ.get('CUDA_VISIBLE_DEVICES') in ('', '-1')
     return not hidden and any(Path('/dev').glob('nvidia[0-9]*'))
 

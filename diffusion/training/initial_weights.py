@@ -42,7 +42,7 @@ TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
 
 
 class SourceWeights(NamedTuple):
-    """Weights by their names in the model, the place that they were read from, and a description for the log."""
+    """Weights by their names in the model, the path or URL they were read from, and a description for the log."""
 
     tensors: dict[str, Tensor]
     place: str
@@ -112,7 +112,7 @@ class OriginalFile(NamedTuple):
         model, source = with_denoiser(model, self.start), self.start.source
         if model.train_text_encoder:
             raise UserError(
-                f'{source}: the model trains its text encoder, which is not read from a file in this layout; '
+                f'{source}: the model trains its text encoder, which is not read from single files; '
                 'convert the file once with StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER) and '
                 'use the folder, or set model.train_text_encoder: false'
             )
@@ -150,7 +150,7 @@ def with_denoiser(model: object, start: InitFrom) -> LatentDiffusion:
 
 
 def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | None) -> dict[str, Tensor]:
-    """Return a pipeline's text encoder weights by their names in the model; empty if the model's are frozen."""
+    """Return a pipeline's text encoder weights by their names in the model; empty if the model freezes its encoders."""
     weights: dict[str, Tensor] = {}
     for index, encoder in enumerate(model.text.encoders if model.train_text_encoder else []):
         subfolder = 'text_encoder' if index == 0 else f'text_encoder_{index + 1}'

@@ -32,7 +32,7 @@ def layout_of(weight: Tensor) -> Layout:
     """Return the distribution of a weight over ranks; a plain tensor is replicated on all ranks of a job.
 
     Raises:
-        UserError: The weight is sharded, but not only by its first dimension over a single mesh dimension.
+        UserError: The weight is sharded along another dimension than its rows, or over several mesh dimensions.
     """
     if not isinstance(weight, DTensor):
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -78,7 +78,7 @@ def dealt(matrices: int, ranks: int, *, first: int = 0) -> list[int]:
 def _on_copies(
     function: Callable[[Tensor], Tensor], copies: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute the results for this rank's matrices, and return those of all ranks."""
+    """Apply the function to this rank's share, counts[rank] matrices, and return the results for all matrices."""
     start = sum(counts[:rank])
     mine = slice(start, start + counts[rank])
     results = torch.zeros_like(copies)
@@ -98,7 +98,7 @@ def _on_shards(
     *,
     rows: int,
 ) -> Tensor:
-    """Return this rank's rows of the results: gather the shards of its matrices, compute, and send back the rows."""
+    """Return this rank's rows of all results: each rank gathers counts[rank] matrices and sends back their results."""
     matrices, height, columns = shards.shape
     ranks, mine = len(counts), counts[rank]
     chunk = -(-rows // ranks)  # rows per rank; the last ranks may have fewer or none

@@ -32,8 +32,8 @@ from diffusion.models.block_matrices import fused_projections, is_matrix, traine
 from diffusion.training.matrix_exchange import layout_of, on_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients a, b, c of the polynomial a s + b s^3 + c s^5 that each step applies to the singular values s (Jordan et
-al. 2024). Its slope at 0 is large: five steps move every s from [0.0015, 1] into [0.67, 1.21]."""
+"""Coefficients a, b, c of the polynomial a s + b s^3 + c s^5 that a Newton-Schulz iteration applies to each singular
+value s (Jordan et al. 2024). Its slope at 0 is large: five iterations move s from [0.0015, 1] into [0.67, 1.21]."""
 MIN_NORM = 1e-15
 """Lower bound on the norm by which matrices are divided: zero stays zero, and squares do not underflow in float32."""
 MAX_BATCH_ELEMENTS = {'cpu': 2**18, 'cuda': 2**24}
@@ -134,7 +134,7 @@ class Muon(Optimizer):
         weight_decay: Decoupled weight decay of all parameters: each step multiplies weights by 1 - lr * weight_decay.
         momentum: Decay rate of Muon's momentum.
         nesterov: Use Nesterov momentum in Muon.
-        newton_schulz_steps: Number of Newton-Schulz steps per orthogonalization.
+        newton_schulz_steps: Number of Newton-Schulz iterations per orthogonalization.
         newton_schulz_dtype: Data type of the orthogonalization; auto means bfloat16 on GPUs and the weights' dtype on
             CPUs.
         convolutions: Also apply Muon to weights with more than two dimensions, flattened to [out, in * height * width].
@@ -215,7 +215,7 @@ class Muon(Optimizer):
                 super().add_param_group({key: value for key, value in settings.items() if key != 'parts'})
 
     def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
-        """Store the `parts` of a group that is about to be added, by the group's index."""
+        """Store `parts` of the group that is about to be added in `_parts`, under the index that the group will get."""
         # Do not store `parts` in the group itself: a checkpoint restores the group's keys, but a run may change `parts`
         # on resume. Composer removes all groups for FSDP2 and adds them again in the same order, so their indices do
         # not change.

@@ -78,7 +78,8 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     # all-reduce sums over ranks. On more than two ranks, the first batch after a restart would therefore be summed in a
     # different order than in an uninterrupted run, and losses would differ.
     module = model.module
-    # This approximates the order of a real backward pass, on which the overlap of reduction and computation depends.
+    # The backward pass of `_Touch` goes through this list in reverse: about the order of a real backward pass, so that
+    # DDP can reduce a bucket while it computes the gradients of the next one.
     parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
     # DDP has no method for this: its reducer only counts gradients from a forward pass through the DDP module, and a
     # pass through the real model would need a batch. Replace the wrapped module with one without inputs, and skip the
@@ -108,7 +109,7 @@ class _Touch(nn.Module):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._touched = tuple(parameters)  # as a tuple, so that they still belong only to the real module
+        self._touched = tuple(parameters)  # a tuple, so that they are not registered as parameters of this module too
 
     def forward(self) -> Tensor:
         # reduce() adds from the left, so the backward pass goes from the last parameter to the first, as in training.

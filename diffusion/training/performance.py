@@ -65,7 +65,7 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
     Args:
         deterministic: If True, keep the cuDNN benchmarking setting of Composer's deterministic mode.
     """
-    # Call this later than Composer's Trainer, whose constructor sets TF32.
+    # Composer's Trainer sets TF32 in its constructor, so an earlier call would have no effect.
     if not on_gpu:
         return
     torch.backends.cuda.matmul.allow_tf32 = bool(parts.tf32)
@@ -75,7 +75,7 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
 
 
 def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
-    """Make denoiser (if `weights`, its weights too) and VAE compute in the channels_last memory format."""
+    """Make the VAE and the denoiser compute in channels_last; `weights` converts the denoiser's weights to it too."""
     # Call nn.Module.to: diffusers' override of vae.to() warns about modules that this VAE does not have.
     nn.Module.to(model.vae, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if weights:
@@ -100,13 +100,13 @@ def fuse_attention(denoiser: Any) -> None:
     shared: dict[type, Any] = {AttnProcessor: AttnProcessor2_0()}
     shared[AttnProcessor2_0] = shared[AttnProcessor]
     processors = denoiser.attn_processors.items()
-    # Transformers' processors already use fused attention; share the stateless ones too.
+    # The processors of transformer denoisers already use fused attention; share their stateless processors too.
     fused = {name: each if vars(each) else shared.setdefault(type(each), each) for name, each in processors}
     denoiser.set_attn_processor(fused)
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Make the denoiser's norms compute in autocast's dtype; `except_blocks` leaves out those in compiled blocks."""
+    """Make the denoiser's norms compute in autocast's dtype; with `except_blocks`, only those outside its blocks."""
     blocks = blocks_of(denoiser) if except_blocks else []
     keep = {layer for block in blocks for layer in block.modules()}
     replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
@@ -116,9 +116,9 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
     """Use torch.compile on the denoiser's blocks (for training only) and on the blocks of a frozen VAE's encoder."""
     # Compile each block's `forward` instead of the module, so that FSDP's hooks stay outside the graph and state dict
-    # names do not change. Evaluation and sampling run the denoiser eagerly, because each of their many batch sizes
-    # would be compiled. Blocks with equal shapes share compiled code; transformer blocks only do so if they share their
-    # attention processor (`fuse_attention`).
+    # names do not change. Evaluation and sampling run the denoiser without compiled blocks: they have many batch sizes,
+    # and each would be compiled. Blocks with equal shapes share compiled code; transformer blocks do so only if they
+    # share their attention processor (`fuse_attention`).
     trained = blocks_of(model.denoiser)
     encoding = encoder_blocks(model.vae)
     # Each shape is compiled with gradients, without gradients, and for a smaller last batch.
@@ -146,7 +146,7 @@ def configure_dynamo(*, graphs: int) -> None:
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
-    """Compile a block's `forward`; if `with_gradients`, calls without gradients still run the original one."""
+    """Compile a block's `forward`; `with_gradients` uses the compiled one only while gradients are enabled."""
     eager = block.forward
     compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
 
@@ -159,7 +159,7 @@ def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
 
 
 def keep_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer keep its moments' strides, `fused` and `foreach` when it loads state from a checkpoint."""
+    """Make an optimizer keep its own `fused`, `foreach` and moments' strides when it loads state from a checkpoint."""
     # Fused kernels reject weights and moments with different strides, which occur if a run without channels_last is
     # resumed with it. A checkpoint also contains the `fused` and `foreach` settings of the optimizer that wrote it.
     settings = {key: optimizer.defaults[key] for key in ('fused', 'foreach') if key in optimizer.defaults}
@@ -180,7 +180,7 @@ def keep_layout(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return an optimizer's state tensor, copied to its parameter's strides if they differ."""
+    """Return a state tensor of an optimizer with the strides of its parameter, copied if its own strides differ."""
     # Leave subclasses unchanged: under FSDP2, weights and moments are DTensors, which are always contiguous (see
     # apply_speed).
     if type(value) is not Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():

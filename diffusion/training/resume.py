@@ -30,7 +30,7 @@ def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedR
     """Return the changes since the recipe of a checkpoint, after checking that all are allowed; a collective.
 
     Args:
-        checkpoint: The checkpoint to resume from; None if Composer's own saver loaded it.
+        checkpoint: The checkpoint to resume from; None if Composer has loaded one of its own checkpoints.
 
     Raises:
         UserError: A setting has changed that is fixed for a run. Raised on every rank.
@@ -39,11 +39,11 @@ def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedR
 
 
 def check_saver(trainer: Mapping[str, Any], run_dir: Path) -> None:
-    """Check that a run that is not resuming has no checkpoints in the folder of another saver; a collective.
+    """Check that `trainer.save_folder` is still the one with which the run saved its checkpoints; a collective.
 
     Raises:
-        UserError: `trainer.save_folder` was set, changed or removed since the run saved its checkpoints; the run would
-            start again at batch 0.
+        UserError: `trainer.save_folder` was set, changed or removed since, so that the run would not find its
+            checkpoints and would start again at batch 0.
     """
     run_on_rank_zero(lambda: _check_saver(trainer, run_dir), 'resume')
 
@@ -88,8 +88,8 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
-    # Read the checkpoint if a change is only allowed before averaging starts. A checkpoint of Composer is not available
-    # here, so such changes are rejected.
+    # Some changes are only allowed before averaging starts: read in the checkpoint if it has. Composer's checkpoints
+    # cannot be read here (`checkpoint` is None), so such changes are rejected.
     starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
     fixed = refused(known, averaging=starts and (checkpoint is None or has_averages(read_content(checkpoint)['state'])))
     if fixed:

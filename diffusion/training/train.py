@@ -84,7 +84,7 @@ def train(recipe: Recipe) -> Trainer:
 
 
 def _train(recipe: Recipe, run: TrainingRun) -> Trainer:
-    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the run."""
+    """Build a recipe's Trainer, train, and return the Trainer; call it inside `run.held()`."""
     trainer = build_trainer(recipe)
     run.connect(trainer.state.callbacks)
     if run.attempt is not None:
@@ -152,7 +152,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
         if model.image_encoder is not None:
             loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
             model.use_stored_features()
-    # If Composer saves the checkpoints, it may later find one of them and load that checkpoint's weights instead.
+    # If Composer saves the checkpoints, `resume` is None here; if the Trainer later resumes from one, it replaces
+    # these initial weights.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)
     if recipe.lora is not None:
@@ -199,7 +200,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     reduce_step_overhead(trainer)
     average_gradients_on_cpu(trainer.state.model)
     if checkpointer is None and trainer.state.timestamp.batch.value:
-        # Composer looks for its own checkpoint while the Trainer is built, so the recipe cannot be compared earlier.
+        # The Trainer's constructor looks for Composer's checkpoint and loads it, so compare the recipe only now.
         try:
             keeper.resumed = compare_with_checkpoint(recipe, None)
         except BaseException:
@@ -255,7 +256,7 @@ def check_start(recipe: Recipe, state: State) -> None:
 
 
 def with_guard(callbacks: Sequence[Callback], run_dir: Path) -> list[Callback]:
-    """Return callbacks with a `NaNGuard` added, unless there is one or a `LossGuard`, which checks more."""
+    """Return the callbacks, with a `NaNGuard` added if they have neither a `NaNGuard` nor a (stricter) `LossGuard`."""
     guarded = any(isinstance(each, LossGuard | NaNGuard) for each in callbacks)
     return [*callbacks, *([] if guarded else [NaNGuard(folder=str(run_dir))])]
 
@@ -328,6 +329,6 @@ def _console(trainer: Mapping[str, Any], loggers: Mapping[str, Component]) -> li
 
 
 def _is_done(state: State) -> bool:
-    """Return True if training has already reached its end, so that restarting a finished job succeeds."""
+    """Return True if the loaded checkpoint has reached `max_duration`: restarting a finished job then just succeeds."""
     end = state.max_duration
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end

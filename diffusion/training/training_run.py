@@ -56,7 +56,7 @@ class TrainingRun:
         If the node entry point started this process, this only copies files and sends some of the messages.
         """
         is_rank_zero = os.environ.get('RANK', '0') == '0'
-        # Copy the recipe, metrics and images from rank 0's working folder.
+        # If the run's place is a URL, copy the recipe, metrics and images from rank 0's working folder to it.
         copied = mirrored(self.place) if is_rank_zero and is_url(self.place) else contextlib.nullcontext()
         if is_rank_zero and LOCK_HELD_VARIABLE not in os.environ:
             with hold_run_lock(self.place), copied as self._mirror, self._recorded():

@@ -1,4 +1,4 @@
-"""Module for `imports` of a recipe: a GPU has uncorrected memory errors from its second query on, in attempt 0.
+"""Module for `imports` of a recipe: a GPU has uncorrected memory errors from its second query on, in its first attempt.
 
 It is the GPU of the rank in the variable SICK_RANK, by default 2.
 """

@@ -198,7 +198,7 @@ class Node:
         self.owns_run = False
         self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            outcome = self._preflight(Path(folder), Attempt(0, self._records.clock.now()))
+            outcome = self._preflight(Path(folder), Attempt(1, self._records.clock.now()))
         if outcome.status:
             self._print(attempts.describe_attempt(outcome.cause, outcome.detail))
         return outcome.status
@@ -222,7 +222,7 @@ class Node:
                 self._print(f'{files_of_run(self.home).locate(attempts.ATTEMPTS)}: {problem}')
                 return CONFIG_ERROR
             self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
-            outcome = self._attempt(len(earlier))
+            outcome = self._attempt(attempts.next_number(earlier))
             if self._restart_agreed and not self.stop_requested:
                 self._restarts += 1
                 continue
@@ -240,10 +240,10 @@ class Node:
         """Print a message and return an exit status if this is a later attempt but the run's folder is empty."""
         # Without this check, a node with a missing file system would silently start from batch 0.
         scheduled = self.environ.get(environment.ATTEMPT, '')
-        attempt = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
-        if not self.saves_to_folder or not attempt or attempts.has_begun(self.home):
+        earlier = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
+        if not self.saves_to_folder or not earlier or attempts.has_begun(self.home):
             return 0
-        missing = f'{self.home} is empty although this is attempt {attempt}'
+        missing = f'{self.home} is empty although this is attempt {earlier + 1}'
         machine = environment.machine_name(self.environ)
         question, remedy = f'is it mounted on {machine}', f'it is not mounted on {machine}, mount it'
         if is_url(self.home):

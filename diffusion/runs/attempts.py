@@ -60,7 +60,7 @@ class Attempt:
     """Record of one start or restart of a training run. Times are in seconds since 1970 on the first node's clock.
 
     Attributes:
-        number: Index of the attempt within the run, from 0.
+        number: Number of the attempt within the run, from 1.
         end: Time when the attempt ended, or the time of its last record if the end was not recorded.
         first: Number of batches that the run had completed when the attempt's first batch began; None if none began.
         first_at: Time when the first batch of the attempt began.
@@ -245,8 +245,16 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
             attempt.end = recorded_at
         found[attempt.number, attempt.begin] = attempt
     result = list(found.values())
+    first = max(1, result[0].number) if result else 1  # version 0.1.0 counted from 0
+    for number, attempt in enumerate(result, first):
+        attempt.number = number
     _assign_faults(result, files)
     return result
+
+
+def next_number(earlier: Sequence[Attempt]) -> int:
+    """Return the number of the attempt that follows the recorded ones."""
+    return earlier[-1].number + 1 if earlier else 1
 
 
 def record_fault(run: Path | str, machine: str, detail: str) -> None:
@@ -402,7 +410,7 @@ def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> lis
         if running and attempt is attempts[-1]:
             reason = 'running'
         duration = format_duration(attempt.end - attempt.begin)
-        lines.append(f'  {attempt.number + 1:3d}  {begin}  {duration:>8}  {batches}; {reason}{status}')
+        lines.append(f'  {attempt.number:3d}  {begin}  {duration:>8}  {batches}; {reason}{status}')
     parts = {
         'productive': found.productive,
         'starting': found.starting,

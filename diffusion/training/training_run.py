@@ -72,9 +72,9 @@ class TrainingRun:
     def _recorded(self) -> Iterator[None]:
         """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it."""
         try:
-            number = len(attempts.read_attempts(self.place))
+            number = attempts.next_number(attempts.read_attempts(self.place))
         except UserError:  # before the first attempt, there is no record
-            number = 0
+            number = 1
         devices = int(os.environ.get('WORLD_SIZE', '1'))
         self.attempt = attempt = Attempt(number, self._clock.now(), launched=False, devices=devices)
         self._record('begin', attempt)

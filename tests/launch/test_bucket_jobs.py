@@ -61,7 +61,7 @@ def test_later_attempt_with_an_empty_bucket_does_not_start_from_batch_0(bucket_r
     environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
     assert run_node(bucket_recipe, environ) == CONFIG_ERROR
     message = capsys.readouterr().err
-    assert f'{URL}/run is empty although this is attempt 3. If node7 reaches another store' in message
+    assert f'{URL}/run is empty although this is attempt 4. If node7 reaches another store' in message
     assert f'create {URL}/run/attempts.jsonl to start from batch 0' in message
     assert not store.objects('home')
     for name in ('attempts.jsonl', 'run.json', 'ba5/receipt.json'):

@@ -159,8 +159,8 @@ def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):
     job.wait_for_batches(5)
     job.kill_rank(1)
     job.wait()
-    assert f'attempt 0 exited with status {FAILED}' in job.log()
-    assert job.failures() == [f'attempt 0: status {FAILED}']
+    assert f'attempt 1 exited with status {FAILED}' in job.log()
+    assert job.failures() == [f'attempt 1: status {FAILED}']
     first, second = job.attempts()
     assert first.cause in ('killed', 'crash')
     assert second.first in (4, 8), 'a checkpoint'
@@ -194,7 +194,7 @@ def test_time_limit_requeues_and_canceled_job_does_not_restart(launch, capsys):
     capsys.readouterr()
     for action, expected in {
         'status': f'{job.number} job RUNNING; .* of 1:00:00; restarts: 1; reason: None',
-        'logs': 'attempt 0 exited with status 75',
+        'logs': 'attempt 1 exited with status 75',
         'cancel': 'canceled: job',
     }.items():
         assert main([action, str(job.spec)]) == 0
@@ -226,7 +226,7 @@ def test_unreachable_node_is_replaced(launch, cluster, undisturbed):
     try:
         job.wait()
         # The first attempt ends on the unreachable node, and must not requeue the second.
-        job.wait_until(lambda: 'attempt 0 exited' in job.log())
+        job.wait_until(lambda: 'attempt 1 exited' in job.log())
     finally:
         cluster.signal('n1', 'CONT')
         cluster.call('scontrol', 'update', 'NodeName=n1', 'State=RESUME')

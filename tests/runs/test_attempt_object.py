@@ -59,7 +59,7 @@ def test_another_node_continues_the_record(url, tmp_path, monkeypatch):
     record_attempt(url, 1, 6, 'begin', 'end')
     use_node(0, tmp_path, monkeypatch)
     record_attempt(url, 2, 7, 'begin')
-    assert [each.number for each in read_attempts(url)] == [0, 1, 2]
+    assert [each.number for each in read_attempts(url)] == [1, 2, 3]
 
 
 def test_record_that_was_not_uploaded_is_uploaded_with_the_next_one(url, store):
@@ -106,7 +106,7 @@ def test_deleted_object_and_deleted_copy(url, store, tmp_path):
     record_attempt(url, 0, 5, 'begin', 'end')
     shutil.rmtree(tmp_path / 'node0')
     record_attempt(url, 1, 6, 'progress')
-    assert [each.number for each in read_attempts(url)] == [0, 1]
+    assert [each.number for each in read_attempts(url)] == [1, 2]
     store.delete(url, attempts.ATTEMPTS)
     record_attempt(url, 0, 7, 'begin')
     assert [each.last for each in read_attempts(url)] == [7]

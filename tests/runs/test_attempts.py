@@ -41,15 +41,15 @@ def attempt(number, begin, first, last, **changes):
 
 
 def test_last_complete_record_of_attempt_counts(tmp_path):
-    first = attempt(0, 100.0, 0, 7)
-    append_attempt(tmp_path, 'begin', Attempt(0, 100.0))
+    first = attempt(1, 100.0, 0, 7)
+    append_attempt(tmp_path, 'begin', Attempt(1, 100.0))
     append_attempt(tmp_path, 'end', first)
-    append_attempt(tmp_path, 'begin', Attempt(1, 200.0))
+    append_attempt(tmp_path, 'begin', Attempt(2, 200.0))
     with (tmp_path / attempts.ATTEMPTS).open('a') as file:
         file.write('{"event": "en')
     found = read_attempts(tmp_path)
     assert found[0] == first
-    assert (found[1].number, found[1].cause, found[1].status) == (1, 'lost', None)
+    assert (found[1].number, found[1].cause, found[1].status) == (2, 'lost', None)
     assert found[1].end > 200.0, 'time of its last record'
 
 
@@ -339,12 +339,12 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         status = Node(position, Settings.from_environ({}), ['-c', ''], recipe, environ).run()
         return status, capsys.readouterr().err
 
-    # Attempts 0 to 2 left nothing: evicted while their image was pulled, or ended by a mistake before they began.
+    # Attempts 1 to 3 left nothing: evicted while their image was pulled, or ended by a mistake before they began.
     (tmp_path / 'job-7.0.exits').write_text('78 node3\n')
     for each in (environ, {**environ, environment.EXIT_FILE: '/tmp/exits'}, {environment.ATTEMPT: '3'}):
         status, message = status_and_message(recipe, each)
         assert status == CONFIG_ERROR
-        assert f'{recipe.run_dir} is empty although this is attempt 3. If it is not mounted on' in message
+        assert f'{recipe.run_dir} is empty although this is attempt 4. If it is not mounted on' in message
         assert f'submit it as a new job, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
     last = Node(replace(position, rank=1), Settings.from_environ({}), ['-c', ''], recipe, environ)
     assert last._status_of_missing_run() == 0, 'its ranks compare its folder with those of the other nodes'
@@ -353,7 +353,7 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         (tmp_path / 'job-7.1.exits').write_text(exits)
         status, message = status_and_message(recipe, environ)
         assert status == FAILED, 'a retry on another machine may find the folder'
-        assert 'attempt 3, and an earlier attempt has begun: is it mounted on node7?' in message
+        assert 'attempt 4, and an earlier attempt has begun: is it mounted on node7?' in message
     assert not recipe.run_dir.exists()
     # A faulty machine can end an attempt before the first node has begun it; then nothing is missing.
     (tmp_path / 'job-7.1.exits').write_text('76 node3 hardware GPU 0\n')

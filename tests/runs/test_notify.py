@@ -207,7 +207,7 @@ def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hoo
         subprocess.run(command, env=environ, cwd=tmp_path, stdout=log, stderr=log, timeout=200, check=True)
     assert hook.events() == ['started', 'ended'], 'from one node'
     started, ended = hook.messages
-    assert started['text'] == 'sent: started attempt 0 on 2 nodes'
+    assert started['text'] == 'sent: started attempt 1 on 2 nodes'
     assert (ended['text'], ended['cause'], ended['batch']) == ('sent: ended: completed', 'done', 8)
     files = [path for path in tmp_path.rglob('*') if path.is_file()]
     assert {'recipe.yaml', 'attempts.jsonl', 'node-0.json', 'node-1.json'} <= {path.name for path in files}
@@ -225,9 +225,9 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
     with pytest.raises(RuntimeError, match='out of memory'):
         train.train(load(path, ['trainer.max_duration=3ba']))
     assert [message['text'] for message in hook.messages] == [
-        'run: started attempt 0',
-        'run: ended: completed',
         'run: started attempt 1',
+        'run: ended: completed',
+        'run: started attempt 2',
         'run: ended: process failed (RuntimeError: out of memory)',
     ]
     first, second = attempts.read_attempts(recipe.run_dir)

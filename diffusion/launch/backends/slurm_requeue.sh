@@ -2,7 +2,7 @@
 # nonzero status in the exit file gives the cause.
 read -r first _ cause _ < <(awk '$1 != 0 { print; exit }' "$DIFFUSION_EXIT_FILE" 2>/dev/null)
 status=${first:-$status}
-echo "attempt $DIFFUSION_ATTEMPT exited with status $status"
+echo "attempt $((DIFFUSION_ATTEMPT + 1)) exited with status $status"
 [ "$status" -ne 0 ] || exit 0
 next=$(action_after "$status")
 if [ "$next" = stop ] || [ "$max_restarts" -eq 0 ]; then
@@ -14,7 +14,7 @@ if awk '$1 == 0 && $3 == "progress" { found = 1 } END { exit !found }' "$DIFFUSI
     rm -f "$failures"
 fi
 if [ "$status" -ne 75 ] || [ "${cause:-preempted}" != preempted ]; then
-    echo "attempt $DIFFUSION_ATTEMPT: status $status" >>"$failures"
+    echo "attempt $((DIFFUSION_ATTEMPT + 1)): status $status" >>"$failures"
 fi
 if [ -f "$failures" ] && [ "$(wc -l <"$failures")" -gt "$max_restarts" ]; then
     echo "not requeued: all $max_restarts restarts are used without progress; see $failures"

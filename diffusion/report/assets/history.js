@@ -48,7 +48,7 @@ function attemptsOf(run) {
     {title: 'End', kind: 'long'},
   ];
   const rows = run.attempts.map(attempt => [
-    attempt.number + 1,
+    attempt.number,
     {sort: attempt.begin, content: formatTime(attempt.begin)},
     {sort: attempt.end - attempt.begin, content: formatDuration(Math.max(0, attempt.end - attempt.begin))},
     {

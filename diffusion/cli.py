@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 import diffusion
 from diffusion.config.options import DIR, Count, Option, Overrides, RecipeFile, add_command
 from diffusion.config.schema import Problem, did_you_mean
-from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
+from diffusion.errors import DataError, ExternalError, GaveUp, UserError, exit_status, printable
 from diffusion.exit_codes import CLOSED_PIPE, CONFIG_ERROR, INTERRUPTED, USAGE_ERROR
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _main(argv: Sequence[str] | None) -> int:
         setattr(args, args.trailing, [*getattr(args, args.trailing, ()), *rest])
     try:
         return args.call(args)
-    except (UserError, DataError, ExternalError) as error:
+    except (UserError, DataError, ExternalError, GaveUp) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
         print(f'error: {printable(str(error))}', file=sys.stderr)
@@ -253,7 +253,7 @@ def _check_data(recipe: 'Recipe', *, in_stores: bool) -> tuple[list[Problem], li
     """Return the problems of local data, and of data in object stores if `in_stores`; and the warnings.
 
     Raises:
-        ExternalError: A store does not respond.
+        GaveUp: A store does not respond.
     """
     from diffusion.config.checks import remote_streams
     from diffusion.config.path_checks import check_paths
@@ -264,13 +264,9 @@ def _check_data(recipe: 'Recipe', *, in_stores: bool) -> tuple[list[Problem], li
             print(f'# not looked at: data in object stores ({", ".join(remote)}); add --data')
         return check_paths(recipe), local_repetition_warnings(recipe)
     from diffusion.config.store_checks import copied_streams
-    from diffusion.storage.retry import GaveUp
 
-    try:
-        with copied_streams(recipe) as copies:
-            return copies.check(), local_repetition_warnings(copies.recipe)
-    except GaveUp as error:
-        raise ExternalError(f'check --data: {error}') from error
+    with copied_streams(recipe) as copies:
+        return copies.check(), local_repetition_warnings(copies.recipe)
 
 
 @dataclass

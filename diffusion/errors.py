@@ -1,4 +1,6 @@
-"""Exceptions by cause: user mistakes (`UserError`), training data (`DataError`), other programs (`ExternalError`).
+"""Exceptions by cause.
+
+They are user mistakes (`UserError`), training data (`DataError`), other programs (`ExternalError`), stores (`GaveUp`).
 
 Any other exception is a bug or a machine fault: its traceback is printed, and the process exits with status 1.
 """
@@ -47,6 +49,15 @@ class ExternalError(RuntimeError):
     exit_status = FAILED
 
 
+class GaveUp(OSError):
+    """Raised after every attempt to reach a store failed; the message has the URL, their number and the last error.
+
+    Programs print the message without a traceback and exit with `exit_codes.FAILED`, so that the scheduler retries.
+    """
+
+    exit_status = FAILED
+
+
 class RankFailed(RuntimeError):
     """Raised on every rank if any rank had an error that is neither a user mistake nor a storage fault."""
 
@@ -66,7 +77,7 @@ def is_wrong_path(error: OSError) -> bool:
     return error.errno in _WRONG_PATH
 
 
-def exit_status(error: UserError | DataError | ExternalError) -> int:
+def exit_status(error: UserError | DataError | ExternalError | GaveUp) -> int:
     """Return the exit status of a program that ends with this error.
 
     For a `UserError` caused by a possibly temporary fault, such as ESTALE or ENOSPC, this is `exit_codes.FAILED`, so

@@ -189,4 +189,4 @@ def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, c
         assert problem in refusal(capsys, *words, override, '--strict')
     store.fail('index.json', 503)
     assert main([*words, 'streams.a.download_retry=0']) == FAILED
-    assert f'error: check --data: {url}/index.json: cannot be read, tried 1 time' in capsys.readouterr().err
+    assert f'error: {url}/index.json: cannot be read, tried 1 time' in capsys.readouterr().err

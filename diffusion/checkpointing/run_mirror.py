@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffusion.checkpointing.checkpoint_store import LATEST, batch_number
-from diffusion.errors import UserError
+from diffusion.errors import GaveUp, UserError
 from diffusion.runs.attempts import ATTEMPTS
 from diffusion.runs.run_id import RUN_FILE, claim_working_folder, open_bucket_run
 from diffusion.runs.run_lock import LOCK
 from diffusion.storage import object_store
 from diffusion.storage.atomic import UNFINISHED, write_atomically
 from diffusion.storage.local_files import working_folder
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 

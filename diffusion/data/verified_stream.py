@@ -24,11 +24,11 @@ from streaming.base.format import FileInfo, Reader
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data import shard_cache
 from diffusion.data.shard_cache import INDEX, CacheBudget, DownloadTurns
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.storage import locks
 from diffusion.storage.mds import algorithm_for, find_damage
 from diffusion.storage.object_store import RemoteFolder
-from diffusion.storage.retry import DISK_FULL_ERRORS, DamagedDownload, GaveUp, RetryPolicy
+from diffusion.storage.retry import DISK_FULL_ERRORS, DamagedDownload, RetryPolicy
 
 log = logging.getLogger(__name__)
 

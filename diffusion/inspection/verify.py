@@ -26,11 +26,11 @@ from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_reading import UnreadableImage
 from diffusion.data.transforms import JPEG_START, decode
-from diffusion.errors import DataError, UserError, printable
+from diffusion.errors import DataError, GaveUp, UserError, printable
 from diffusion.models import batch_keys
 from diffusion.storage.mds import find_damage
 from diffusion.storage.object_store import RemoteFolder
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import RetryPolicy
 from diffusion.training.expand_streams import by_shape
 
 Manifest = Mapping[str, Any]

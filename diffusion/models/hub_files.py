@@ -25,10 +25,10 @@ from huggingface_hub.errors import (
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from diffusion.errors import ExternalError, UserError, is_wrong_path
+from diffusion.errors import ExternalError, GaveUp, UserError, is_wrong_path
 from diffusion.models.hub_errors import way_out
 from diffusion.storage.locks import hold_lock
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 HUB_LOGGER = 'huggingface_hub'

@@ -20,7 +20,7 @@ from diffusion.config.path_checks import reads_initial_weights
 from diffusion.config.recipe import Component, InitFrom, Recipe, StreamConfig
 from diffusion.config.weight_sources import hub_repository, path_problem
 from diffusion.data.shard_cache import INDEX
-from diffusion.errors import ExternalError, UserError, exit_status
+from diffusion.errors import ExternalError, GaveUp, UserError, exit_status
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch.gpu_health import Finding, check_gpus
 from diffusion.planning.checkpoints import sizes_of
@@ -29,7 +29,7 @@ from diffusion.preflight.storage_checks import check_bucket, marker_name
 from diffusion.runs import environment
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.object_store import read
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import RetryPolicy
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28

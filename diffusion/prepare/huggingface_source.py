@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser, DatasetListing, is_metadata
 from diffusion.prepare.file_listing import File, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import FolderSource, divide_images, metadata_in, texts_beside
@@ -25,7 +25,7 @@ from diffusion.prepare.parquet import arrow_entries, check_columns, images_of, p
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
 from diffusion.storage.places import is_url
-from diffusion.storage.retry import GaveUp, error_text
+from diffusion.storage.retry import error_text
 
 FOOTER_BYTES = 2**18
 """Number of bytes to read from the end of a Parquet file on the Hub for its columns; few files have larger footers."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, GaveUp, UserError
 from diffusion.storage import locks
 from diffusion.storage.atomic import UNFINISHED, remove, remove_unfinished, write_atomically
 from diffusion.storage.places import StorePlace
+from diffusion.storage.retry import DISK_FULL_ERRORS
 
 LOCK = 'lock'
 
@@ -88,7 +89,11 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder (except against other shares) in the `with` block; add its name to OSErrors in the block."""
+        """Lock the folder (except against other shares) in the `with` block; add its name to OSErrors in the block.
+
+        Raises:
+            ExternalError: In place of an OSError for a store that does not respond, or a full disk.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
@@ -103,9 +108,10 @@ class WorkFolder:
                     if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
                         self.remove()  # no work was started, so do not leave an empty folder behind
         except OSError as error:
-            raise OSError(
-                f'{self.path}: {error}; fix the cause and run the same command again; finished work is kept'
-            ) from error
+            what = f'{self.path}: {error}; fix the cause and run the same command again; finished work is kept'
+            if isinstance(error, GaveUp) or error.errno in DISK_FULL_ERRORS:
+                raise ExternalError(what) from error
+            raise OSError(what) from error
 
     def _lock(self, name: str, stack: ExitStack, *, shared: bool = False) -> None:
         def fail() -> None:

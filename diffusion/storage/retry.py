@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,6 @@ Result = TypeVar('Result')
 
 class DamagedDownload(Exception):
     """Raised for a download that was truncated or has the wrong hash; it is retried."""
-
-
-class GaveUp(OSError):
-    """Raised after every attempt failed; the message has the URL, the number of attempts and the last error."""
 
 
 class PreconditionFailed(Exception):

@@ -12,8 +12,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import ModelInfo
 
-from diffusion.errors import ExternalError, UserError
-from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
+from diffusion.errors import ExternalError, GaveUp, UserError
+from diffusion.storage.retry import PreconditionFailed, RetryPolicy
 from diffusion.tasks.model_card import CARD
 
 POLICY = RetryPolicy(tries=6, timeout_seconds=60.0)

@@ -20,7 +20,7 @@ from diffusion.config.load import (
     hide_environment,
     load,
 )
-from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
+from diffusion.errors import DataError, ExternalError, GaveUp, UserError, exit_status, printable
 from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERROR, HardwareFault, Preempted
 from diffusion.launch.workers import discarding_lost_output, end_process
 from diffusion.loggers import status_line
@@ -64,7 +64,7 @@ def _main(arguments: Sequence[str]) -> int:
     except HardwareFault as fault:
         print(fault, file=sys.stderr)
         return BAD_HARDWARE
-    except (UserError, DataError, ExternalError) as error:
+    except (UserError, DataError, ExternalError, GaveUp) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
         # All ranks find the mistakes in a recipe, so only rank 0 prints them. Other errors, such as a missing shard,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets, resolution_problem
 from diffusion.config.recipe import StreamConfig
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.storage.object_store import RemoteFolder
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 

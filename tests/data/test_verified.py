@@ -19,10 +19,10 @@ from processes import Forked
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from waiting import wait_until
 
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.storage import bucket_interface, transfers
 from diffusion.storage.object_store import RemoteFolder
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import RetryPolicy
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 

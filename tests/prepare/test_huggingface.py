@@ -26,14 +26,13 @@ from prepare.hub_datasets import (
 )
 
 from diffusion import cli as command
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Entry
 from diffusion.prepare.work_dir import Share
-from diffusion.storage.retry import GaveUp
 
 
 @pytest.fixture(scope='module')

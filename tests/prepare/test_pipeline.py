@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from drawn import Backwards, DrawnSource, draw, encode, interrupted, run, samples, settings, snapshot
 
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.prepare import convert_part as part_module
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
@@ -223,7 +223,7 @@ def test_file_size_limit_is_reported_and_leaves_no_part(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match=r'out.work: .*File too large.* finished work is kept'):
+        with pytest.raises(ExternalError, match=r'out.work: .*File too large.* finished work is kept'):
             run(tmp_path / 'out', DrawnSource(1, 40))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, here, interrupted, report_of, settings, snapshot
+from drawn import DrawnSource, draw, encode, here, interrupted, report_of, settings, snapshot
 from object_store import Store
 
+from diffusion.cli import main
 from diffusion.errors import DataError
+from diffusion.exit_codes import FAILED
 from diffusion.prepare import part_shards
 from diffusion.prepare.append import append
 from diffusion.prepare.convert_part import PartJob
@@ -18,7 +20,7 @@ from diffusion.prepare.part_shards import TABLES
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.work_dir import Share
 from diffusion.prepare.worker_pool import WorkerJob, run_job
-from diffusion.storage import mds, object_store
+from diffusion.storage import mds, object_store, retry
 from diffusion.storage.retry import RetryPolicy
 
 SOURCE = DrawnSource(4, 5)
@@ -63,6 +65,20 @@ def assert_prepared(store: Store, expected: dict[str, bytes]) -> None:
     assert not any(name.startswith('parts/0') for name in found)
     for name, content in expected.items():
         assert 'report' in name or found[f'out/{name}'] == content
+
+
+def test_store_that_does_not_respond_ends_the_command_in_one_line(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(retry, 'FIRST_PAUSE_SECONDS', 0.0)
+    store.bucket('mds')
+    store.fail('GET /mds', 503)
+    (tmp_path / 'a.png').write_bytes(encode(draw(0)))
+    words = ['folder', str(tmp_path), '--out', 's3://mds/out', '--work', str(tmp_path / 'work'), '--sizes', '32']
+    assert main(['prepare', *words]) == FAILED
+    *_, message = capsys.readouterr().err.splitlines()
+    assert message.startswith(f'error: {tmp_path}/work: s3://mds/out/: cannot be read, tried 4 times (')
+    assert message.endswith('; fix the cause and run the same command again; finished work is kept')
 
 
 @pytest.mark.slow

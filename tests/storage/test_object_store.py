@@ -15,11 +15,11 @@ from hub_client import forget_sessions, set_address
 from object_store import Store
 from other_clouds import Cloud, serve
 
-from diffusion.errors import UserError
+from diffusion.errors import GaveUp, UserError
 from diffusion.storage import object_store, s3_client, transfers
 from diffusion.storage.bucket_clients import HubClient, locate
 from diffusion.storage.object_store import RemoteFolder
-from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
+from diffusion.storage.retry import PreconditionFailed, RetryPolicy
 from tests.data.processes import Forked
 
 # Emitted by google.api_core on import.

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import pytest
 from object_store import Store
 
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.storage import object_store, retry
-from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
+from diffusion.storage.retry import DamagedDownload, RetryPolicy
 
 POLICY = RetryPolicy(tries=3)
 

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 from object_store import Store
 
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.storage import object_store, transfers
-from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
+from diffusion.storage.retry import DamagedDownload, RetryPolicy
 from diffusion.storage.transfers import THREADS, Stopped, run_all
 from tests.data.processes import Forked
 

@@ -59,7 +59,7 @@ class GaveUp(OSError):
 
 
 class RankFailed(RuntimeError):
-    """Raised on every rank if any rank had an error that is neither a user mistake nor a storage fault."""
+    """Raised on every rank if any rank fails with an unexpected error: not a user mistake, and not a storage fault."""
 
 
 def printable(text: str) -> str:
@@ -73,7 +73,7 @@ def _escape(found: 're.Match[str]') -> str:
 
 
 def is_wrong_path(error: OSError) -> bool:
-    """Return True if an OSError means that a path is missing, inaccessible or of the wrong type, not an I/O fault."""
+    """Return True if an OSError means a missing, inaccessible or wrong type of path; False for I/O errors."""
     return error.errno in _WRONG_PATH
 
 

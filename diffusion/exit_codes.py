@@ -1,4 +1,4 @@
-"""Exit statuses of the programs, and the exceptions of runs that end after saving: stopped, or with a hardware fault.
+"""Exit statuses of the programs, and the exceptions that end a run after it has saved: stop request, hardware fault.
 
 `run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, to which a scheduler can
 react, or with INTERRUPTED. The `diffusion` command, for interactive use, exits with 0; FAILED; USAGE_ERROR for every

@@ -50,10 +50,10 @@ def read_chain(path: str | Path) -> list[dict[str, Any]]:
 
 
 def locate_yaml(path: str | Path, folder: Path = Path()) -> Path:
-    """Return the path of a YAML file: in `folder`, or in this package for `diffusion:NAME`.
+    """Return the path of a YAML file. A relative path is in `folder`; `diffusion:NAME` means a recipe of this package.
 
     Raises:
-        UnreadableYAML: No recipe of this package has the name.
+        UnreadableYAML: This package has no recipe called NAME.
     """
     name = str(path)
     if not name.startswith(SHIPPED):
@@ -116,7 +116,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
 
 
 def _nearest_yaml(path: Path, extended_by: Path | None) -> str:
-    """Return advice with the nearest name of a recipe in the folder or this package, or the files of the folder."""
+    """Suggest the nearest name among the folder's YAML files and the shipped recipes, else name files of the folder."""
     in_folder = sorted(each for each in path.parent.glob('*.y*ml') if each != extended_by)
     known = {name: f'{SHIPPED}{name}' for name in shipped_names()} | {each.stem: str(each) for each in in_folder}
     if near := difflib.get_close_matches(path.stem, known, n=1):
@@ -143,7 +143,7 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
 def merge_and_resolve(
     contents: Sequence[dict[str, Any]], overrides: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Resolved:
-    """Merge like `merge`, but also return the text of values that depend on environment variables.
+    """Merge like `merge`, but return unset environment variables instead of raising an error; see `Resolved`.
 
     Raises:
         UnreadableYAML: An override or an interpolation cannot be read.
@@ -194,8 +194,8 @@ def _merged(base: Any, later: Any, where: str) -> Any:
             result[key] = _merged(base.get(key), value, f'{where}.{key}'.removeprefix('.'))
         return result
     if (isinstance(later, dict) and isinstance(base, list)) or (isinstance(later, list) and isinstance(base, dict)):
-        way_out = 'a list cannot replace a mapping (key: value), or a mapping a list'
-        raise UnreadableYAML(f'{where}: incompatible container types; {way_out}')
+        way_out = 'write both values as lists, or both as mappings (key: value)'
+        raise UnreadableYAML(f'{where}: a list and a mapping cannot be merged; {way_out}')
     if isinstance(later, dict):
         return {key: _merged(None, value, where) for key, value in later.items()}
     return list(later) if isinstance(later, list) else later
@@ -219,7 +219,7 @@ def _update(merged: dict[str, Any], override: str, key: str, value: Any) -> None
 
 
 def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """Convert a part of an override's key to the key of the mapping, or the index of the list, that it refers to."""
+    """Return the key or list index in `parent` to which one part of an override's dotted key refers."""
     if isinstance(parent, dict):
         same = [key for key in parent if str(key) == part]  # compare as text: YAML keys may be numbers
         return same[0] if same else part
@@ -229,7 +229,7 @@ def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Clear, in place, each component of an earlier file that has another `name` in a later file."""
+    """Empty, in place, each component of `earlier` whose `name` differs in `later`: its keywords no longer apply."""
     for key, new in later.items():
         old = earlier.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

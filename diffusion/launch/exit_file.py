@@ -13,9 +13,9 @@ from diffusion.runs import environment
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 
 BEGIN = 'begin'
-"""Word in place of a cause in the line that the first node writes when it has recorded the start of an attempt."""
+"""Word that takes the place of the cause in the first node's line about the start of an attempt."""
 LOCAL_CAUSES = ('crash', 'killed', 'hardware')
-"""Causes for which the machine that reports them is to blame."""
+"""Causes of an attempt's end for which the machine that reports them is to blame."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,11 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
 
 
 def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit | None = None) -> NodeExit:
-    """Return the exit record of the first failed node, or of this node; a machine that is not to blame is left out."""
+    """Return the exit record that explains the end of an attempt: this node's own, or the first failed node's.
+
+    The record names a machine only if its cause is one of LOCAL_CAUSES. If `first` is None, the first failed node's
+    record is read from the exit file.
+    """
     first = first or failure_elsewhere(environ)
     # When another node fails, this node is stopped or crashes in a collective. Record the other node's cause then: this
     # node's cause is only a consequence, and would be misleading in attempts.jsonl.
@@ -63,7 +67,7 @@ def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit
 def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     """Return True if an earlier attempt of this job began on the first node, False if none did, None if unknown.
 
-    Only Slurm keeps the exit files of all attempts.
+    It is unknown unless the scheduler is Slurm, since only Slurm jobs keep the exit files of all attempts.
     """
     path, attempt = environ.get(environment.EXIT_FILE, ''), environ.get(environment.ATTEMPT, '')
     stem, numbered, _ = path.rpartition(f'.{attempt}.exits')

@@ -81,7 +81,7 @@ class StackFolder:
         self._shared, self._local = files_of_run(run), LocalPlace(self.path)
         self._reports: dict[str, tuple[FileVersion, NodeReport | None]] = {}
         self._written = False
-        # The folder may contain files of an earlier attempt of the same name, if the scheduler counts no restarts.
+        # The folder may contain files of an earlier attempt of the same name, if the scheduler does not count restarts.
         self._earlier: dict[str, FileVersion] | None = None
         self._earlier_dumps = self._dumps()
         self._new_files()
@@ -253,10 +253,10 @@ def keep_stacks(
     begin: float,
     say: Callable[[str], None],
 ) -> str:
-    """Write the stacks of this node's ranks to the run's folder; return a sentence about all nodes' ranks.
+    """Write the stacks of this node's ranks to the run's folder; the first node returns a sentence about all ranks.
 
     The scheduler ends all nodes when one node entry point ends. After a hang, the first node therefore waits for the
-    stacks of the other nodes, and they wait for its summary. The other nodes return ''.
+    stacks of the other nodes, and they wait for its summary. Nodes other than the first return an empty string.
 
     Args:
         begin: Start time of the workers, on the clock of time.monotonic().

@@ -54,7 +54,7 @@ def findings_exit_status(findings: Iterable[Finding]) -> int:
 
 
 def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
-    """Change the exit status of checks that failed on all nodes (of several) from bad hardware (76) to failure (1)."""
+    """If a check failed on every one of several nodes, change its status from bad hardware (76) to failure (1)."""
     # A failure on all nodes points to something that they share, such as a disk. With BAD_HARDWARE, the scheduler would
     # exclude every node of the job, and might have none left.
     hosts: dict[str, set[str]] = {}

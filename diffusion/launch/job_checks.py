@@ -81,7 +81,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
-    """Restore `${oc.env:...}` in recipe overrides, which the nodes resolve; report it elsewhere in a job spec."""
+    """Restore `${oc.env:...}` in recipe overrides, for the nodes to resolve; return a mistake for any other place."""
     problems = []
     for where, text in resolved.from_environment.items():
         parent: Any = resolved.values
@@ -206,7 +206,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
         words = override_words(overrides)
         nodes, limit = stage.nodes or spec.nodes, stage.time_limit or spec.schedule.time_limit
         try:
-            # Leave out the job's secrets: the nodes get their values, and the check does not need them.
+            # Leave out the job's secrets: only the nodes need their values, not this check.
             environ = {name: value for name, value in os.environ.items() if name not in spec.secrets} | spec.env
             recipe = load_recipe(path, words, environ=environ, set_later=spec.secrets)
             problems = _recipe_problems(recipe, spec, nodes)
@@ -255,7 +255,7 @@ def _run_folder(recipe: Recipe) -> str:
 
 
 def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]:
-    """Return mistakes in a valid recipe for this job: a batch that the GPUs cannot share, or no autoresume."""
+    """Return why a valid recipe does not suit this job: a batch that its GPUs cannot share, or no autoresume."""
     problems = check_devices(recipe, nodes * spec.gpus_per_node, spec.gpus_per_node)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
         message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'
@@ -268,7 +268,7 @@ def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]
 
 
 def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
-    """Return a problem for each job whose run folder is also that of an earlier job in the same spec."""
+    """Return a problem for each job that has the same run folder as an earlier job of the spec."""
     problems, owners = [], dict[str, Job]()
     for job in jobs:
         owner = owners.setdefault(job.run_dir, job)

@@ -23,10 +23,10 @@ class JobEstimate(NamedTuple):
     cost: Cost
     price_usd_per_gpu_hour: float | None
     hint: str | None
-    """The first line of the plan, if it has faster settings."""
+    """First line of the plan, which names faster settings; None if the planner found none."""
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """Reasons why the job cannot end as planned."""
+    """Reasons why the job cannot finish as planned."""
 
 
 def estimate(job: Job, gpu: GPU | None) -> JobEstimate | str:
@@ -57,14 +57,14 @@ def estimate(job: Job, gpu: GPU | None) -> JobEstimate | str:
 
 
 def requeues(job: Job) -> bool:
-    """Return True if the scheduler starts a job again that has saved at its time limit."""
+    """Return True if the scheduler restarts this job after the job has saved at its time limit."""
     restart = job.spec.restart
     retries = restart.max_restarts > 0 and restart.actions()[PREEMPTED] != 'stop'
     return retries and job.spec.backend in ('slurm', 'kubernetes')
 
 
 def _over_time_limit(job: Job, planned: PhasePlan) -> tuple[list[str], bool]:
-    """Return a message if a job is planned to run longer than its time limit, and whether it can end all the same."""
+    """Return a message if a job is planned to exceed its time limit, and False if the limit ends it for good."""
     hours, limit = planned.expected.hours, job.time_limit_seconds
     if limit is None or hours <= limit / 3600:
         return [], True

@@ -48,7 +48,7 @@ GRACE_SECONDS = 5.0
 report an error."""
 KILLED_GRACE_SECONDS = 0.2
 """The same time if the first rank was killed by SIGKILL, for example by the OOM killer. Errors that other ranks report
-are then only consequences, but several ranks may be killed at once."""
+are then only consequences; the wait is for ranks that are killed along with the first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ class Node:
     Args:
         command: Arguments of Python that run the recipe: run.py with its arguments.
         interactive: Somebody at a terminal runs this node alone: messages do not name the node, and Ctrl-C is forwarded
-            as it is.
+            as SIGINT instead of SIGTERM.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Node:
             self._restarts += 1
 
     def _status_of_missing_run(self, restarts: int = 0) -> int:
-        """Print a message and return an exit status if this is a later attempt but the run's folder is empty."""
+        """Print a message and return an exit status if a later attempt finds the run's folder empty; else return 0."""
         # Without this check, a node with a missing file system would silently start from batch 0.
         scheduled = self.environ.get(environment.ATTEMPT, '')
         earlier = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
@@ -467,7 +467,7 @@ class Node:
                 if problem is not None:
                     # Copy the stacks now: the workers are killed next, and the attempt's folder is temporary.
                     sentence = keep('hang', problem)
-                    # Retry on any nodes (75): if a rank differs from the others, its node need not be faulty.
+                    # Let the scheduler retry on any nodes (75): the node of a rank that differs need not be faulty.
                     detail = '; '.join(filter(None, [problem, sentence]))
                     self.notifier.send('hang', f'hangs: {detail}')
                     return Outcome(PREEMPTED, 'hang', detail)

@@ -25,7 +25,7 @@ CONNECT_SECONDS = 900.0
 """Time within which all nodes must have connected; the slowest may have to pull its image first."""
 RETRY_SECONDS = 1.0
 AGREE_SECONDS = 90.0
-"""Maximum wait for the other nodes to end their ranks after the first one has; longer than `workers.KILL_SECONDS`."""
+"""Maximum time between the ends of the ranks on any two nodes; longer than `workers.KILL_SECONDS`."""
 _MAX_BYTES = 65536
 _END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
 _KEYS: dict[str, dict[str, type]] = {
@@ -37,7 +37,7 @@ _KEYS: dict[str, dict[str, type]] = {
 }
 """Keys and types of each message. Messages are checked against them because any program may connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that explain a failure no matter when they are reported: they make other nodes fail in a collective."""
+"""Causes that count as the reason of a failure even if reported later than others, which they may have caused."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class _Hub:
                 failed[node] = _exit_of(message)
                 if message['event'] == 'ended':
                     self._ended.setdefault(attempt, {})[node] = message['problem']
-                    # The time limit for the others starts when the first node has ended its ranks.
+                    # The time limit starts when any node is the first to report that its ranks have ended.
                     if len(self._ended[attempt]) == 1:
                         timer = threading.Timer(AGREE_SECONDS, self._decide, (attempt, True))
                         timer.daemon = True
@@ -224,7 +224,7 @@ class _Hub:
             self._decide(attempt)
 
     def _decide(self, attempt: int, late: bool = False) -> None:
-        """Decide about a restart after an attempt as soon as no message can change the decision."""
+        """Decide if all nodes restart, once no message can change that; `late` means that AGREE_SECONDS are over."""
         with self._lock:
             ended = self._ended.get(attempt, {})
             missing = sorted({*range(self._nodes)} - ended.keys())

@@ -45,7 +45,7 @@ class NodeRecords:
         self._write(attempts.FAULTS, partial(attempts.record_fault, self.run, machine, detail))
 
     def report_progress(self, attempt: Attempt) -> None:
-        """Note in the exit file, once, if this attempt resumed from a newer checkpoint than all earlier attempts."""
+        """Write `progress` to the exit file, once, if this attempt resumed from a newer checkpoint than any before."""
         if not self.owns_run or self.furthest is None or attempt.first is None or attempt.first <= self.furthest:
             return
         self.furthest = attempt.first

@@ -10,7 +10,7 @@ from diffusion.runs import environment
 from diffusion.runs.heartbeats import hang_seconds_of
 
 REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
-"""AWS error codes with which a retry would fail again."""
+"""AWS error codes of requests that would fail again in every retry."""
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
 """Maximum duration of the preflight by level. The slowest node may start five minutes late."""
 
@@ -83,8 +83,8 @@ def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
         try:
             found[name] = client.get_secret_value(SecretId=source)['SecretString']
         except (BotoCoreError, ClientError, KeyError) as error:
-            # A binary secret has no SecretString (KeyError). Like a refusal, that lasts, so raise UserError, after
-            # which the scheduler does not retry; but a service that is unreachable may recover.
+            # A binary secret has no SecretString (KeyError). Raise UserError for it and for refusals, so that the
+            # scheduler does not retry: both last. An unreachable service may recover, so raise ExternalError.
             code = error.response['Error']['Code'] if isinstance(error, ClientError) else ''
             kind = UserError if code in REFUSALS or isinstance(error, KeyError) else ExternalError
             message = f'secrets.{name}: {source} cannot be read ({error}); check that the AWS role may read it'

@@ -78,7 +78,7 @@ def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
     # Use the first match in this order. Several may match: Slurm may run inside the pods of another scheduler, but not
     # vice versa.
     found = [name for name, variable in rank_variables.items() if variable in environ]
-    # Ignore these: Composer sets them in single-process training (a notebook, say), and child processes inherit them.
+    # Ignore NODE_RANK here: Composer sets it in one-process training, as in a notebook, and child processes inherit it.
     if found == ['mosaicml'] and environ.get('WORLD_SIZE') == '1':
         found = []
     return found[0] if found else 'sagemaker' if resources.exists() else 'local'
@@ -259,7 +259,7 @@ def free_port() -> int:
 
 
 NCCL_PIPE = 'nccl-{rank}.pipe'
-"""Name of the pipe, in the attempt's folder, that requests a file from a rank's NCCL flight recorder."""
+"""Name of the pipe, in the attempt's folder, through which a rank's NCCL flight recorder is asked to write its file."""
 
 
 def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> dict[str, str]:
@@ -274,7 +274,7 @@ def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> d
     """
     # These variables have torch 2.7's names, which later versions read too. They have no effect on runs without NCCL.
     values = {
-        # 2000 entries hold about 20 steps of SD2 under FSDP2; torch's tutorial uses the same number.
+        # 2000 entries hold about 20 training steps of SD2 under FSDP2; torch's tutorial uses the same number.
         'TORCH_NCCL_TRACE_BUFFER_SIZE': '2000',
         'TORCH_NCCL_DUMP_ON_TIMEOUT': '1',
         'TORCH_NCCL_DEBUG_INFO_TEMP_FILE': prefix,

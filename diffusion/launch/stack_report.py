@@ -19,7 +19,7 @@ _OWN_CODE = re.compile(r'/diffusion/(?:[a-z_]+/)?[a-z_0-9]+\.py$')
 _LIBRARIES = re.compile(r'/(?:site-packages|dist-packages|lib/python3[.0-9]*)/')
 _STANDARD_LIBRARY = re.compile(r'/lib/python3[.0-9]*/(?!site-packages|dist-packages)')
 _PLUMBING = re.compile(f'/torch/|/composer/utils/|{_STANDARD_LIBRARY.pattern}')
-"""Library code that may lie on the stack between a collective and the function that is named as its caller."""
+"""Pattern of library code to skip in a stack when looking for the function that called a collective."""
 MAX_NAMED = 4
 
 
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a thread in the program, without line number, so that ranks in the same call have equal ones."""
+    """Position of a thread in the program, without line number, so that ranks in the same call have equal places."""
 
     label: str
     """Description such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if unknown."""
@@ -75,7 +75,7 @@ def main_thread(text: str) -> list[Frame]:
 
 
 def find_place(stack: Sequence[Frame]) -> Place:
-    """Return a thread's position: a collective, data loader or backward pass, else the innermost call in own code."""
+    """Return a thread's position: in a collective, data loader, backward pass or GPU wait, else outside libraries."""
     for index, frame in enumerate(stack):
         outside, inside = stack[index + 1 :], stack[:index]
         if frame.file.endswith(_COLLECTIVES):

@@ -77,7 +77,7 @@ class Workers:
         return None not in self.codes()
 
     def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
-        """Combine the exit statuses of all worker processes into one outcome."""
+        """Combine the exit statuses of all workers into one outcome; `late` means that they did not end in time."""
         codes = {rank: process.poll() for rank, process in self.by_rank().items()}
         # A user error or bad hardware on one rank is the cause of all other failures.
         for status, cause in ((CONFIG_ERROR, 'mistake'), (BAD_HARDWARE, 'hardware')):

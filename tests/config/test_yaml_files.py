@@ -111,7 +111,7 @@ def test_circular_extends_error_shows_the_chain(files):
     [
         ('seed', "'seed' is not an override; write key=value"),
         ('=3', "'=3' is not an override; write key=value"),
-        ('l={a: 1}', 'a list cannot replace a mapping'),
+        ('l={a: 1}', 'a list and a mapping cannot be merged'),
         ('x=[1', 'its value is not YAML; quote it'),
         ('x=${nothing}', "x: Interpolation key 'nothing' not found"),
         ('x=${', r'x: .*write \\\$\{ for a literal \$\{'),

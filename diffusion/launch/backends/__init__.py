@@ -16,7 +16,7 @@ def backend_of(name: str) -> Backend:
 
 
 def free_nodes(spec: JobSpec) -> int:
-    """Return the number of idle nodes with a job's GPUs, in its queue, on which it could start now.
+    """Return the number of free nodes that have the GPUs a job needs, so that the job could start on them now.
 
     Raises:
         UserError: The backend cannot count free nodes, or its command-line tool is missing.

@@ -44,7 +44,7 @@ class Backend(Protocol):
     Options: type
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
-        """Return the mistakes in a job spec that the scheduler would either refuse or accept but misinterpret."""
+        """Return the mistakes in a job spec: values that the scheduler would refuse, or accept but misinterpret."""
         ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
@@ -109,7 +109,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
 
 
 def deep_merge(base: Any, changes: Any) -> Any:
-    """Return `base` with `changes` merged in recursively: None removes a key, other values replace the old ones."""
+    """Return `base` with `changes` merged in: mappings merge recursively, None removes a key, other values replace."""
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
     result = dict(base)

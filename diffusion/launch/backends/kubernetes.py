@@ -25,8 +25,8 @@ PRIORITY = 'kueue.x-k8s.io/priority-class'
 RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
 """Pod label with the number of restarts of the JobSet."""
 SCHEDULER_RESTARTS = 20
-"""Ratio of the JobSet's maxRestarts to the job spec's `max_restarts`. JobSet counts all failures except preemptions and
-bad hardware; the job spec limits only consecutive failures without progress."""
+"""Factor by which the JobSet's maxRestarts exceeds the job spec's `max_restarts`: JobSet counts all failures except
+preemptions and bad hardware, but the job spec limits only consecutive failures without progress."""
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
@@ -49,7 +49,7 @@ class Options:
     keep_seconds: int | None = 604800
     """Time in seconds for which a finished JobSet is kept. Null means forever."""
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values that are merged last into the manifest, with the keys jobset, job, pod (its spec) and container."""
+    """Values that are merged last into the manifest, by object: jobset, job, pod (its spec) or container."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -198,9 +198,10 @@ def _selector(jobs: Sequence[Job]) -> list[str]:
 
 
 def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the JobSet's failure policy: restart after every failure that may be retried."""
+    """Return the JobSet's failure policy, which restarts the job after every failure that may be retried."""
     restart = jobs[0].spec.restart
-    # After any other failure, JobSet recreates all Jobs, because ranks cannot continue without each other.
+    # Fail the JobSet for these reasons. After a failure for any other reason, JobSet recreates all Jobs, because ranks
+    # cannot continue without each other.
     final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
     if restart.max_restarts == 0:
         return {'maxRestarts': 0, 'rules': [final]}
@@ -223,8 +224,8 @@ def _uncounted_rules(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     restart = jobs[0].spec.restart
     if restart.max_restarts == 0:
         return []
-    # The node entry point exits with these statuses after a preemption, a hang or a hardware fault. Use them for
-    # training runs only, which count their attempts: any other job would restart forever on a node with bad hardware.
+    # After a preemption, a hang or a hardware fault, the node entry point exits with PREEMPTED or BAD_HARDWARE. Do not
+    # count these for training runs, which count attempts themselves; other jobs would restart forever on bad hardware.
     # All stages have the same rules, because JobSet identifies a rule by its index.
     trains = all(job.task == 'train' for job in jobs)
     codes = [code for code in (PREEMPTED, BAD_HARDWARE) if trains and restart.actions()[code] != 'stop']
@@ -277,7 +278,7 @@ def _pod(job: Job) -> dict[str, Any]:
     shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
     # A podFailurePolicy requires restartPolicy Never.
     pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
-    # With a queue, the priority is that of Kueue's workload, which a label sets; without, it is that of the pods.
+    # Without a queue, the priority belongs to the pods. With a queue, it belongs to Kueue's workload: a label sets it.
     if spec.schedule.priority is not None and spec.schedule.queue is None:
         pod['priorityClassName'] = str(spec.schedule.priority)
     if options.service_account is not None:
@@ -345,7 +346,7 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
 
 
 def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
-    """Return unknown keys and wrong types by published schemas; raise ImportError without the extra `kubernetes`."""
+    """Return a manifest's violations of published schemas; raise ImportError without the extra `kubernetes`."""
     # Import these here: importing the models takes a second.
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet

@@ -83,7 +83,7 @@ class LocalJob:
     def _restarts_used(self, status: int) -> int:
         """Return the number of consecutive attempts without progress, given the exit status of the last attempt."""
         self._failures += status != PREEMPTED
-        # Use the record of attempts, which only training runs have: only it shows which attempts made progress.
+        # Prefer the recorded attempts of a training run, because only they show which attempts made progress.
         with contextlib.suppress(UserError, OSError):
             run = self.job.run_dir
             run = run if is_url(run) else Path(self.job.spec.workdir or '', run)
@@ -157,7 +157,7 @@ class LocalJob:
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
-    """Combine the exit statuses `reported` in the nodes' exit file and the processes' `codes` into the job's."""
+    """Return a job's exit status, given those `reported` in the exit file and the node processes' own `codes`."""
     # Prefer a user error on any node, which would recur on every retry. Otherwise use the first failed node's status:
     # the others ended because of that node. A node that failed without reporting was killed.
     if CONFIG_ERROR in reported:

@@ -239,7 +239,7 @@ def _request(job: Job) -> dict[str, Any]:
 
 
 def _mounts(job: Job) -> dict[str, Any]:
-    """Return the request's keys that mount FSx file systems and copy a folder to S3."""
+    """Return the request's keys for mounts: FSx file systems, and a folder whose files SageMaker copies to S3."""
     found: dict[str, Any] = {}
     channels = []
     for target, source in job.spec.mounts.items():

@@ -21,7 +21,7 @@ IDLE = ('idle', 'idle~')
 """States of a free node: idle, or powered down until a job needs it."""
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 WORD = re.compile(r'[^\s"\'\\#]+')
-"""Word that needs no quotes in an #SBATCH line (Slurm expands nothing there)."""
+"""Pattern of a word that needs no quotes in an #SBATCH line, in which Slurm expands no variables."""
 
 
 @dataclass

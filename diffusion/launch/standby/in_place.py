@@ -40,12 +40,12 @@ ANSWER_SECONDS = 3.0
 """Maximum time to wait until a standby process agrees to take over. It first checks if the files of its modules have
 changed, which takes milliseconds on a local disk."""
 STANDBY_AFTER_BATCHES = 2
-"""Number of batches after which an attempt's standby processes are started, to keep its start fast."""
+"""Number of batches after which an attempt starts its standby processes, so that they do not slow down its startup."""
 _OWN_PACKAGES = ('diffusion', 'torch', 'composer')
 MAY_CHANGE = (*RANK_VARIABLES, 'TORCH_NCCL_DEBUG_INFO_TEMP_FILE', 'TORCH_NCCL_DEBUG_INFO_PIPE_FILE')
-"""Variables that may differ between attempts, because no library reads them before it creates a process group (this
-package's own, DIFFUSION_*, may differ too). Others may be read at import (OMP_NUM_THREADS, MKL_*, CUDA_VISIBLE_DEVICES,
-HF_*, TORCH_*) or at Python's start (PYTHONPATH, LD_PRELOAD)."""
+"""Variables that may differ between attempts, because no library reads them before it creates a process group. This
+package's own variables, DIFFUSION_*, may differ too. Others may be read at import (OMP_NUM_THREADS, MKL_*,
+CUDA_VISIBLE_DEVICES, HF_*, TORCH_*) or at Python's start (PYTHONPATH, LD_PRELOAD)."""
 
 
 def modules_of(recipe: Recipe) -> list[str]:
@@ -233,7 +233,7 @@ class InPlaceRestarts:
         self._reported = False
 
     def poll(self, workers: Workers, beats: Mapping[int, Beat]) -> None:
-        """Start standby processes once all ranks of an attempt are training, and drop those that have ended."""
+        """Start standby processes once all ranks of an attempt are training; drop standby processes that have ended."""
         trains = len(beats) == len(workers.processes) and all(
             beat.batch >= beat.first + STANDBY_AFTER_BATCHES for beat in beats.values()
         )
@@ -253,7 +253,10 @@ class InPlaceRestarts:
         return None if self._link is None else self._link.failure(self._number)
 
     def agree(self, outcome: Outcome, attempt: Attempt, stopped: Callable[[], bool]) -> Agreement:
-        """Return the joint decision about a restart once this node's ranks have ended, or `stopped` is true."""
+        """Report that this node's ranks have ended, and return the decision of all nodes about a restart in place.
+
+        If `stopped` returns True, do not wait for the decision: the ranks are not restarted.
+        """
         problem = self._problem(outcome, attempt)
         agreement = Agreement(not problem, reason=problem)
         if self._link is not None:

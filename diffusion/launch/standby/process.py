@@ -64,7 +64,7 @@ def run(command: list[str]) -> None:
     path = os.path.abspath(command[0])
     sys.argv = list(command)
     main_module = sys.modules['__main__'] = types.ModuleType('__main__')
-    # Set the file, by which processes that multiprocessing spawns find the main module.
+    # Set __file__, by which processes spawned by multiprocessing find the main module.
     main_module.__file__ = path
     try:
         exec(compile(Path(path).read_bytes(), path, 'exec'), vars(main_module))
@@ -78,7 +78,7 @@ def run(command: list[str]) -> None:
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules at low priority, and fill caches by slow calls; return the error, if any."""
+    """Import modules at low priority, and call slow functions that cache their results; return the error, if any."""
     found = (finder.find_spec('diffusion', None) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
     if spec is None or spec.origin != diffusion.__file__:
@@ -92,7 +92,7 @@ def _import(modules: list[str]) -> str:
         try:
             for module in modules:
                 importlib.import_module(module)
-            # Cache the result for Composer's Trainer: in this function, py-cpuinfo measures for a second.
+            # Composer's Trainer calls this function, which takes a second the first time and caches its result.
             if environment := sys.modules.get('composer.utils.collect_env'):
                 environment.get_cpu_model()
         except BaseException as error:

@@ -118,6 +118,6 @@ def perceptual_of(component: Component, notes: list[str]) -> PerceptualCosts | N
 
 
 def _settings(component: Component, keyword: str) -> dict[str, Any] | None:
-    """Return the settings under a keyword of one of this package's models, with defaults; None if it is not set."""
+    """Return the settings under a model's `keyword`, with defaults for missing ones; None if the keyword is not set."""
     is_set = isinstance(component.kwargs.get(keyword), Mapping)
     return registry.settings_of('model', component, keyword) or None if is_set else None

@@ -14,15 +14,15 @@ from diffusion.planning.throughput import Assumptions
 
 SMALL = 'small'
 FINE_TUNING_IMAGES = 2_000
-"""Number of images from which all weights are fine-tuned; fewer are learned by heart, while a LoRA changes less."""
+"""Minimum number of images to fine-tune all weights. The model would memorize fewer; a LoRA changes it less."""
 FROM_SCRATCH_IMAGES = 1_000_000
-"""Number of images from which a large model is trained from scratch: that of PRX's published baseline."""
+"""Minimum number of images to train a large model from scratch, as many as in PRX's published baseline."""
 BATCHES_PER_EPOCH = 8
-"""An epoch has at least this many batches, since few images need many small steps rather than a few large ones."""
+"""Minimum number of batches per epoch: with few images, many small steps train better than a few large ones."""
 EPOCHS = 100
 """Maximum number of times that an image is seen, as in diffusers' example of a LoRA (833 images, 100 epochs)."""
 SMALL_EPOCHS = 1_000
-"""The same for a small model from scratch, which has to learn everything from these images."""
+"""The same for a small model trained from scratch, which has to learn everything from these images."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class BaseRecipe:
     name: str
     reason: str
     size: int
-    """Resolution of the prepared images to train on, in pixels."""
+    """Side in pixels of the prepared images to use, at least the recipe's `resolution`."""
     global_batch: int
     batches: int
     settings: Recipe
-    """The shipped recipe itself, for its values."""
+    """The loaded shipped recipe, from which values such as the resolution are read."""
     microbatch: int | None = None
-    """Largest microbatch that fits in memory; None without a GPU."""
+    """Largest microbatch that fits in memory; None without a GPU or for the small recipe."""
     plan: PhasePlan | None = None
-    """Plan with these values; None without a GPU."""
+    """Plan of a run with these values; None if `microbatch` is None."""
     precision: str | None = None
     """Precision to set, for a GPU before Ampere, which has no bfloat16; None keeps the recipe's."""
 
@@ -51,7 +51,7 @@ class BaseRecipe:
 
     @property
     def longest(self) -> int:
-        """Number of batches of the shipped recipe, which is the maximum."""
+        """Number of batches in the shipped recipe; the new recipe never has more."""
         return int(str(self.settings.trainer['max_duration']).removesuffix('ba'))
 
 
@@ -64,7 +64,7 @@ def choose_recipe(images: Mapping[int, int], gpu: GPU | None, gpus: int) -> Base
         gpus: Number of GPUs.
 
     Raises:
-        UserError: There are fewer images than GPUs, or all images are smaller than the smallest model's.
+        UserError: There are fewer images than GPUs, or all images are smaller than 64 px.
     """
     for names, size, reason in _candidates(images, has_gpu=gpu is not None):
         if gpu is not None and images[size] < gpus:
@@ -78,7 +78,7 @@ def choose_recipe(images: Mapping[int, int], gpu: GPU | None, gpus: int) -> Base
 
 
 def _candidates(images: Mapping[int, int], *, has_gpu: bool) -> list[tuple[list[str], int, str]]:
-    """Return the recipes that suit the images, the best first: names of alternatives, size of images, and reason."""
+    """Return choices that suit the images, best first: names of equally suitable recipes, image size, and reason."""
     large, medium, any_size = (min((size for size in images if size >= side), default=0) for side in (512, 256, 64))
     found, count = [], images.get(large or medium, 0)
     if not has_gpu:
@@ -106,10 +106,10 @@ def _candidates(images: Mapping[int, int], *, has_gpu: bool) -> list[tuple[list[
 
 
 def _fitted(name: str, reason: str, size: int, count: int, gpu: GPU | None, gpus: int) -> BaseRecipe | None:
-    """Return a recipe with the batch, duration and microbatch for a number of images; None if it does not fit."""
+    """Return a recipe with the batch, duration and microbatch for `count` images; None if it exceeds GPU memory."""
     path = f'{SHIPPED}{name}'
     settings = load(path, allow_missing=True)
-    # From scratch, noise on the gradients of a small batch costs more than it helps.
+    # Allow the small model one batch per epoch: from scratch, the gradients of small batches are too noisy.
     least, epochs = (1, SMALL_EPOCHS) if name == SMALL else (BATCHES_PER_EPOCH, EPOCHS)
     batch = _global_batch(min(settings.global_batch, count // least), gpus if gpu is not None else 1)
     base = BaseRecipe(name, reason, size, batch, 1, settings)
@@ -132,7 +132,7 @@ def _fitted(name: str, reason: str, size: int, count: int, gpu: GPU | None, gpus
 
 
 def _global_batch(limit: int, gpus: int) -> int:
-    """Return the largest batch up to a limit that is a power of two per GPU; at least one image per GPU."""
+    """Return the largest global batch of at most `limit` with a power of two images per GPU, or 1 image per GPU."""
     per_gpu = 1
     while 2 * per_gpu * gpus <= limit:
         per_gpu *= 2
@@ -140,5 +140,5 @@ def _global_batch(limit: int, gpus: int) -> int:
 
 
 def memory_gib(plan: PhasePlan) -> float:
-    """Return the GPU memory that a plan needs, with allowance, in GiB."""
+    """Return the GPU memory in GiB that a plan needs, including allowances for CUDA and fragmentation."""
     return plan.fit[0].memory.reserved / GIB

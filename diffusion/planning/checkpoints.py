@@ -17,17 +17,17 @@ LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384
 """Number of GPUs in the training of Llama 3 (2024), for which 419 unexpected interruptions in 54 days were reported."""
 WRITE_BYTES_PER_SECOND = 0.2e9
-"""One node's write speed to a shared file system: half the local disk speed in `benchmarks/checkpoint_stall.py`."""
+"""Assumed write speed of a node to shared storage: half the disk speed in `benchmarks/checkpoint_stall.py`."""
 SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 """Bounds on the interval for `trainer.save_interval: auto`."""
 MOST_TIME_SAVING = 0.05
 """Upper bound on the fraction of time spent in saves with `trainer.save_interval: auto`."""
 PRIOR_HOURS = 24.0
-"""Weight of the prior failure rate: it counts like a rate observed for at most this number of hours."""
+"""Maximum weight of the failure rate assumed before a run, as the number of hours of training that weigh the same."""
 RESTART_SECONDS = 600.0
 """Assumed time from a failure to the next batch: detection, node replacement, startup, loading."""
 SHORT_RUN_SAVES = 10
-"""Number of saves whose time makes a shorter run a short one."""
+"""A run counts as short if it takes less time than this number of saves."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """Optimal save interval of a training phase, and its goodput: the part of time left after saves and failures."""
+    """Optimal save interval of a training phase, and its goodput: the fraction of time left by saves and failures."""
 
     mtbf_hours: float
     stall_seconds: float
@@ -51,14 +51,14 @@ class Resilience:
     """Fraction of wall-clock time spent on training, at the optimal interval."""
     interval_batches: int
     recipe_interval_seconds: float | None
-    """The recipe's trainer.save_interval; None if it is neither in batches nor in seconds."""
+    """The recipe's trainer.save_interval in seconds; None if its unit is not batches or seconds."""
     recipe_goodput: float | None
     batch_seconds: float
     run_seconds: float
 
     @property
     def is_short(self) -> bool:
-        """True if ten saves take longer than the run, so that its goodput says little."""
+        """True if SHORT_RUN_SAVES saves take longer than the run, so that the run's goodput says little."""
         return self.run_seconds < SHORT_RUN_SAVES * self.stall_seconds
 
 
@@ -81,7 +81,7 @@ def default_mtbf_hours(gpus: int) -> float:
 
 
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
-    """Return how many seconds a save blocks training, with one writer (sharded checkpoints: one per node)."""
+    """Return the seconds for which a save blocks training: one rank writes or, if sharded, one rank per node."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
     sizes = sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters)
     return sizes.with_averages / (writers * WRITE_BYTES_PER_SECOND)
@@ -148,7 +148,7 @@ def resilience_of(
     stall_seconds: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Resilience:
-    """Return a training phase's optimal save interval, and the goodput at this and at the recipe's interval."""
+    """Return a training phase's optimal save interval, and its goodput at the optimal and at the recipe's interval."""
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
     run_seconds = phase.batches * batch_seconds
@@ -222,7 +222,7 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
 
 
 def _copies_in_memory(recipe: Recipe) -> int:
-    """Return a node's use of its memory tier during a save, as a multiple of the size of its part of a checkpoint."""
+    """Return the memory that a node's memory tier needs in a save, in multiples of the node's part of a checkpoint."""
     tiers = recipe.checkpointing.tiers
     tier = None if tiers is None else tiers.memory
     if tier is None or 'save_folder' in recipe.trainer:

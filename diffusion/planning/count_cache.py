@@ -26,12 +26,12 @@ SHIPPED = Path(__file__).with_name('model_counts')
 COUNTS = '2'
 """Version of the format of counts; increase it when the names or meaning of facts, FLOPs or activations change."""
 AUXILIARY = 'diffusion.models.cost_counting:COUNTERS'
-"""Code that counts the networks of losses, which are outside a model; changing it invalidates their counts."""
+"""Code that counts networks used only by losses, outside the model. If the code changes, their counts are invalid."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries that determine how a model computes: another version invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Seconds to start the process, to count a shape's FLOPs, and its activations in a precision (SD2, slow core)."""
+"""Expected seconds to start the process, to count FLOPs of a shape, and to count its activations (SD2, slow core)."""
 
 
 class CountingFailed(RuntimeError):
@@ -70,7 +70,7 @@ class ModelKey:
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return library versions and a hash of the model's source; cached counts are valid only if these are equal."""
+        """Return library versions and a hash of the model's source; cached counts are valid until these change."""
         target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}

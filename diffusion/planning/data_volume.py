@@ -92,7 +92,7 @@ class StoreReads:
 
     @property
     def egress_usd(self) -> float:
-        """Cost of the bytes in US dollars if the GPUs are outside the store's cloud; in its region, they are free."""
+        """Cost in US dollars of reading the bytes from outside the store's cloud; reads within its region are free."""
         return self.bytes * USD_PER_EGRESS_BYTE
 
 

@@ -11,14 +11,14 @@ from diffusion.planning.throughput import Assumptions, planned_speed
 from diffusion.planning.workload import Phase
 
 WORTH_CHANGING = 0.05
-"""Fraction of the time that other settings must save; estimates of throughput are not better than that."""
+"""Minimum fraction of time that suggested settings must save; estimates of throughput are no more accurate."""
 EQUALLY_FAST = 0.01
 MAX_GRAPH_SHAPES = 4
-"""Number of image shapes for which the model's blocks run as CUDA graphs: `MAX_SHAPES` in training/block_graphs.py."""
+"""Maximum number of image shapes with CUDA graphs of the model's blocks: `MAX_SHAPES` in training/block_graphs.py."""
 
 
 def faster_phase(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Phase | None:
-    """Return the phase with the fastest settings that fit in memory, or None if they save too little to say so.
+    """Return the phase with the fastest settings that fit in memory, or None if they save too little to suggest.
 
     If the recipe itself does not fit in memory, the fastest settings that do are returned. Among settings of the same
     speed, the recommended strategy and the fewest changes are preferred.
@@ -68,6 +68,6 @@ def _candidates(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Iterat
             largest = largest_microbatch(other, fit.setup, given.gpu)
             if largest and largest != fit.setup.microbatch:
                 other = replace(other, recipe=replace(other.recipe, device_train_microbatch_size=largest))
-            # Some settings of a recipe need its strategy, such as `parallelism.mixed_precision`.
+            # Skip a strategy that makes other settings invalid, such as `parallelism.mixed_precision`.
             if largest and len(check_recipe(other.recipe)) <= mistakes:
                 yield other

@@ -100,7 +100,7 @@ def save_strategies(
 
     Args:
         restart: Time from a failure to the next batch, including reading a checkpoint from durable storage.
-        recipe_interval: The recipe's save interval; None leaves out this strategy.
+        recipe_interval: The recipe's save interval; None leaves out the strategy that uses it.
     """
 
     def best(stall: float) -> float:
@@ -125,7 +125,7 @@ def save_strategies(
 
 
 def _save_points(lag: float, interval: float) -> int:
-    """Return the number of save points per checkpoint of a tier, so that each is complete before the next begins."""
+    """Return how many save points apart a tier's checkpoints are, so that each is written before the next begins."""
     return max(1, math.ceil(lag / interval))
 
 
@@ -150,7 +150,7 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
             elif training > tier.lag:
                 reached = begun + int((training - tier.lag) / (strategy.interval + strategy.stall))
                 point = reached - reached % tier.every
-                # Otherwise, keep an older point: this tier may lack points up to `begun`, which another tier has.
+                # Otherwise keep this tier's older point: training may have continued from a newer one in another tier.
                 if point > begun:
                     newest[index] = point
         begun = max(newest)

@@ -199,7 +199,7 @@ def installed_torch() -> str | None:
 
 
 def architectures_of(version: str) -> tuple[str, ...]:
-    """Return the architectures of a build of torch, such as 2.7.0+cu128 or 2.9.
+    """Return the GPU architectures for which a build of torch, such as 2.7.0+cu128 or 2.9, has code.
 
     A version without `+cu` means the wheel on PyPI, which has CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
 

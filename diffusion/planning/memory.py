@@ -203,7 +203,7 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return changes, each of which makes a run that exceeds GPU memory fit; empty if there are none."""
+    """Return the changes that would each make a run fit in GPU memory; empty if there are none."""
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:
@@ -246,7 +246,7 @@ def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
-    # A matrix may be larger than Muon's batch, but not than a block. In DDP, each device holds all devices' batches.
+    # A matrix may be larger than Muon's batch, but not larger than a block. With DDP, each device holds all batches.
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))

@@ -195,7 +195,7 @@ class ModelCosts(CountedCosts):
 
     @property
     def published_parameters(self) -> int:
-        """Parameters to look up published runs by: all trained ones, or the denoiser's if a LoRA is trained."""
+        """Parameter count by which to look up published runs: of the trained modules or, for a LoRA, the denoiser."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property
@@ -254,7 +254,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
 
 
 def _config_of(folder: str, part: str) -> str | None:
-    """Return a model part's config.json with sorted keys; `folder` has the part or a pipeline. None if missing."""
+    """Return a part's config.json with sorted keys, from a pipeline's folder or the part's own; None if missing."""
     for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:

@@ -94,7 +94,7 @@ class PhasePlan:
 
     @property
     def is_bound_by_launches(self) -> bool:
-        """True if an assumed MFU does not apply to the model, because its kernels end before the next launch."""
+        """True if an assumed MFU does not apply, because the GPU runs kernels faster than the host launches them."""
         return not self.speed.is_measured and self.microbatch_seconds < LAUNCH_SECONDS
 
     @property
@@ -189,7 +189,7 @@ def make_plan(
 
 
 def _check_progress(saving: Resilience) -> None:
-    """Raise UserError if failures, rather than a run that is shorter than its saves, leave almost no time to train."""
+    """Raise UserError if failures leave almost no time to train, but not if the run is only shorter than its saves."""
     lost_per_failure = saving.restart_seconds + saving.stall_seconds
     if saving.goodput < HOPELESS_GOODPUT and 3600 * saving.mtbf_hours < 10 * lost_per_failure:
         raise UserError(
@@ -305,7 +305,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
 def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     notes = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
     for each in plans:
-        # Faster settings include a strategy.
+        # Faster settings already include the best strategy.
         if each.faster is None and (found := advice(each.fit, given.gpu)):
             notes.append(f'{each.phase.name}: {found}')
     unknown = [each.phase.name for each in plans if each.phase.samples is None]

@@ -39,7 +39,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def first_line(each: PhasePlan, gpu: GPU, *, name: str = '', expected: bool = False) -> str:
-    """Return time and dollars of a recipe as written, and with faster settings to paste.
+    """Return a line with a recipe's time and cost as written and, if found, with faster settings that can be pasted.
 
     Args:
         name: Name of the recipe or job at the beginning of the line.

@@ -72,7 +72,7 @@ PRX_IN_24_HOURS = PublishedRun(
 
 
 def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
-    """Return the published run whose stages are `work` (side and number of images of each), or None."""
+    """Return the published run that has the stages `work` (side and number of images of each), or None."""
     run = PRX_IN_24_HOURS
     return run if parameters == run.parameters and work and run.stages.issuperset(work) else None
 

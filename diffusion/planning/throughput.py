@@ -169,7 +169,7 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
 
 
 def _launched_images_per_second(phase: Phase, gpus: int) -> float:
-    """Return the images per second, over all GPUs, at which the hosts can launch the kernels; inf if unknown."""
+    """Return the images per second of all GPUs at which kernel launches become the limit; infinity if unknown."""
     if phase.model.is_transformer or phase.model.published_parameters < LARGE_UNET:
         return math.inf
     share = phase.recipe.global_batch / gpus
@@ -249,7 +249,7 @@ class Technique:
 
     name: str
     flops_per_image: float
-    """FLOPs per image with the technique minus those without; each image gets its part of an optimizer step."""
+    """FLOPs per image with the technique minus those without, including the image's share of the optimizer step."""
     speedup: float
     images_without: float
     published: tuple[MeasuredEffect, ...] = ()

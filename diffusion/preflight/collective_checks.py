@@ -105,7 +105,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
-    """Compare the measurements of all ranks; return per check a finding for each failed rank, or one if all ranks pass.
+    """Compare the measurements of all ranks. Each check gives a finding per failed rank, or one finding if all pass.
 
     With a single rank, only its repeated matrix products are compared.
     """
@@ -254,7 +254,7 @@ def _check_clocks(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 def _check_speed(
     check: str, ranks: Sequence[RankMeasurements], figures: Sequence[float | None], unit: str, limits: CollectiveLimits
 ) -> list[Finding]:
-    """Return a failure per rank below the required fraction of the median, or one pass if none is; [] without data."""
+    """Return a failure per rank below the required fraction of the median, or one pass; empty if not measured."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []

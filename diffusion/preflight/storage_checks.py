@@ -86,7 +86,7 @@ def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
     if len(groups) == 1:
         what = f"{len(views)} nodes read each other's files" if len(views) > 1 else 'a single node'
         return [Finding(SHARED_FOLDER, True, f'{folder}: {what}')]
-    # Nodes that see the run's files have the right folder. A new run has no files: the majority is right.
+    # Nodes that see the run's files have the right folder. A new run has no files: trust the largest group of nodes.
     ordered = sorted(groups, key=lambda group: (any(each.begun for each in group), len(group)), reverse=True)
     rank_of = [(any(each.begun for each in group), len(group)) for group in ordered]
     right = ordered[0] if rank_of[0] > rank_of[1] else []
@@ -198,7 +198,7 @@ def _refuses(marker: str, *, if_absent: bool = False, if_tag: str | None = None)
 def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int) -> float:
     """Measure the bytes/s at which this process uploads a file below a URL; the file is deleted afterwards.
 
-    The size grows, up to `most_bytes`, until an upload takes half of the time. Large files are uploaded in parallel
+    The size grows, up to `most_bytes`, until an upload takes half of `seconds`. Large files are uploaded in parallel
     parts, like a checkpoint.
     """
     marker, path = f'{url}/{marker_name()}', folder / marker_name()
@@ -228,7 +228,7 @@ def marker_name() -> str:
 
 WRITE_SPEED = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
-"""Seconds of writing, by `deep`; the chunk that is being written then is completed."""
+"""Duration of the write test in seconds, by `deep`. A chunk that is being written at the end is completed."""
 MOST_BYTES = {False: 2**28, True: 2**31}
 
 

@@ -291,7 +291,7 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
     """
     used, furthest = 0, None
     for attempt in earlier:
-        # An attempt made progress if it starts at a later batch than all previous ones (not counting the first).
+        # An attempt made progress if it starts at a later batch than any before. The first one has none to exceed.
         if attempt.first is not None and (furthest is None or attempt.first > furthest):
             used, furthest = (0 if furthest is not None else used), attempt.first
         used += attempt.launched and attempt.cause not in ('preempted', 'stopped', 'done')
@@ -303,7 +303,7 @@ def _is_plausible(number: Any) -> bool:
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Return why a run should not be restarted, or None."""
+    """Return why a run should not be restarted, or None if it may be."""
     earlier = [attempt for attempt in earlier if attempt.launched]
     used = restarts_used(earlier)
     if used > max_restarts:

@@ -77,7 +77,7 @@ class EvaluationClaims:
         return found
 
     def take(self, checkpoint: str, tries: int) -> Claim | None:
-        """Claim a checkpoint and return the claim; return None if another watcher was faster or holds a claim."""
+        """Claim a checkpoint that has had `tries` claims; return None if another watcher was faster or holds one."""
         if tries and not self.has_ended(checkpoint, tries):
             return None
         owner = Owner.current(os.environ)
@@ -90,7 +90,7 @@ class EvaluationClaims:
         return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:
-        """Return True if a claim was released, has expired, or its owner is dead and no job evaluates elsewhere."""
+        """Return True if claim number `tries` was released, has expired, or is not for a job and its owner is dead."""
         name = f'{checkpoint}.claim-{tries}'
         text = (self._files.read(f'{EVALUATIONS}/{name}') or b'').decode(errors='replace')
         try:

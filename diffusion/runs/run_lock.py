@@ -76,7 +76,9 @@ class RunLock:
         self.path = self._place().locate(LOCK)
 
     def read(self, *, patient: bool = False) -> LockContent | None:
-        """Return the content; None if there is no lock; UNREADABLE if the lock is a file and the storage fails.
+        """Return the content, None if there is no lock, or UNREADABLE if the lock is a file and the storage fails.
+
+        `patient` retries after storage faults.
 
         Raises:
             OSError: The object cannot be read.

@@ -22,7 +22,7 @@ end may wait for the delivery of messages (`notify.CLOSE_SECONDS`) and for the r
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """Raised on a stop signal before training has begun. As a KeyboardInterrupt, it passes `except Exception`."""
+    """Raised on a stop signal before training has begun. `except Exception` does not catch it."""
 
     def __init__(self, number: int) -> None:
         self.by_user = number == signal.SIGINT
@@ -50,7 +50,7 @@ def describe_loss(batch: int, saved: int | None) -> str:
 
 
 class RepeatedInterrupt:
-    """Detector of a second Ctrl-C. Its user calls `is_repeated` once for each signal that counts as a Ctrl-C."""
+    """Detector of a second Ctrl-C. Call `is_repeated` once for each signal that counts as a Ctrl-C."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -66,8 +66,8 @@ class RepeatedInterrupt:
 class SignalThread:
     """Thread that calls a function for every signal, even while the main thread is blocked outside Python.
 
-    Python runs signal handlers in the main thread between two bytecode instructions, so not while that thread is
-    blocked in a collective or a kernel: just when a user may press Ctrl-C. The signals must have a Python handler.
+    Python runs signal handlers in the main thread between two bytecode instructions. If that thread is blocked in a
+    collective or a kernel, handlers do not run, and Ctrl-C has no effect. The signals must have a Python handler.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:

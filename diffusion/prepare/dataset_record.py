@@ -148,7 +148,7 @@ class RecordedDataset:
             return list(threads.map(self.path, names))
 
     def entries(self, deliveries: list[Delivery] | None = None) -> dict[str, list[dict[str, Any]]]:
-        """Return the index entries of all shards by bucket, in delivery order."""
+        """Return the index entries of the shards of some deliveries (None: all) by bucket, in delivery order."""
         found: dict[str, list[dict[str, Any]]] = {}
         deliveries = self.record.deliveries if deliveries is None else deliveries
         self.paths(delivery.shards for delivery in deliveries if delivery.shards not in self._read)
@@ -158,7 +158,7 @@ class RecordedDataset:
         return found
 
     def shard_names(self) -> set[str]:
-        """Return the paths of all the dataset's shards, including replaced ones that are kept."""
+        """Return the paths of all the dataset's shards, including replaced shards kept for running jobs."""
         used = (
             f'{bucket}/{shard["raw_data"]["basename"]}' for bucket, shards in self.entries().items() for shard in shards
         )
@@ -185,7 +185,7 @@ class RecordedDataset:
     def update_indexes(self) -> None:
         """Update index.json and buckets.json of all buckets to match the record; each file is replaced atomically.
 
-        Several processes may do this at once; none of them restores an older version.
+        Several processes may do this at once; none of them replaces a newer version of a file with an older one.
         """
         for name in [f'{bucket}/{mds.INDEX}' for bucket in self.record.indexes]:
             self._update(name)

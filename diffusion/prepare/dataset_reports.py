@@ -14,7 +14,7 @@ from diffusion.storage.atomic import write_atomically
 
 
 def finish_change(dataset: RecordedDataset) -> None:
-    """Finish the last change if it was interrupted: indexes, reports (without thumbnails) and obsolete files."""
+    """If the last change was interrupted, update indexes and reports (without thumbnails), and delete old files."""
     dataset.folder.clean()
     dataset.update_indexes()
     report = report_of(dataset)
@@ -33,7 +33,7 @@ def report_of(dataset: RecordedDataset) -> PrepareReport:
 
 
 def write_report_files(dataset: RecordedDataset, report: PrepareReport, page: str, captions: Sequence[str]) -> None:
-    """Write a dataset's report.html, captions.txt and, last (as `finish_change` expects), report.json."""
+    """Write report.html, captions.txt and, last, report.json, which tells `finish_change` that all of them exist."""
     folder = dataset.scratch
     write_atomically(folder / HTML_REPORT, page)
     write_captions(dataset, captions)
@@ -56,7 +56,7 @@ def caption_lines(dataset: RecordedDataset) -> list[str]:
 def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
     """Return True if the dataset's report.json counts the same deliveries and images as `report`."""
     if len(report.deliveries) == 1 and dataset.record.removed is None:
-        return True  # nothing has changed since the preparation wrote it
+        return True  # the dataset has not changed since its preparation wrote report.json
     found = dataset.folder.read(REPORT)
     path = dataset.scratch / f'found-{REPORT}'
     with suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -73,7 +73,7 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
 def merged_report(
     reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
 ) -> PrepareReport:
-    """Return a dataset's report: summed counts and histograms, and one line per delivery."""
+    """Merge the deliveries' reports: sum counts and histograms, subtract removed images, and list the deliveries."""
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
     empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]
@@ -123,7 +123,7 @@ def delivery_line(report: PrepareReport) -> dict[str, Any]:
 
 
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return histograms with summed counts; of the quantiles, only minimum and maximum can be merged."""
+    """Return histograms with summed counts; if several are merged, keep no quantiles except minimum and maximum."""
     merged: dict[str, Any] = {}
     for name in statistics[0]:
         found = [each[name] for each in statistics if sum(each.get(name, {}).get('counts', ()))]
@@ -157,6 +157,6 @@ def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
 
 
 def _names_any(name: str, keys: frozenset[str]) -> bool:
-    """Return True if an example in a report is one of these keys or a duplicate of one of them."""
+    """Return True if `name`, an example in a report, is one of these keys or a duplicate of one of these images."""
     key, _, original = name.removesuffix(')').partition(' (duplicate of ')
     return name in keys or key in keys or original in keys

@@ -1,8 +1,8 @@
-"""Find a dataset's configurations and splits (train, validation, test) by its card or, as `datasets` does, by names.
+"""Find a dataset's configurations and splits (train, validation, test) in its card or else in its file names.
 
-Names are interpreted in this order: files like `data/NAME-00000-of-00002.parquet` belong to the split NAME; otherwise,
-folders may be named after splits (`test/0000.parquet`), or else files (`images-val-0000.tar`); if none is, all files
-are `train`.
+File names are interpreted as in the package `datasets`, by the first rule that applies to any file: files such as
+`data/NAME-00000-of-00002.parquet` belong to the split NAME; folders are named after splits (`test/0000.parquet`); files
+are named after splits (`images-val-0000.tar`). If no rule applies, all files are in the split `train`.
 """
 
 import re
@@ -95,7 +95,7 @@ def _patterns(value: Any, where: str) -> dict[str, list[str]]:
 
 
 def split_in(name: str) -> str | None:
-    """Return the split named by one component of a path, such as `test` for `test-0001.tar`, or None."""
+    """Return the split that a file or folder name contains, such as `test` for `test-0001.tar`, or None."""
     found = _WORD.search(name)
     return None if found is None else _SPLIT_OF_WORD[found[1].lower()]
 
@@ -183,7 +183,7 @@ def _without_file(name: str) -> str:
 
 
 def _certain_splits(names: Sequence[str], kind: str) -> dict[str, list[str]]:
-    """Return the files whose split is certain because their names cannot be ordinary words, by split."""
+    """Return, by split, the files whose names cannot be ordinary words; see `refuse_mixed_splits`."""
     splits: dict[str, list[str]] = {}
     for name in names:
         first, slash, _ = name.partition('/')
@@ -200,7 +200,7 @@ def _quoted(location: str, inside: str) -> str:
 
 
 def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return a folder or pattern, such as `data/train-*.parquet`, with exactly the files of one split, or None."""
+    """Return a folder or pattern, such as `data/train-*.parquet`, for `wanted` and no others of `names`, or None."""
     *folders, last = wanted[0].split('/')
     at = next((number for number, piece in enumerate(folders) if split_in(piece) is not None), None)
     if at is not None:

@@ -25,7 +25,7 @@ RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width'
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON types: NaN and infinity become None, decimals and durations numbers, other types text."""
+    """Convert to JSON types: NaN and infinity to None, decimals and durations (s) to numbers, other types to text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -62,7 +62,7 @@ def source_hash(path: str) -> str:
 
 
 def file_problem(path: str) -> str | None:
-    """Return the reason why a file cannot be read, or None; the file is not executed."""
+    """Return why a user's Python file cannot be read, or None if it can; the file is not executed."""
     if not path.endswith('.py'):
         return f'{path} is not a Python file; give one with a function `{FUNCTION}`'
     try:
@@ -75,7 +75,7 @@ def file_problem(path: str) -> str | None:
 def compute_columns(
     path: str, images: Sequence[Image.Image], captions: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return each image's columns (JSON values), computed by the function in the user's file; its errors propagate."""
+    """Return each image's columns (JSON values) from the function in the user's file, whose exceptions propagate."""
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):
         raise UserError(
@@ -85,8 +85,8 @@ def compute_columns(
     rows: list[dict[str, Any]] = [{} for _ in images]
     for name, values in found.items():
         if not isinstance(name, str) or name in RESERVED:
-            raise UserError(f'{path}: {FUNCTION}() returned the column {name!r}; use another name')
-        values = values.tolist() if hasattr(values, 'tolist') else values  # a NumPy or PyTorch array
+            raise UserError(f'{path}: {FUNCTION}() returned the column {name!r}, reserved or not text; rename it')
+        values = values.tolist() if hasattr(values, 'tolist') else values  # converts NumPy and PyTorch arrays
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(images):
             count = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else 'no list of'
             raise UserError(
@@ -101,7 +101,8 @@ def compute_columns(
 def _function(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f'computed_columns_{Path(path).stem}', path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
+    # Add the module to sys.modules, because dataclasses that it defines look it up there.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, FUNCTION, None)
     if not callable(function):

@@ -63,7 +63,7 @@ class FolderSource:
     captions: str | None = None
     caption_text: CaptionText = 'whole'
     caption_column: str | Sequence[str] | None = None
-    """Columns of the caption file, or keys of .json files and `txt` for .txt files; None means the rule above."""
+    """Columns of the caption file, or keys of .json files and `txt` for .txt files; None: see the class docstring."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
 
@@ -111,8 +111,8 @@ class FolderSource:
         Args:
             listed: Images and files with their captions.
             others: Further files, counted as skipped.
-            metadata: Caption files in imagefolder format, each for the images in its folder and below; None means the
-                one in the folder itself.
+            metadata: Caption files in imagefolder format, each for the images in and below its folder. None means the
+                one at the top of this source's folder, if any.
             elsewhere: Names of images that were left out on purpose; caption file rows about them are skipped.
             copy: Yields a local copy of a caption file, given its URL.
         """
@@ -216,7 +216,7 @@ class FolderSource:
                     text, columns = (_read(image.beside[kind]) if kind in image.beside else None for kind in BESIDE)
                     named = column_list(self.caption_column)
                     read_sidecars(entry, text, columns, rule=self.caption_text, caption_columns=named)
-            except PermissionError:  # affects only this file; other I/O errors stop the part
+            except PermissionError:  # reject only this image; other I/O errors stop the conversion of the part
                 entry.problem = 'unreadable'
         return entry
 
@@ -270,9 +270,9 @@ class FolderSource:
         copy: Callable[[str], AbstractContextManager[Path]],
         notes: list[str],
     ) -> Iterator['_ImageFile']:
-        """Yield images in the order of the caption files, then images not listed in any of them, as rejected.
+        """Yield images in the order of the caption files, then, to be rejected, images that no caption file lists.
 
-        Unusable rows are also yielded as rejected. If no row matches an image, a hint is added to `notes`.
+        Unusable rows are also yielded, to be rejected. If no row matches an image, a hint is added to `notes`.
         """
         unknown = None
         seen: set[str] = set()
@@ -401,7 +401,7 @@ def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
 
 
 def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]) -> Iterator[PassedOver]:
-    """Yield as skipped the files that are neither in `read` nor caption files; `tables` are these files' URLs."""
+    """Yield the files to report as skipped: those not in `read`, except caption files, whose URLs are `tables`."""
     used = {file.name for file in read}
     yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
 

@@ -203,7 +203,7 @@ def endpoint() -> str:
 
 
 def token_of(variable: str | None) -> str | None:
-    """Return the token in an environment variable; for None, return that of HF_TOKEN or `hf auth login`, if any."""
+    """Return the token in an environment variable; if None, the one in HF_TOKEN or from `hf auth login`, if any."""
     if variable is None:
         from huggingface_hub import get_token
 
@@ -250,10 +250,10 @@ def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | Non
             try:
                 return request()
             except LocalEntryNotFoundError as error:
-                # Any failed metadata request raises this error, even if the file exists; its cause has the reason.
+                # Any failed metadata request raises LocalEntryNotFoundError; its cause tells why, such as a timeout.
                 raise error.__cause__ or ConnectionError(str(error)) from None
             except RuntimeError as error:
-                # hf_xet, which transfers large files, raises only this class, even for network errors.
+                # hf_xet, which transfers large files, raises RuntimeError for all errors, even those of the network.
                 raise ConnectionError(str(error)) from error
         except Exception as error:
             reason = _refusal(error, name, revision)

@@ -1,4 +1,4 @@
-"""Source for Hugging Face datasets on the Hub or in a local folder: one split of one configuration, in any layout.
+"""Source for Hugging Face datasets on the Hub or in a local folder: one split of one configuration.
 
 The split's files are read by the readers of the other sources: Parquet files, webdataset tar files, image files with
 captions, or Arrow files written by `save_to_disk`. Files on the Hub are read at one fixed commit, one part at a time.
@@ -37,7 +37,8 @@ class HuggingFaceSource:
     """One split of a Hugging Face dataset: `org/dataset[@revision]`, a `hf://datasets/` path or pattern, or a folder.
 
     A folder is either a repository snapshot from `hf download` or a dataset saved by `save_to_disk`. Files of other
-    splits and configurations are skipped and counted. Images have the same keys as from the layout's own source.
+    splits and configurations are skipped and counted. Images have the same keys as with the source for
+    the file format (FolderSource, ParquetSource, WebDatasetSource).
     """
 
     location: str
@@ -70,7 +71,7 @@ class HuggingFaceSource:
         }
 
     def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> 'HuggingFaceSource':
-        """Return the source pinned to the commit that an earlier start listed, given its plan's parts."""
+        """Return the source pinned to the commit in the plan of an earlier start, given the parts in that plan."""
         places = (place for part in parts for place in (part['where'], *part['where'].get('pictures', ())))
         planned = next((parse_name(place['url']) for place in places if place.get('url', '').startswith('hf://')), None)
         wanted = None if planned is None or os.path.exists(self.location) else parse_name(self.location)
@@ -97,7 +98,7 @@ class HuggingFaceSource:
         return [replace(part, where={'layout': choice.layout, **part.where}) for part in parts]
 
     def divide(self, part: Part, count: int) -> list[Part]:
-        """Split a part of images into at most `count` parts in order; a file of rows stays one part."""
+        """Split a part of image files into at most `count` parts in order; other parts are one file and stay whole."""
         return divide_images(part, count) if 'pictures' in part.where else [part]
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
@@ -186,7 +187,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return an image in a plan and its caption files as Hub files; the image's stamp lists the stamps of them all."""
+    """Return an image of a plan and its caption files as Hub files; its `stamp` contains the stamps of them all."""
     if not is_on_hub(image.get('url', '')):
         return []
     beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')

@@ -72,7 +72,7 @@ def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
     file = io.BytesIO()
     # Copy the image, because its `info` belongs to the caller.
     stripped = image.copy() if image.info else image
-    stripped.info = {}  # otherwise, Pillow writes location, camera and comments to the file
+    stripped.info = {}  # without this, Pillow would write location, camera and comments to the file
     if lossless:
         stripped.save(file, 'PNG', compress_level=6)
     else:
@@ -82,7 +82,7 @@ def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
 
 
 def covering_size(width: int, height: int, shape: Shape) -> tuple[int, int]:
-    """Return the smallest size with this aspect ratio that covers a shape, but no larger than (width, height)."""
+    """Return the size to which to shrink a width x height image so that it just covers a shape; never enlarge it."""
     scale = max(shape.width / width, shape.height / height)
     if scale >= 1:
         return width, height

@@ -16,11 +16,11 @@ THUMBNAIL_SIDE = 32
 LOW_FREQUENCIES = 8
 """Number of DCT frequencies per direction in the perceptual hash: 8 x 8 = 64 bits."""
 FLAT_LEVELS = 4.0
-"""If a thumbnail's standard deviation (of 8-bit values) is lower, its perceptual hash is determined by noise."""
+"""Minimum standard deviation of a thumbnail's 8-bit values; below it, noise determines the perceptual hash."""
 MAX_DISTANCE = 8
 ALL_PAIRS_LIMIT = 2048
 MAX_COMPARISONS_PER_HASH = 1000
-"""Maximum number of comparisons per hash before a search with smaller and more groups is tried."""
+"""Maximum average number of comparisons per hash; above it, the search restarts with more and smaller groups."""
 MAX_PAIRS_PER_HASH = 16
 MAX_TABLES = 1000
 """Maximum number of sorted copies of the hashes in one search; larger distances need more copies."""
@@ -184,7 +184,7 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the same as `_near_pairs`, comparing only hashes that are equal in some of the `blocks` blocks of bits."""
+    """Return the same as `_near_pairs`, comparing only hashes of which enough of `blocks` blocks of bits are equal."""
     # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
     # adjacent, and compare each hash with earlier hashes in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
@@ -252,7 +252,7 @@ class KeyTable:
 
 
 def _fastest_blocks(distance: int, per_mask: float, per_collision: float) -> int:
-    """Return the number of blocks with the lowest estimated time; `per_mask` and `per_collision` are times in ns."""
+    """Return the number of blocks for the fastest search; `per_mask` and `per_collision` are estimated times in ns."""
 
     # More blocks mean more masks (each needs a sort), but smaller groups and thus fewer comparisons.
     def nanoseconds(blocks: int) -> float:
@@ -280,7 +280,7 @@ def _matches(
 def _within(differences: np.ndarray, distance: int) -> np.ndarray:
     """Return True for each value with at most `distance` bits set."""
     for _ in range(distance):
-        differences = differences & (differences - np.uint64(1))  # clear the lowest set bit
+        differences = differences & (differences - np.uint64(1))  # clears the lowest set bit of each value
     return differences == 0
 
 

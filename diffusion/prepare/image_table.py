@@ -53,7 +53,7 @@ class Columns:
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
     """Return a table's columns; common names are matched case-insensitively.
 
-    If the table has URLs instead of images, the error message shows how to download them; `suffix` is the file's.
+    If the table has URLs instead of images, the error message shows how to download them; `suffix` is the table file's.
     """
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)
@@ -82,7 +82,7 @@ def download_first(where: str, url_column: str, caption_column: str | None, *, s
     """Return the error message for a table of URLs, with commands that download and prepare the images."""
     caption = caption_column or 'CAPTION'
     table, first = where, ''
-    if suffix == '.arrow':  # img2dataset does not read other formats
+    if suffix == '.arrow':  # img2dataset cannot read Arrow files
         table, suffix, first = 'urls.parquet', '.parquet', 'save it as urls.parquet with to_parquet() of `datasets`, '
     return (
         f'{where}: column {url_column!r} has addresses of images, not images; {first}download them, each file of the '
@@ -142,9 +142,9 @@ def raise_if_io_error(error: BaseException) -> None:
 
 
 def paths_inside(path: str, folder: str) -> list[str]:
-    """Return the possible files for a row's path, which may be relative to the table's folder or the dataset's root.
+    """Return the files that a row's path may mean; it may be relative to the table's folder or to the dataset's root.
 
-    Raise Unfit if the path is absolute or leads outside the dataset; backslashes may be separators.
+    Backslashes are tried as separators too. Raise Unfit if the path is absolute or leads outside the dataset.
     """
     forms = dict.fromkeys((path, path.replace('\\', '/')))
     bases = dict.fromkeys((folder, ''))
@@ -178,7 +178,7 @@ class LocalImages:
             except PermissionError as error:
                 raise Unfit('unreadable') from error
             except OSError as error:
-                if error.errno == errno.ENAMETOOLONG:  # the text is not a path
+                if error.errno == errno.ENAMETOOLONG:  # a text that is too long to be a path
                     continue
                 raise
         raise Unfit('missing_file', f'the dataset has no file {path!r}')

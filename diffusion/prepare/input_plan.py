@@ -43,7 +43,7 @@ def at_planned_version(source: Source, work: WorkFolder) -> Source:
     try:
         return source.pinned_to(SavedPlan.read(work.plan).parts())
     except (ValueError, KeyError, TypeError):
-        return source  # `InputPlan.write_or_check` reports a damaged plan
+        return source  # the plan is damaged, which `InputPlan.write_or_check` will report
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class InputPlan:
 
     @cached_property
     def content_fingerprint(self) -> str:
-        """Fingerprint of the data: a new commit on the Hub changes it only if the data changes."""
+        """Fingerprint of the data; unlike `fingerprint`, it ignores commits on the Hub that do not change the data."""
         if self.settings['source']['kind'] != 'huggingface':
             return self.fingerprint
         return self.parts.without_commits().fingerprint(settings=self.settings, versions=self.versions)
@@ -111,7 +111,7 @@ class InputPlan:
                 os.fsync(file.fileno())
             move_if_absent(unfinished, path)
         finally:
-            unfinished.unlink(missing_ok=True)  # the disk may be full
+            unfinished.unlink(missing_ok=True)  # frees space if the write failed because the disk is full
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,11 @@ class Piece(NamedTuple):
     """Part number, such as 000003, or 000003.004 for the fifth piece of a divided part."""
     number: int
     part: Part
-    """Input to convert; for a whole part, `where` is left empty."""
+    """Input to convert. If the piece is a whole part, this part's `where` is empty: see `content`."""
     is_whole: bool
 
     def content(self, plan: InputPlan) -> Part:
-        """Return the input to convert, with `where` filled in."""
+        """Return the input to convert; the `where` of a whole part is read from the plan."""
         return plan.parts[self.number] if self.is_whole else self.part
 
 

@@ -58,7 +58,7 @@ def require_packages(formats: Collection[str]) -> None:
 
 
 def format_of_suffix(kind: str) -> str | None:
-    """Return the value of `formats` for a suffix such as `.heif`, or None."""
+    """Return the optional format of files with this suffix, such as `heic` for `.heif`; None for other suffixes."""
     suffix = kind.removeprefix('.')
     return next((name for name, needed in REQUIREMENTS.items() if suffix in needed.suffixes), None)
 
@@ -106,8 +106,8 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
     width, height = size()
     is_animated = False
     if not bits.read(1) and bits.read(1):  # some values differ from the defaults, and there are extra fields
-        bits.read(3)  # the orientation
-        if bits.read(1):  # another size that is recommended for display
+        bits.read(3)  # skip the orientation
+        if bits.read(1):  # skip the size recommended for display, if any
             is_small = bits.read(1)
             size()
         # If there is a preview, do not parse its header, and assume no animation; libjxl writes no previews.
@@ -116,7 +116,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
 
 
 def _jxl_codestream(encoded: bytes) -> bytes | None:
-    """Return a JPEG XL file's content from where its codestream starts; None if the file is not JPEG XL."""
+    """Return the part of a JPEG XL file that begins with its codestream; None if the file is not JPEG XL."""
     if encoded.startswith(b'\xff\x0a'):
         return encoded
     if not encoded.startswith(b'\0\0\0\x0cJXL \r\n\x87\n'):
@@ -127,8 +127,8 @@ def _jxl_codestream(encoded: bytes) -> bytes | None:
         if size == 1:
             size, header = int.from_bytes(encoded[start + 8 : start + 16], 'big'), 16
         if kind in (b'jxlc', b'jxlp'):
-            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # jxlp content follows a number
-        if size < header:  # a size of 0 marks the last box
+            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # a jxlp box starts with a 4-byte number
+        if size < header:  # size 0: the last box, which extends to the end of the file
             break
         start += size
     raise ValueError('the file has no codestream')
@@ -190,7 +190,7 @@ class _Renderer:
         return answer
 
     def close(self) -> int | None:
-        """End the process, if one is running, and return its exit status, else None; the next drawing starts one."""
+        """End the process and return its exit status, or None if none is running; the next drawing starts a new one."""
         process, self._process = self._process, None
         if process is None:
             return None

@@ -34,7 +34,7 @@ def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) 
 
 
 class FolderOutput:
-    """Dataset in a local folder, moved there by renaming a part of the work folder: both must be on one file system."""
+    """Output in a local folder, to which the dataset is renamed from the work folder, on the same file system."""
 
     def __init__(self, out: Path, staging: Staging, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out
@@ -50,7 +50,7 @@ class FolderOutput:
     def check(self, plan: InputPlan) -> None:
         """Raise UserError if the destination is not empty or cannot be replaced; call this before any work is done."""
         self._check_free(plan)
-        # The dataset is renamed from the work folder, which is possible only within one file system.
+        # The dataset is moved by a rename, which is possible only within one file system.
         parent = next(path for path in self.out.parents if path.exists())
         if parent.stat().st_dev != self.work.path.stat().st_dev:
             raise UserError(
@@ -70,7 +70,7 @@ class FolderOutput:
         """Move the complete dataset to its destination; idempotent."""
         # The staging folder is missing if an earlier start was killed after moving the dataset.
         if self.staging.dataset.exists():
-            self._check_free()  # another process may have written to the folder since the first check
+            self._check_free()  # check again: another process may have written to the folder since
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
 
     def _check_free(self, plan: InputPlan | None = None) -> None:
@@ -108,7 +108,7 @@ class StoreOutput:
         return StorePlace(self.folder.locate(name), self.staging.uploading / name)
 
     def set_aside(self) -> None:
-        pass  # a dataset in an object store is never replaced
+        pass  # nothing to move: a dataset in an object store is never replaced
 
     def put_in_place(self) -> None:
         """Upload all files except the shards, indexes last, and check the sizes of all objects."""
@@ -124,7 +124,7 @@ class StoreOutput:
         found = self.folder.sizes()
         for name, size in expected.items():
             if found.get(name) != size:
-                # Remove the record of this object, so that the next start writes only this object again.
+                # Forget that this object is complete, so that the next start writes it again, and only it.
                 self.work.complete.unlink()
                 if name in entries:
                     entries[name].unlink()
@@ -135,7 +135,7 @@ class StoreOutput:
 
 
 def not_empty(out: object, report: PrepareReport | None, plan: InputPlan | None, remedy: str) -> UserError:
-    """Return the error for an output that is not empty, with the differences between its dataset and this plan."""
+    """Return the error for an output that is not empty, with differences from the plan, and fixes such as `remedy`."""
     lines: list[str] = []
     ways = ['give another --out', remedy, 'add --append to add the images to it']
     if report is not None and plan is not None and report.fingerprint != plan.content_fingerprint:

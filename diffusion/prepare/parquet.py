@@ -92,7 +92,7 @@ def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> 
 
 
 def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
-    """Yield the rows of a part of a Parquet file; if damaged, the rows before the damage and an entry about it."""
+    """Yield the rows of a part of a Parquet file; at damage to the file, yield an entry that reports it, and stop."""
     where = part.where
     with path.open('rb') as opened:
         try:
@@ -148,7 +148,7 @@ def parquet_parts(file: File) -> list[Part]:
     try:
         metadata = pq.read_metadata(file.url)
     except (pa.ArrowException, OSError):
-        return [whole]  # `read` will report why
+        return [whole]  # `read` will report why the file cannot be read
     sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     parts, start = [], 0
     for stop in range(1, len(sizes) + 1):
@@ -182,7 +182,7 @@ def _entries(
 def _with_readers(
     rows: Sequence[dict[str, Any]], columns: Columns, images: ReadImage | None
 ) -> Iterator[tuple[dict[str, Any], ReadImage | None]]:
-    """Yield each row with a reader for its image; objects in a store are downloaded in groups."""
+    """Yield each row with a function that reads its image; images in an object store are downloaded in groups."""
     if not isinstance(images, StoreImages):
         yield from ((values, images) for values in rows)
         return

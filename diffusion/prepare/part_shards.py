@@ -29,7 +29,7 @@ LOCATION = 'shards.txt'
 GAP_BYTES = 2**20
 """Maximum gap between two samples read with one request: reading the gap is faster than a second request."""
 SPAN_BYTES = 2**22
-"""Start a new request after this many bytes."""
+"""Size at which a request ends; the next sample is read with a new request."""
 REQUESTS = 8
 TABLES = 'tables.zip'
 """Object with all files in a part's folder (which contains no shards)."""
@@ -93,7 +93,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
 
 
 def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Divide samples into requests; return the index of each request's first sample, then the number of samples."""
+    """Divide samples into requests; return the index of each request's first sample, and at the end len(offsets)."""
     cuts = [0]
     for number in range(1, len(offsets)):
         end = offsets[number - 1] + sizes[number - 1]
@@ -108,7 +108,7 @@ def format_of(folder: Path) -> mds.ShardFormat:
 
 @lru_cache(maxsize=64)
 def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
-    """Return the URL of a part's shards (None: in its folder) and their header sizes; `written` is only a cache key."""
+    """Return the URL and header sizes of a part's shards, or (None, []) for local ones; `written` is a cache key."""
     location = folder / LOCATION
     if not location.exists():
         return None, []
@@ -143,7 +143,7 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Download a part's tables into an empty folder; if its objects have other sizes or are damaged, return False."""
+    """Download a part's tables into an empty folder; return False if they are damaged or do not match `sizes`."""
     archive = _beside(folder)
     try:
         object_store.download(f'{url}/{TABLES}', archive)

@@ -298,7 +298,7 @@ class Preparation:
         return ShardWriter(output.bucket(bucket), entries, self.format, self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
-        """Write the remaining final shards; return one plus the number of the last shard, per split and bucket."""
+        """Write the remaining final shards; return, by split and bucket, the number after that of the last shard."""
         counts: dict[tuple[int, str], int] = {}
         kept = catalog.split[catalog.samples.image] != REJECTED
         total = int(catalog.samples.size[kept].sum())
@@ -385,8 +385,8 @@ class Preparation:
     def put_in_place(self, report: PrepareReport) -> None:
         """Move the complete datasets to the outputs, given the report; idempotent."""
         # Move the training set last, so that it never exists without its held-out images. If it replaces an existing
-        # training set, first move the old one away, since it may contain images that are now held out. Only the report
-        # tells whether there are held-out images: if an earlier start was killed here, the settings may differ now.
+        # training set, first move the old one away, since it may contain images that are now held out. Test the
+        # report, not the settings, which may have changed since an earlier start that was killed here.
         if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()

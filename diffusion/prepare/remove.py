@@ -54,7 +54,7 @@ class Selection:
     """Row numbers of the images in each delivery's table."""
     keys: frozenset[str]
     shards: dict[str, set[int]]
-    """Numbers of the shards that contain their samples, by bucket."""
+    """Numbers of the shards that contain samples of the images, by bucket."""
     samples: Counter[str]
     missing: list[str]
     """Keys and hashes that belong to no current or removed image of the dataset."""
@@ -63,7 +63,7 @@ class Selection:
     """Keys of other images with the same pixels, which are not removed."""
 
     held_out: int
-    """Number of selected images that are in the held-out dataset and have no samples here."""
+    """Number of the images that are held out, so that this dataset lists them but has no samples of them."""
 
     @property
     def images(self) -> int:
@@ -90,7 +90,7 @@ def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[s
     for table, path in zip(columns, paths, strict=True):
         of_pixels = read_rows(path, _rows_with(table, 'exact_hash', pixels.values()))
         named |= set(of_pixels['key_hash'].to_pylist())
-    # Select every image with the key of a found image, because samples in shards are found by key.
+    # If several images have the key of a found image, select all of them: shards identify samples only by key.
     rows = [_rows_with(table, 'key_hash', named) for table in columns]
     tables = [read_rows(path, chosen) for path, chosen in zip(paths, rows, strict=True)]
     found = pa.concat_tables([IMAGE_SCHEMA.empty_table(), *tables])
@@ -137,7 +137,7 @@ def remove(
 ) -> Removal:
     """Remove images by key or pixel hash (16 hexadecimal digits); keys and hashes that do not exist are skipped.
 
-    `keep_old_shards` keeps the old shards for running jobs until `purge` is called.
+    `keep_old_shards` keeps the rewritten shards, which running jobs may still read, until `purge` is called.
     """
     finish_change(dataset)
     while True:
@@ -170,7 +170,7 @@ def purge(dataset: RecordedDataset) -> list[str]:
 
 
 def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old_shards: bool) -> Removal:
-    """Remove images from the version of the dataset in which they were found."""
+    """Remove the selected images; raise PreconditionFailed if the dataset has changed since they were selected."""
     record = dataset.record
     before = dataset.entries()
     if sum(selection.samples.values()) >= sum(shard['samples'] for shards in before.values() for shard in shards):
@@ -204,7 +204,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
         obsolete=[*record.obsolete, *obsolete, *(() if keep_old_shards else removal.rewritten)],
     )
     changed = with_indexes(changed, dataset.entries(deliveries))
-    # Replace captions.txt before the record: captions may identify removed images. (The file lists only some captions.)
+    # Update captions.txt before the record, so that it never lists captions of images that are already removed.
     write_captions(dataset, [caption for caption in caption_lines(dataset) if caption not in captions])
     removal.old_indexes = [digest for bucket, digest in index_hashes(before) if bucket in selection.samples]
     dataset.commit(changed)
@@ -214,7 +214,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
 def _without_rows(
     dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
 ) -> Delivery:
-    """Write a delivery's tables without the images in `rows`; return the delivery with the new tables' names."""
+    """Copy a delivery's tables without images (`rows`, `keys`); return the delivery with the names of the copies."""
     folder = delivery.images.rpartition('/')[0]
     new = replace(
         delivery,
@@ -235,7 +235,7 @@ def _without_rows(
 def _without_samples(
     dataset: RecordedDataset, delivery: Delivery, selection: Selection, token: str
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
-    """Rewrite shards without the selected images; return entries by bucket, old paths and removed captions."""
+    """Rewrite shards without the selected images; return index entries by bucket, old paths, removed captions."""
     new: dict[str, list[dict[str, Any]]] = {}
     old: list[str] = []
     captions: set[str] = set()
@@ -251,7 +251,7 @@ def _without_samples(
 
 
 def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> None:
-    """Write the table of removed images, which has no keys, including the images of a selection."""
+    """Write the table of all images ever removed, now including those of a selection; it has hashes but no keys."""
     tables = [_removed_table(dataset)]
     for delivery, rows in zip(dataset.record.deliveries, selection.rows, strict=True):
         tables.append(read_rows(dataset.path(delivery.images), rows).select(list(HASHES)))
@@ -271,7 +271,7 @@ def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, l
         keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']
         for name, similar in found.items():
             chosen = keys
-            if len(keys) > MAX_COMPARED_KEYS:  # comparing with all of 100 million keys would take hours
+            if len(keys) > MAX_COMPARED_KEYS:  # comparing 100 million keys would take hours
                 arrow: Any = pc
                 chosen = keys.filter(arrow.or_(arrow.starts_with(keys, name[:6]), arrow.ends_with(keys, name[-6:])))
             similar += chosen.slice(0, max(0, MAX_COMPARED_KEYS - len(similar))).to_pylist()
@@ -283,7 +283,7 @@ def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndar
 
 
 MANIFEST = 'manifest.json'
-"""File beside latents with the hash of the index of the images they were made from (`data.latents`)."""
+"""Name of the file in a folder of latents that has the hash of the index of their images (see `data.latents`)."""
 STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 
 
@@ -301,7 +301,7 @@ def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> I
 
 
 def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each run whose recipe reads a dataset (or a subfolder of one): its name, and the streams that read it."""
+    """Yield the name of each run that reads a dataset at `places` or in a subfolder, and its streams that do so."""
     if not runs_dir.is_dir():
         raise UserError(f'--runs-dir: {runs_dir} is not a folder; give the runs_dir of the recipes')
     for path in sorted(runs_dir.glob('*/recipe.yaml')):
@@ -320,7 +320,7 @@ def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list
 
 
 def _source(place: str, name: str) -> str | None:
-    """Return the hash of the index from which latents were made, or None for a folder of other shards."""
+    """Return the hash of the index of the images from which a folder's latents were made; None if it has no latents."""
     content = place_at(place).read(f'{name}/{MANIFEST}'.lstrip('/'))
     return None if content is None else json.loads(content).get('source')
 

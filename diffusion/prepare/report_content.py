@@ -50,7 +50,7 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
-    """Return thumbnails by rejection reason: the first decodable images, with key and, for duplicates, original."""
+    """Return thumbnails by rejection reason, each with the image's key or, for duplicates, the original's key."""
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
     for folder in catalog.parts:
@@ -141,7 +141,7 @@ def _at_equal_distances(values: Any) -> Any:
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
     """Return bin edges, counts and quantiles; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
-    if not len(values):  # an added delivery may have no kept images
+    if not len(values):  # np.quantile fails if an added delivery has no kept images
         return {'edges': edges, 'counts': counts.tolist(), 'quantiles': {}}
     quantiles = np.quantile(values, QUANTILES)
     return {

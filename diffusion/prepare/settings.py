@@ -270,7 +270,7 @@ def load_settings(
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
     if inherit is not None:
-        with suppress(UnreadableYAML):  # `settings_of` reports this error
+        with suppress(UnreadableYAML):  # `settings_of` will raise the same error again
             contents = [inherit(merge_and_resolve(contents, overrides).values), *contents]
     return settings_of(*contents, overrides=overrides, path=path)
 
@@ -287,7 +287,7 @@ def settings_of(
         resolved = merge_and_resolve(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
-    # Report and plan record where the dataset's images came from, so values must not be hidden from them.
+    # Reject environment variables: report and plan must record where the images came from, but would hide the values.
     what = 'cannot use an environment variable, since the report of the dataset records it; pass the value as KEY=VALUE'
     problems = [Problem(dotted(each), what) for each in resolved.from_environment] + secret_problems(resolved.values)
     if problems:

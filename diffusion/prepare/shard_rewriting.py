@@ -64,9 +64,9 @@ def rewrite_shards(
     scratch: Path,
     token: str,
 ) -> tuple[list[dict[str, Any]], list[str], set[str]]:
-    """Copy the shards in `holding` under new names, without the samples that have one of the keys.
+    """Copy the shards whose file names are in `holding` under new names, without the samples with one of the keys.
 
-    Return the new index entries, the paths of the old shards, and the captions of the removed samples.
+    Return the folder's new index entries, the paths of the old shards, and the captions of the removed samples.
     """
     new: list[dict[str, Any]] = []
     old: list[str] = []
@@ -85,7 +85,7 @@ def rewrite_shards(
         if rewritten is not None:
             folder.put(_joined(name, target.name), target)
             new.append(rewritten)
-        if path.is_relative_to(scratch):  # a downloaded copy
+        if path.is_relative_to(scratch):  # the shard was downloaded
             path.unlink()
         old.append(_joined(name, file))
         captions |= of_removed
@@ -139,14 +139,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ScannedFolder:
-    """Folder of shards, and which of them contain samples to remove."""
+    """Folder of shards, with the number of samples to remove from each shard."""
 
     name: str
     """Path relative to the dataset; empty for the dataset itself."""
     index: Versioned
     """Content and version of its index.json."""
     holding: dict[str, int] = field(default_factory=dict)
-    """Number of samples to remove, by file name of the shard."""
+    """Number of samples to remove by file name of the shard, only for shards with such samples."""
 
     def path(self, file: str) -> str:
         return _joined(self.name, file)
@@ -170,7 +170,7 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
             if count:
                 each.holding[file] = count
             elif path.is_relative_to(scratch):
-                path.unlink()  # a downloaded copy that is no longer needed
+                path.unlink()  # removes the downloaded copy of a shard without such samples
     return found
 
 

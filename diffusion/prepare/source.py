@@ -297,9 +297,10 @@ FILTER_REASONS = frozenset(
         *('caption_too_short', 'caption_too_long'),
     }
 )
-"""Reasons due to a limit or search in the settings, or to `data remove`; limits of columns are added to these.
+"""Reasons of inputs that were filtered out by a limit or the duplicate search in the settings, or by `data remove`.
 
-Inputs rejected for any other reason are unusable: images that cannot be decoded, missing captions, missing values of
+Reasons for limits of columns, such as `aesthetic_score_below_4.5`, are recognized by `is_filter` in addition. Inputs
+rejected for any other reason are unusable: images that cannot be decoded, missing captions, missing values of
 filtered columns, rows without an image, and every reason of a source of your own.
 """
 _COLUMN_LIMIT = re.compile(r'.+_(below|above)_-?[0-9.]+(e[+-]?[0-9]+)?')

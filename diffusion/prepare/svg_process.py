@@ -27,7 +27,7 @@ def main() -> None:
     while header := source.read(REQUEST.size):
         side, max_pixels, size = REQUEST.unpack(header)
         svg = source.read(size)
-        signal.alarm(TIMEOUT_SECONDS)  # SIGALRM's default action ends this process even in native code
+        signal.alarm(TIMEOUT_SECONDS)  # SIGALRM ends this process, even while native code runs
         try:
             succeeded, content = True, render(svg, side, max_pixels)
         except Rejected as reason:
@@ -51,7 +51,7 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     check(svg)
     text = svg.decode('utf-8-sig')
     # Without width and height of a frame, resvg allocates whatever size the drawing claims.
-    width, height = struct.unpack_from('>II', rendered(text, FIRST_SIDE), 16)  # in the PNG's header
+    width, height = struct.unpack_from('>II', rendered(text, FIRST_SIDE), 16)  # the size in the PNG's header
     # Subtract one, because the small rendering's size is rounded and an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))
     if frame * (-(-frame * min(width, height) // max(width, height))) > max_pixels:
@@ -74,7 +74,7 @@ def check(svg: bytes) -> None:
 
 
 def rendered(svg: str, side: int) -> bytes:
-    import resvg_py  # an optional dependency; `optional_formats` imports this module without it
+    import resvg_py  # import here: resvg_py is optional, but `optional_formats` always imports this module
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
     return bytes(png)

@@ -53,7 +53,7 @@ class Member(NamedTuple):
 def members(path: Path) -> Iterator[Member]:
     """Yield the members (files, links and folders) of a tar file in order; the file may be gzip-compressed.
 
-    Raise DamagedTar after the members before the damage.
+    If the file is damaged, yield the members before the damage, then raise DamagedTar.
     """
     with path.open('rb') as file:
         is_gzip = file.read(2) == GZIP
@@ -61,7 +61,7 @@ def members(path: Path) -> Iterator[Member]:
         tar = _Tar(gzip.GzipFile(fileobj=file) if is_gzip else file)
         try:
             yield from tar.members()
-        except EOFError as error:  # raised by gzip for a truncated stream
+        except EOFError as error:  # gzip raises EOFError if the file is truncated
             raise tar.damaged('cut_off') from error
         except (gzip.BadGzipFile, zlib.error) as error:
             raise tar.damaged('damaged') from error
@@ -90,7 +90,7 @@ class _Tar:
             block = self._read_exactly(BLOCK, may_end=ended)
             if block is None:
                 return
-            if not any(block):  # end-of-archive marker; another archive may follow if two were concatenated
+            if not any(block):  # marks the end of an archive; another archive may be appended
                 ended = True
                 continue
             ended = False

@@ -25,7 +25,7 @@ class WebDatasetSource:
     """Tar files in a folder, a single tar file, or a pattern with braces; each tar file is one part.
 
     A sample is a group of adjacent members with the same stem: image `000000012.jpg`, caption `000000012.txt` and
-    metadata `000000012.json`. Its key is the tar file's stem plus its own, `00000/000000012`. Captions are taken from
+    metadata `000000012.json`. Its key is the stems of tar file and members, `00000/000000012`. Captions are taken from
     `captions` in the .json member, otherwise from the .txt member, otherwise from `caption` in the .json member; other
     JSON keys become metadata.
 
@@ -38,7 +38,7 @@ class WebDatasetSource:
     location: str
     caption_text: CaptionText = 'whole'
     caption_column: str | Sequence[str] | None = None
-    """Keys of .json members with captions, and `txt` for .txt members; None means the rule above."""
+    """Keys of .json members with captions, and `txt` for .txt members; None means those described for this class."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
 
@@ -135,7 +135,7 @@ class _Group:
         self.key = key
         self._image_suffixes = image_suffixes
         self._samples: dict[str, _Sample] = {}
-        """Samples by the rest of their stem: empty, or `v2` for `photo.v2.jpg`."""
+        """Samples by the part of their stem after the first dot: `v2` for `photo.v2.jpg`, empty for `photo.jpg`."""
 
     def has(self, suffix: str) -> bool:
         """Return True if there is a member with this suffix; it may contain dots, such as `v2.jpg`."""

@@ -89,7 +89,7 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder (except against other shares) in the `with` block; add its name to OSErrors in the block.
+        """Lock the folder in the `with` block (shares do not lock each other out); add its path to OSErrors.
 
         Raises:
             ExternalError: In place of an OSError for a store that does not respond, or a full disk.
@@ -106,7 +106,7 @@ class WorkFolder:
                     yield
                 finally:
                     if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
-                        self.remove()  # no work was started, so do not leave an empty folder behind
+                        self.remove()  # the block has written no plan, so remove the empty folder
         except OSError as error:
             what = f'{self.path}: {error}; fix the cause and run the same command again; finished work is kept'
             if isinstance(error, GaveUp) or error.errno in DISK_FULL_ERRORS:
@@ -125,7 +125,7 @@ class WorkFolder:
             )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove unfinished files of killed processes (with a share, of its parts); the caller must hold the lock."""
+        """Remove unfinished files of killed processes, or only those of a share; the caller must hold the lock."""
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)

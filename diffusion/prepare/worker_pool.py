@@ -128,7 +128,7 @@ class _Worker:
         try:
             result, job_error, worker_traceback = self.pipe.recv()
         except OSError as error:
-            # Raised instead of EOFError if the process died during a message or before reading its job.
+            # The pipe raises OSError instead of EOFError if the process died while sending or before reading its job.
             raise EOFError from error
         if job_error is not None:
             raise job_error from _WorkerTraceback(worker_traceback)
@@ -171,11 +171,11 @@ def _death_message(worker: _Worker) -> str:
 
 
 def _start_forkserver() -> None:
-    """Start the fork server for worker processes with SIGINT ignored, which the workers inherit."""
+    """Start the process that forks workers while SIGINT is ignored, so that it and all workers ignore SIGINT too."""
     # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
     # SIGINT, would die with its own traceback.
     if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread can set signal handlers
+        return  # SIGINT cannot be ignored here: only the main thread can set signal handlers
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -186,9 +186,9 @@ def _start_forkserver() -> None:
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
     """Run jobs received through a pipe until it closes; main function of a worker."""
     keep_freed_memory()
-    os.environ.update(environment)  # the caller may have set variables after the fork server started
+    os.environ.update(environment)  # variables that the caller set after the fork server started
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent kills its workers
 
     def note(text: str) -> None:
         shared.value = text.encode('utf-8', 'replace')[: NOTE_BYTES - 1]

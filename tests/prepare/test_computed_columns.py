@@ -86,8 +86,8 @@ def test_file_belongs_to_the_settings_of_the_dataset(tmp_path, brightness):
         ("return {'score': [1.0]}", "returned 1 values of 'score' for 2 images; return one each"),
         ("return {'score': 'ab'}", "returned no list of values of 'score' for 2 images"),
         ("return {'score': 3}", "returned no list of values of 'score' for 2 images"),
-        ("return {'language': ['en', 'de']}", "returned the column 'language'; use another name"),
-        ('return {1: [0, 0]}', 'returned the column 1; use another name'),
+        ("return {'language': ['en', 'de']}", "returned the column 'language', reserved or not text; rename it"),
+        ('return {1: [0, 0]}', 'returned the column 1, reserved or not text; rename it'),
     ],
 )
 def test_wrong_results_are_refused(tmp_path, body, message):

@@ -38,7 +38,7 @@ def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
         # name.
         _flush(unfinished)
         unfinished.replace(path)
-    except BaseException:  # includes KeyboardInterrupt
+    except BaseException:  # remove the file after KeyboardInterrupt too
         unfinished.unlink(missing_ok=True)
         raise
     # The new name is stored in the folder, which must be flushed separately.
@@ -69,7 +69,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, path: Path, *, aside: Path | None = None, create_folder: bool = True) -> None:
-    """Rename a flushed folder to `path`; an existing folder is replaced, or restored if the rename fails.
+    """Rename a folder to `path`, replacing an existing folder, which is restored if the rename fails.
 
     Args:
         aside: Temporary path for the replaced folder, which stays there if the process is killed between the two
@@ -116,7 +116,10 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, *, below: bool = False) -> None:
-    """Remove incomplete files of killed processes (with `below`, in subfolders too); no process may be writing."""
+    """Remove incomplete files of killed processes from a folder; call this only while no process writes to it.
+
+    `below` includes its subfolders.
+    """
     pattern = f'*{UNFINISHED}*'
     for path in [*(folder.rglob(pattern) if below else folder.glob(pattern))]:
         remove(path)

@@ -58,7 +58,7 @@ class GoogleClient(Client):
             **self.once,
         )
         objects = [ObjectInfo(blob.name, blob.size, blob.etag) for blob in found]
-        return [name.removesuffix('/') for name in found.prefixes], objects  # iterating fills `prefixes`
+        return [name.removesuffix('/') for name in found.prefixes], objects  # iterating over `found` sets `prefixes`
 
     def head(self, location: Location) -> ObjectInfo:
         blob = self._blob(location)
@@ -127,7 +127,7 @@ class AzureClient(Client):
         self.client = BlobServiceClient(
             endpoint,
             credential=credential,
-            retry_total=0,  # retries are left to `RetryPolicy`
+            retry_total=0,  # no retries by the client: `RetryPolicy` retries
             connection_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
         )
@@ -219,7 +219,7 @@ class HubClient(Client):
         self.files.invalidate_cache()
         try:
             entries = self.files.ls(self._path(location), detail=True)
-        except FileNotFoundError:  # other stores do not distinguish an empty folder from a missing one
+        except FileNotFoundError:  # treat a missing folder as empty, as in other stores
             return [], []
         folders = [found['name'].strip('/').partition('/')[2] for found in entries if found['type'] == 'directory']
         return folders, [self._object(found['name'], found) for found in entries if found['type'] == 'file']

@@ -39,7 +39,7 @@ FolderListing = tuple[list[str], list[ObjectInfo]]
 class Client(Protocol):
     """Base class of object store clients; a client may be used by one thread at a time, in the process that created it.
 
-    `policy` belongs to the current user of the client; file uploads to S3 call its `wait`, and stop if it raises.
+    `policy` is that of the request in progress. An upload to S3 calls `policy.wait`, and ends if this raises an error.
     """
 
     policy: RetryPolicy = RetryPolicy()
@@ -49,7 +49,7 @@ class Client(Protocol):
         ...
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return folders (keys without slash) and objects in a folder, whose own key is empty or ends with a slash."""
+        """Return the subfolders (keys without final slash) and objects in a folder (key empty or ending in `/`)."""
         ...
 
     def head(self, location: Location) -> ObjectInfo:
@@ -68,7 +68,7 @@ class Client(Protocol):
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload bytes or a file; fail with status 412 if it exists (`if_absent`) or its etag is not `if_tag`."""
+        """Upload an object; with `if_absent` or `if_tag`, fail with status 412 if it exists or has another etag."""
         ...
 
     def delete(self, location: Location) -> None:
@@ -76,7 +76,7 @@ class Client(Protocol):
         ...
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Abort uploads to `location` or below it that began this long ago (store's clock); yield their keys.
+        """Abort uploads to or below `location` that began at least this long ago (store's clock); yield their keys.
 
         Only S3 needs this: Google and Azure delete unfinished uploads after a week.
         """

@@ -62,7 +62,7 @@ class DirectFile(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             try:
-                super().close()  # calls flush
+                super().close()  # calls flush(), which may fail
             finally:
                 self._file.close()
 
@@ -99,7 +99,7 @@ class DirectFile(io.RawIOBase):
         except OSError:
             if not direct:
                 raise
-            self._may_be_direct = False  # the file system does not support direct I/O
+            self._may_be_direct = False  # do not try again: the file system does not support direct I/O
 
 
 @cache

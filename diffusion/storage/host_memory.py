@@ -35,9 +35,9 @@ def keep_freed_memory() -> None:
     """
     try:
         mallopt = ctypes.CDLL('libc.so.6').mallopt
-    except (OSError, AttributeError):  # musl, macOS
+    except (OSError, AttributeError):  # malloc is not glibc's, as with musl or on macOS
         return
-    trim_threshold, mmap_threshold = -1, -3  # constants from malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
     if not mallopt(mmap_threshold, 64 * 2**20):
-        mallopt(mmap_threshold, 32 * 2**20)  # the largest value that old versions accept
+        mallopt(mmap_threshold, 32 * 2**20)  # the largest value that old versions of glibc accept
     mallopt(trim_threshold, 256 * 2**20)

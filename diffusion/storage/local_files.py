@@ -68,7 +68,7 @@ def check_writable(folder: str | Path, where: str) -> None:
 
 
 def why_not_writable(folder: str | Path) -> str | None:
-    """Return why a folder cannot be created or written to and how to fix it, or None if it can. Creates nothing."""
+    """Return why a folder cannot be created or written to, and how to fix this; None if it can. Create nothing."""
     # Check the nearest existing ancestor, because mkdir creates everything below it.
     folder = Path(folder).absolute()
     for path in (folder, *folder.parents):
@@ -115,7 +115,7 @@ def why_not_visible(path: Path, content: str, seconds: float) -> str:
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the parent folder of all working folders, such as /local/nvme."""
 LAUNCH = 'launch'
-"""Argument `purpose` of `working_folder` for the node entry point, whose folder a new run must not empty."""
+"""Value of `purpose` for the folder of the node entry point, separate so that a new run does not empty it."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:

@@ -24,7 +24,7 @@ STALE_SECONDS = 24 * 3600.0
 
 
 class WaitedTooLong(Exception):
-    """Another process held a lock for longer than `wait_at_most` allows."""
+    """Raised if another process held a lock for longer than `wait_at_most` allows."""
 
 
 def wait_at_most(seconds: float, wait: Callable[[], None]) -> Callable[[], None]:
@@ -67,7 +67,7 @@ def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, rem
 
 
 def make_scratch_folder(path: Path, size: int) -> Path:
-    """Create a temporary folder beside `path` for downloading the file; its name records `size` in bytes."""
+    """Create a temporary folder in which to download the file `path` of `size` bytes; its name contains the size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{size}.{uuid.uuid4().hex[:12]}{SUFFIX}')
     scratch.mkdir()

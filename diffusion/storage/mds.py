@@ -242,7 +242,7 @@ class FileInfo(Protocol):
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the algorithm for checking a file: `demanded`, or the fastest in `hashes`, or None if none is known."""
+    """Return the algorithm for checking a file: `demanded`, or else the fastest in `hashes`; None if it has none."""
     if demanded is not None:
         if demanded not in hashes:
             raise UserError(

@@ -91,7 +91,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
         prefix = location.key.rstrip('/')
         with client_of(location, retry) as client:
             folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
-        # Some programs create an object for the folder itself. On Hugging Face, a file may be at the URL. Skip both.
+        # Skip the object that some programs create for the folder itself, and on Hugging Face a file at the URL.
         objects = [found for found in objects if found.key.startswith(below) and found.key != below]
         return sorted(folders), sorted(objects)
 
@@ -175,7 +175,7 @@ def write(
                 client.write(location, content, if_absent=if_absent, if_tag=if_tag)
         except Exception as error:
             status = 412 if isinstance(error, PreconditionFailed) else status_of(error)
-            if status == 404 and if_tag is not None:  # from S3 or Google; not a missing bucket, which gave the etag
+            if status == 404 and if_tag is not None:  # no such object; its bucket exists, as it gave the etag
                 raise PreconditionFailed(f'{url}: does not exist') from error
             if status == 412 and answer_lost and (found := _stored_equal(url, content, retry)) is not None:
                 log.warning('%s: written by an earlier attempt whose response was lost', url)
@@ -205,9 +205,9 @@ def _stored_equal(url: str, content: bytes | Path, retry: RetryPolicy) -> Object
                 expected = file.read(COMPARED_BYTES)
                 if read(url, span=(start, start + len(expected)), retry=retry) != expected:
                     return None
-            return stored if head(url, retry=retry) == stored else None  # not equal if it was overwritten meanwhile
+            return stored if head(url, retry=retry) == stored else None  # None if it was overwritten meanwhile
         except UserError as error:
-            if status_of(error) == 404:  # deleted by another process
+            if status_of(error) == 404:  # another process has deleted the object
                 return None
             raise
 

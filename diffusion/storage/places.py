@@ -131,7 +131,7 @@ class Place(Protocol):
         ...
 
     def check_conditions(self) -> None:
-        """Raise UserError if conditional replacement does not work; call this before work that needs it at the end."""
+        """Raise UserError if `replace` does not work on this storage; call this before work that ends with it."""
         ...
 
 
@@ -197,7 +197,7 @@ class LocalPlace(Place):
         write_atomically(unfinished, _encoded(content), create_folder=False)
         try:
             return move_if_absent(unfinished, path)
-        except OSError:  # no hard links: another process may see a partial file
+        except OSError:  # without hard links, write in place: another process may see a partial file
             with suppress(FileExistsError), path.open('xb', buffering=0) as file:
                 file.write(_encoded(content))
                 os.fsync(file.fileno())
@@ -218,7 +218,7 @@ class LocalPlace(Place):
                 if entry.is_dir():
                     listing.folders.add(entry.name)
                 elif not entry.name.startswith('.'):  # skip hidden files, which are still being written
-                    with suppress(FileNotFoundError):  # replaced just now
+                    with suppress(FileNotFoundError):  # skip a file that was removed since
                         status = entry.stat()
                         listing.files[entry.name] = FileVersion(str(status.st_mtime_ns), status.st_mtime)
         return listing
@@ -254,7 +254,7 @@ class LocalPlace(Place):
         return self.path / name
 
     def clean(self) -> None:
-        with self._locked():  # safe, because unfinished files are written only under the lock
+        with self._locked():  # no process is writing: unfinished files are written only under the lock
             remove_unfinished(self.path, below=True)
 
     def check_conditions(self) -> None:
@@ -358,7 +358,7 @@ class StorePlace(Place):
     def writing(self, name: str) -> Iterator[Path]:
         path = self._scratch(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # left by a killed process; writers open the path with mode 'x'
+        path.unlink(missing_ok=True)  # a killed process may have left a file; mode 'x' would then fail
         try:
             yield path
             object_store.write(self.locate(name), path, retry=self.retry)
@@ -380,8 +380,8 @@ class StorePlace(Place):
         """Do nothing: objects are always complete or absent."""
 
     def check_conditions(self) -> None:
-        name = f'{PROBE}-{secrets.token_hex(8)}'  # unique, since other processes may check at the same time
-        with suppress(PreconditionFailed):  # the request succeeded but was repeated after an error
+        name = f'{PROBE}-{secrets.token_hex(8)}'  # a unique name, since other processes may check too
+        with suppress(PreconditionFailed):  # conditions work; a retry found the object of a lost first attempt
             self.replace(name, b'', None)
         self.delete([name])
 
@@ -398,12 +398,12 @@ class StorePlace(Place):
 
     @contextmanager
     def _faults(self, missing: str | None = None) -> Iterator[None]:
-        """Convert errors according to `refusal_is_fault`; end the block silently if there is no object at `missing`."""
+        """Convert errors in the block as `refusal_is_fault` says; ignore if there is no object at the URL `missing`."""
         try:
             yield
         except UserError as error:
             if missing is not None and status_of(error) == 404:
-                if not self.refusal_is_fault:  # raises if the bucket is missing, which is also a 404
+                if not self.refusal_is_fault:  # list objects to raise an error if the bucket is missing
                     object_store.list_objects(missing, retry=self.retry)
                 return
             if not self.refusal_is_fault:
@@ -428,7 +428,7 @@ def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_faul
 
 
 def move_if_absent(unfinished: Path, path: Path) -> bool:
-    """Move a complete file to another name unless that exists; of concurrent calls, exactly one returns True.
+    """Move a complete file to `path` unless a file exists there; of concurrent calls, exactly one returns True.
 
     `unfinished` is removed in any case.
     """

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 2.0
 PAUSE_FACTOR = 4.0
 LONGEST_PAUSE_SECONDS = 30.0
-"""With these pauses, 3 attempts bridge an outage of 5 to 10 s, and 4 attempts one of 20 to 40 s (random pauses)."""
+"""Longest pause. The pauses add up to 5 to 10 s (random) with 3 attempts, and to 20 to 40 s with 4 attempts."""
 DEADLINE_SECONDS = 600.0
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -29,8 +29,8 @@ EXPIRED = frozenset(
 """S3 error codes with status 400 or 403 to retry: the next attempt's client reads the credentials again."""
 NO_CREDENTIALS = frozenset(
     {
-        *('NoCredentialsError', 'PartialCredentialsError', 'ProfileNotFound'),  # botocore
-        *('SSOTokenLoadError', 'UnauthorizedSSOTokenError'),  # botocore, `aws sso login`
+        *('NoCredentialsError', 'PartialCredentialsError', 'ProfileNotFound'),  # from botocore
+        *('SSOTokenLoadError', 'UnauthorizedSSOTokenError'),  # from botocore, if `aws sso login` is needed
         *('DefaultCredentialsError', 'ConfigFileNotFound', 'InvalidConfig', 'ClientAuthenticationError'),  # others
     }
 )
@@ -105,7 +105,7 @@ class RetryPolicy:
         for number in range(1, self.tries + 1):
             try:
                 return attempt()
-            except Exception as error:  # the clients' errors have no common base class
+            except Exception as error:  # errors of the stores' clients have no common base class
                 if not is_transient(error, url):
                     raise
                 reason = error_text(error)
@@ -129,7 +129,8 @@ class RetryPolicy:
 def is_transient(error: Exception, url: str) -> bool:
     """Return True if a retry may succeed, False if the error came from neither the store nor the network.
 
-    Raise UserError if the store rejects the request, PreconditionFailed if a condition is unmet, OSError for the disk.
+    Raise UserError if the store rejects the request, PreconditionFailed if its condition is not met, and OSError if the
+    local disk is full or cannot be written.
     """
     if isinstance(error, DamagedDownload):
         return True
@@ -173,8 +174,8 @@ def error_text(error: BaseException) -> str:
 
 def _is_local(error: OSError, url: str) -> bool:
     """Return True if an error came from the local disk rather than from a mounted file at `url`."""
-    # Reading from a mount raises the same error numbers, but with `url` as file name. ENOENT without a file name does
-    # not come from opening a local file either.
+    # A mounted file at `url` raises the same error numbers, but its errors have `url` as file name. ENOENT without a
+    # file name comes from the store's client, since opening a local file adds the name.
     if error.errno == errno.ENOENT:
         return error.filename not in (None, url)
     return error.errno in LOCAL_DISK_ERRORS and error.filename != url
@@ -189,7 +190,7 @@ def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str
             404: 'there is no such file; check the path',
         }.get(status or 0)
     credentials = CREDENTIALS[scheme]
-    # Check for a status: Azure raises ClientAuthenticationError for rejected requests too, but with a status.
+    # An error with a status is a rejected request: Azure raises ClientAuthenticationError for these too.
     if any(type(link).__name__ in NO_CREDENTIALS and _status(link) is None for link in links):
         return f'there are no credentials ({text}); {credentials}'
     if any(type(link).__name__ in INVALID_SETTINGS for link in links):
@@ -218,12 +219,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    if isinstance(error, FileNotFoundError | PermissionError):  # from a mount, or from Hugging Face's file system
+    if isinstance(error, FileNotFoundError | PermissionError):  # raised by mounts and Hugging Face's file system
         return 404 if isinstance(error, FileNotFoundError) else 403
     response = getattr(error, 'response', None)
-    if isinstance(response, dict):  # botocore
+    if isinstance(response, dict):  # an error from botocore
         return response.get('ResponseMetadata', {}).get('HTTPStatusCode')
-    for holder in (error, response):  # Azure, Google; Hugging Face and Google's media requests
+    for holder in (error, response):  # errors of Azure and Google; their response elsewhere
         for name in ('status_code', 'status', 'code'):
             value = getattr(holder, name, None)
             if isinstance(value, int):
@@ -236,5 +237,5 @@ def _code(error: BaseException) -> str | None:
     response = getattr(error, 'response', None)
     if isinstance(response, dict):
         return response.get('Error', {}).get('Code')
-    code = getattr(error, 'error_code', None)  # the code may be an enum with string members
+    code = getattr(error, 'error_code', None)  # Azure: text, or a member of a string enum
     return str(getattr(code, 'value', code)) if isinstance(code, str) else None

@@ -24,7 +24,7 @@ GOOGLE_S3 = 'https://storage.googleapis.com'
 
 @functools.cache
 def _model_loader(data_path: str | None) -> Any:
-    """Return a loader of service descriptions for all sessions; parsing them dominates a client's start time."""
+    """Return botocore's loader of API descriptions; clients share it, since parsing takes most of their start time."""
     import botocore.loaders
 
     return botocore.loaders.create_loader(data_path)
@@ -67,7 +67,7 @@ class S3Client(Client):
         config = Config(
             connect_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
-            retries={'total_max_attempts': 1},  # retries are left to `RetryPolicy`; botocore's would multiply them
+            retries={'total_max_attempts': 1},  # no retries by botocore, since `RetryPolicy` retries
             **options,
         )
         self.client: Any = session.client('s3', config=config, **settings)
@@ -158,7 +158,7 @@ class S3Client(Client):
                 except ClientError as error:
                     if error.response['Error']['Code'] != 'NoSuchUpload':
                         raise
-                    continue  # another process finished or aborted the upload
+                    continue  # do not yield an upload that another process has finished or aborted
                 yield upload['Key']
             if not page.get('IsTruncated'):
                 return

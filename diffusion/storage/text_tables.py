@@ -30,14 +30,14 @@ def csv_rows(
 ) -> Iterator[tuple[str, dict[str, str | None]]]:
     """Yield (position, cells by column) for each row of a CSV file whose first line has the column names.
 
-    A position is a text such as `captions.csv line 7`. Missing cells of short rows are None. With `errors='strict'`, as
-    in `open`, a file that is not UTF-8 raises UnicodeDecodeError.
+    A position is a text such as `captions.csv line 7`. Missing cells of short rows are None. `errors` is
+    an argument of `open`: with 'strict', a file that is not UTF-8 raises UnicodeDecodeError.
 
     Args:
         check: Called with the column names before the first row; raises an error for a missing column.
     """
     with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
-        if sys.version_info < (3, 11):  # older csv modules reject NUL; is_misread also finds surrogates
+        if sys.version_info < (3, 11):  # csv rejects NUL before 3.11; `is_misread` accepts both
             lines = (line.replace('\0', '\udc80') for line in lines)
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)  # pyright: ignore[reportArgumentType]
         try:
@@ -93,7 +93,7 @@ def json_objects(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8, or a number above 4300 digits
+        except (ValueError, RecursionError):  # invalid JSON or UTF-8, or more than 4300 digits
             continue
         if isinstance(values, dict):
             yield values

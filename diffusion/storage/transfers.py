@@ -23,7 +23,7 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""Seconds by which a client's own timeout, which ends the thread of an abandoned download, exceeds the policy's."""
+"""Time added to the policy's timeout for that of the client, which ends the thread of an abandoned download."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
 """Pool of unused clients, by process, store and timeout. Creating a client takes 0.1 to 0.5 s."""
@@ -128,7 +128,7 @@ class _Pool:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del future, task, policy  # do not keep these objects alive while the thread waits
+            del future, task, policy  # free these objects before the thread waits for the next task
 
 
 def _process_pool() -> _Pool:
@@ -213,7 +213,7 @@ def read_watched(
     try:
         while reader.is_alive():
             reader.join(POLL_SECONDS)
-            retry.wait()  # raises if, for example, another rank has failed
+            retry.wait()  # may raise an error to end the download, such as after a failure of another rank
             now = time.monotonic()
             if now - since <= retry.timeout_seconds:
                 continue

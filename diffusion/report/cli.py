@@ -30,7 +30,7 @@ class ReportOptions:
     """Options of `diffusion report`."""
 
     runs: Annotated[list[str], Option('RUN', positional=True, files=True)]
-    """Folder or URL of a run; several, to compare the runs; or a folder or URL that contains runs, for a table."""
+    """Folder or URL of a run; several compare the runs; a folder or URL that contains runs shows a table of them."""
     out: Path | None = None
     """HTML file to write (default: report.html in the run's folder; for several runs, report.html in the current
     folder; for a URL, NAME-report.html in the current folder)."""
@@ -83,7 +83,7 @@ def _is_run(place: str) -> bool:
         if looks_like_a_run(files_of_run(place, PATIENT).list()):
             return True
     except OSError:
-        pass  # `runs_in` also lists the files, and reports the error
+        pass  # `runs_in` lists the folder again and raises UserError if it cannot be read
     runs_in(place)
     return False
 
@@ -112,7 +112,7 @@ def _serve(options: ReportOptions, places: list[str], *, is_table: bool) -> int:
         # Accept only names in the table: other names could lead outside the folder.
         return page_of(name) if is_table and name in {row['name'] for row in main.content().data['rows']} else None
 
-    main.content()  # raise errors now if a run cannot be read
+    main.content()  # fail before the server starts if a run cannot be read
     with contextlib.suppress(KeyboardInterrupt), ReportServer(options.host, options.port, main, run_page) as server:
         print(f'{", ".join(places)}: {server.url} (Ctrl-C ends it)', flush=True)
         server.serve_forever(0.2)

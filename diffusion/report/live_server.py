@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):  # the browser closed the connection
+        with contextlib.suppress(ConnectionError, TimeoutError):  # ignore that the browser closed the connection
             self._answer()
 
     do_HEAD = do_GET
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(HTTPStatus.OK, image, 'image/webp', cache='private, max-age=86400, immutable')
 
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
-        """Return True if a request has the token or, on localhost, a local host name."""
+        """Return True if a request has the token or, if the server has none, a local host name in its Host header."""
         if self.server.token:
             given = (query.get('token') or [''])[0]
             return hmac.compare_digest(given.encode(), self.server.token.encode())
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_data(self, content: Page) -> None:
         body = json_text(content.data).encode()
-        # Leave out the time of reading, which changes even if the run has not.
+        # Compute the ETag without the time of reading, which changes even if the run does not.
         same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
         tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
         if self.headers.get('If-None-Match') == tag:

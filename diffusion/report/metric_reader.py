@@ -152,7 +152,7 @@ class MetricReader:
                     text = names.get(name) or names.setdefault(name, name.decode())
                     yield int(single[1]), text, float(single[3])
                     continue
-                except ValueError:  # the line is not UTF-8, or contains a number such as 1.2.3
+                except ValueError:  # the regular expression also matches invalid UTF-8, and numbers such as 1.2.3
                     pass
             yield from self._parsed(line)
 
@@ -171,7 +171,7 @@ class MetricReader:
             if isinstance(value, int | float) and not name.encode(errors='replace').startswith(SKIPPED):
                 try:
                     yield step, name, float(value)
-                except OverflowError:  # an integer of hundreds of digits
+                except OverflowError:  # float() fails for integers with more than 308 digits
                     yield step, name, math.inf
 
     def _rewind(self, step: int) -> None:

@@ -100,7 +100,7 @@ REPORT = 'report.html'
 _THREADS = 8
 """Number of runs to read at the same time; reading is mostly waiting for the storage."""
 _SHOWN_METRICS = ('fid', 'cmmd', 'clip_score', 'retrieval_top1')
-"""Metrics of the last evaluation to show in the table; if it has none of these, its first metrics are shown."""
+"""Metrics of the last evaluation to show in the table; an evaluation without these shows its first two metrics."""
 
 
 def runs_in(place: str) -> list[str]:
@@ -142,7 +142,7 @@ def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
 
 
 def _kind(state: str, cause: str | None) -> str:
-    """Return the color for a run's state and, if it has ended, the cause: good, bad or plain."""
+    """Return the color of a run in the table (good, bad or plain), from its state and the cause of its end, if any."""
     if state == 'running' or (state == 'ended' and cause == 'done'):
         return 'good'
     return 'bad' if state == 'silent' or (state == 'ended' and cause not in (None, 'preempted', 'stopped')) else 'plain'

@@ -161,7 +161,7 @@ NOT_COMPARED = {'name', 'runs_dir'}
 def recipe_values(text: str) -> dict[str, Any]:
     try:
         content = parse_yaml(text)
-    except (ValueError, yaml.YAMLError, RecursionError):  # another program wrote the file
+    except (ValueError, yaml.YAMLError, RecursionError):  # not a recipe that this package wrote
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -202,7 +202,7 @@ def _text(value: Any) -> str:
 
 
 MAX_POINTS = 400
-"""Maximum number of batches with known hours; for a chart's axis of hours, those between are interpolated."""
+"""Maximum number of batches whose hours are stored; a chart's axis interpolates the hours of those between."""
 HOUR = 3600
 
 
@@ -293,7 +293,7 @@ def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
     memory = [int(word[:-2]) for word in words if re.fullmatch(r'\d+gb', word)]
     fitting = []
     for name, gpu in gpus.items():
-        # The first words are the family, such as `a100` or `rtx` and `4090`. The form factor follows, such as `pcie`.
+        # A name consists of the family (`a100`, or `rtx` and `4090`), the form factor, such as `pcie`, and the memory.
         parts = _words(name)
         family = [part for part in parts if not re.fullmatch(r'\d+gb|sxm|pcie', part)]
         if not {*family} <= {*words}:

@@ -54,7 +54,7 @@ class RunContent:
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     validation: tuple[int, float] | None = None
-    """Batch and value of the last validation loss, if the run has no evaluated checkpoint; only without curves."""
+    """Batch and value of the last validation loss; only read for a run without evaluations if curves are not read."""
     images: SampledImages = field(default_factory=SampledImages)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class RunContent:
 def last_validation(metrics: bytes) -> tuple[int, float] | None:
     """Return the batch and the value of the last validation loss, given the end of a metrics file's content."""
     for line in reversed(metrics.splitlines()):
-        # Look for the name before parsing: most of the lines are about single batches.
+        # Parse only lines with such a name: most of the lines have the metrics of a batch.
         for values in parse_json_lines(line) if b'"metrics/' in line else ():
             found = [value for name, value in values.items() if _VALIDATION.fullmatch(name)]
             if found and isinstance(values.get('step'), int) and isinstance(found[0], float):
@@ -143,7 +143,7 @@ class RunReader:
     def _status(self) -> RunReport:
         try:
             return inspect_run(self.place)
-        except UserError:  # there is only a recipe so far
+        except UserError:  # the run has only a recipe so far, and no status
             return RunReport(self.place, 'starting')
 
     def _read_metrics(self, listing: Listing, notes: list[str]) -> None:
@@ -153,7 +153,7 @@ class RunReader:
                 content = self._files.read(METRICS) or b''
                 self._metrics, self._metrics_version = MetricReader(), version
                 self._metrics.feed(content)
-        elif METRICS in listing.files and Path(self.place, METRICS).is_file():  # avoid pipes: opening one would block
+        elif METRICS in listing.files and Path(self.place, METRICS).is_file():  # opening a pipe would block
             self._read_metrics_file(Path(self.place, METRICS))
         reader = self._metrics
         if not reader.position:

@@ -20,7 +20,7 @@ MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Possible sizes in pixels of an image on a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""Up to this number of sheets, images are made smaller until all sheets fit; further sheets may be left out."""
+"""Images are made smaller until this number of sheets fits, or all if there are fewer; others may be left out."""
 MAX_FIGURES = 64
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
@@ -51,7 +51,7 @@ class SheetReader:
 
     def __init__(self, files: Place, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
-        self._content = ('', '', b'')  # the sheet read last, to encode it at another size
+        self._content = ('', '', b'')  # name, version and content of the sheet read last, to encode it in other sizes
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
 
     def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:

@@ -46,7 +46,8 @@ __all__ = [
     'tiny_sdxl',
 ]
 
-# Set the variable here: every program of this package imports this file before torch, and child processes inherit it.
+# Set GOMP_SPINCOUNT here: every program of this package imports this file before torch, and child processes inherit
+# the variable.
 shorten_spin()
 
 # Names are imported on first use (PEP 562): importing Composer, Streaming and diffusers takes 18 to 32 s on a

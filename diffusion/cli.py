@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(argparse._SubParsersAction):
-    """Subcommands. A subcommand's text in the list of subcommands is also the first line of its own `--help`."""
+    """Subcommands. `help`, a subcommand's text in the list of them, is also the first line of its own `--help`."""
 
     # typeshed declares every keyword of ArgumentParser; the override need not repeat them.
     def add_parser(self, name: str, fill: 'Fill', *, help: str, **options: Any) -> Any:  # type: ignore[override]
@@ -41,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
     commands: Any = None
     """The object that `add_subparsers` returned; its `choices` are the subcommands."""
     fill: 'Fill | None' = None
-    """Function that adds the arguments. It imports modules that other subcommands do not need."""
+    """Function that adds the arguments; called late, since it imports modules that other subcommands do not need."""
 
     def add_subparsers(self, **options: Any) -> Any:
         """Add subcommands. `dest` is the noun for a subcommand in error messages, such as `source`."""
@@ -99,16 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             status = _main(argv)
-        except SystemExit:  # raised by argparse
+        except SystemExit:  # argparse exits after --help and after errors
             _flush()
             raise
         _flush()
         return status
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
-        if not closed:  # another pipe broke, such as one to a worker process: an error
+        if not closed:  # an error: another pipe broke, such as one to a worker process
             raise
-        for stream in closed:  # otherwise the flush at exit would raise again
+        for stream in closed:  # redirect it, or the flush at exit would raise BrokenPipeError again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return CLOSED_PIPE
 
@@ -120,7 +120,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
     args, rest = parser.parse_known_args(arguments)
-    # argparse accepts no KEY=VALUE after an option that follows the recipe, so add these arguments here.
+    # argparse leaves KEY=VALUE arguments after an option in `rest`: add them here.
     if rest and ('trailing' not in args or any(word.startswith('-') for word in rest)):
         parser.error(f'unrecognized arguments: {" ".join(rest)}')
     if rest:

@@ -30,8 +30,8 @@ class TierConfig:
     """A tier of `checkpointing.tiers`: recent checkpoints in the memory or on a local disk of the nodes."""
 
     save_interval: str = '1m'
-    """The time between two saves, such as 30s or 10m; or auto; or a number of batches, such as 50ba. A save waits while
-    another one is being written."""
+    """The interval between saves: a time, such as 30s or 10m; auto, computed from the duration of saves and the failure
+    rate; or a number of batches, such as 50ba. A save waits while another one is being written."""
     folder: str | None = None
     """An existing folder on each node, which nodes must not share; checkpoints are saved in its subfolder
     diffusion-UID/RUN_ID. Null means /dev/shm for `memory`; `disk` needs a folder, such as /local/nvme."""

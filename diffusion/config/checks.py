@@ -91,7 +91,7 @@ def check_components(recipe: Recipe) -> list[Problem]:
             problems.append(Problem(where, what))
         else:
             problems += registry.check_keywords(where, kind, name, kwargs, supplied=SUPPLIED.get(kind, ()))
-    # `check_recipe` reports durations that are bare numbers and suggests units; the type check would suggest quotes.
+    # Drop type errors of durations that are bare numbers: they suggest quotes, but `check_recipe` suggests units.
     numbers = {where for where, value in _durations(recipe) if not isinstance(value, str) and duration_problem(value)}
     problems = [problem for problem in problems if problem.where not in numbers]
     if not isinstance(recipe.trainer, dict):
@@ -124,7 +124,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')
     if isinstance(recipe.global_batch, int) and recipe.global_batch > MAX_BATCH:
         gather.problem('global_batch', f'{recipe.global_batch} is more than {MAX_BATCH} samples; use a smaller batch')
-        return gather.problems  # the other checks would take long: they search for divisors
+        return gather.problems  # skip the other checks: searching for divisors of a huge batch takes long
     if _not_positive(recipe.device_train_microbatch_size):
         gather.problem('device_train_microbatch_size', f'{recipe.device_train_microbatch_size} is not positive')
     if isinstance(recipe.seed, int) and not 0 <= recipe.seed < 2**32:
@@ -149,7 +149,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.task == 'train' and isinstance(recipe.trainer, dict) and isinstance(recipe.callbacks, dict):
         _check_loss_guard(recipe.trainer, recipe.callbacks, gather)
     _check_notify(recipe.notify, gather)
-    # Check the defaults of keywords too: they are saved with the recipe, which could not be loaded with a wrong one.
+    # Check the defaults of keywords too: a run saves them with its recipe, and fails to load it if one is wrong.
     own = {where: registry.settings_of(kind, each) for where, kind, each in _components(recipe)}
     if recipe.task == 'train':
         gather.problems += check_initial_weights(recipe.init_from)
@@ -417,8 +417,8 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
         keys = DURATION_KEYS & kwargs.keys()
         annotations = registry.annotations(kind, name) if keys else {}
         for key in sorted(keys):
-            # Skip keywords with these names that take only numbers, such as `every` of node_health, a number of
-            # batches.
+            # Some keywords with these names take only numbers, such as `every` of node_health, a number of batches:
+            # skip them.
             takes_text = bool({'str', 'Time'} & words(annotations.get(key, '')))
             value = kwargs[key]
             if isinstance(value, list):

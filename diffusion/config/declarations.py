@@ -178,7 +178,7 @@ def constrained(function: Function) -> Function:
     signature = full_signature(function)
     own = inspect.signature(function).parameters
     unpacked = {name: each.default for name, each in signature.parameters.items() if name not in own}
-    # Evaluate the annotations at the first call: a method's may name its class, which does not exist yet.
+    # Evaluate the annotations at the first call: those of a method may name its class, which does not exist yet.
     hints = functools.cache(functools.partial(keyword_hints, function))
 
     @functools.wraps(function)
@@ -277,7 +277,7 @@ def extras_of(annotation: Any) -> list[Any]:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Return False if a value has another type than an annotation; True also for types that are not checked."""
+    """Return False if a value does not have the type of an annotation; True if it does or the type is not checked."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _fits(arguments[0], value)
@@ -286,9 +286,9 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return any(value == choice for choice in arguments if type(value) is type(choice))
     if origin in (list, tuple, Sequence):
-        items = value if isinstance(value, list | tuple) else ()  # do not use up an iterator
+        items = value if isinstance(value, list | tuple) else ()  # do not read an iterator
         is_list = isinstance(value, Iterable) and not isinstance(value, bytes)
-        kinds = {*arguments} - {...}  # the items of a tuple of several types are not checked
+        kinds = {*arguments} - {...}  # items are checked only if all have the same type
         return is_list and (len(kinds) != 1 or all(_fits(arguments[0], item) for item in items))
     if hint in (int, float):
         # NumPy's and PyTorch's numbers are accepted too; True is not a number.

@@ -20,7 +20,7 @@ from diffusion.config.schema import Problem
 
 
 def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = None) -> list[Problem]:
-    """Return a problem if the devices cannot evenly share the batch, its microbatches, replicas and the sample order.
+    """Return a problem if batch, microbatches, replicas or sample order cannot be divided evenly over the devices.
 
     Args:
         gpus_per_node: Number of devices per node; None skips the check of the number of nodes.

@@ -65,7 +65,7 @@ class Family:
     miniature: Miniature | None = None
     """The family's miniature; tests run the family's recipes with it."""
     parameters: Mapping[str, int] = field(default_factory=dict)
-    """Published number of parameters of the denoiser on `latents` and on `pixels`, by these keys."""
+    """Published number of parameters of the denoiser, by what it denoises: `latents` or `pixels`."""
     sides: tuple[int, ...] = ()
     """Image sides in pixels for which the package includes precomputed FLOPs and memory."""
     side_step: int = 8

@@ -35,7 +35,7 @@ class RecipeError(UserError):
         self.problems = list(problems)
         lines = [str(problem) for problem in self.problems]
         if path and len(lines) == 1 and lines[0].startswith(str(path)):
-            super().__init__(lines[0])  # the file itself cannot be read
+            super().__init__(lines[0])  # a single problem that names the file: it cannot be read
             return
         count = f'{len(lines)} mistakes' if len(lines) > 1 else 'a mistake'
         super().__init__('\n  '.join([f'{path or "the recipe"} has {count}:', *lines]))
@@ -67,7 +67,7 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    If an environment variable is neither set nor required, values that need it stay interpolations, not checked.
+    Values that need an environment variable that is neither set nor required stay interpolations and are not checked.
 
     Args:
         overrides: Changes as `key=value`, with dots for nested keys and YAML for values: `trainer.max_duration=20ba`.
@@ -196,7 +196,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _add_defaults(kind: str, entry: Any) -> None:
-    if isinstance(entry, dict):  # otherwise, the entry is null or an interpolation
+    if isinstance(entry, dict):  # a null entry or an interpolation has no keywords
         entry |= registry.saved_defaults(kind, entry['name'], entry, supplied=SUPPLIED.get(kind, ()))
 
 

@@ -188,7 +188,7 @@ def _check_width_transfer(recipe: Recipe) -> list[Problem]:
     values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (BASE_WIDTH, 'hidden_size', 'num_heads')]
     sizes = [each for each in numbers if isinstance(each, int) and each > 0]
-    if len(sizes) < len(numbers):  # not set, or of a wrong type, which is reported elsewhere
+    if len(sizes) < len(numbers):  # skip unset values; other checks report wrong ones
         return []
     found = []
     if (problem := base_width_problem(*sizes)) is not None:
@@ -205,7 +205,7 @@ def _check_width_transfer(recipe: Recipe) -> list[Problem]:
 def base_width_problem(base: int, width: int, heads: int) -> str | None:
     """Return an error message if a base width is invalid for a transformer's width and number of heads, else None."""
     head, rest = divmod(width, heads)
-    if rest or base % head == 0:  # a width that is not a multiple of the number of heads is reported elsewhere
+    if rest or base % head == 0:  # another check reports a width that the number of heads does not divide
         return None
     near = max(head, round(base / head) * head)
     return f'{base} is not a multiple of {head}, the size of a head, which must not depend on the width; use {near}'
@@ -311,7 +311,7 @@ def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, st
     if end is None and depth is not None:
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
-        return {}  # a wrong type, which is reported elsewhere
+        return {}  # another check reports values of a wrong type
     return route_problems(start, end, fraction, depth=depth)
 
 

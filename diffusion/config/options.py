@@ -133,7 +133,7 @@ def _fields(kind: Any) -> list[_Field]:
                 hint, *extras = get_args(hint)
                 option = next((extra for extra in extras if isinstance(extra, Option)), option)
                 constraints += [extra for extra in extras if isinstance(extra, Constraint)]
-            else:  # a union: prefer a list, since its items cover the other types, and prefer any type to None
+            else:  # of a union, use the list type, since its items cover the other types, or else a type but None
                 hint = max(get_args(hint), key=lambda choice: (get_origin(choice) is list, choice is not type(None)))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         found.append(_Field(field.name, hint, option, constraints, default))

@@ -80,7 +80,7 @@ def check_output(recipe: Recipe) -> list[Problem]:
 
 def _check_features(recipe: Recipe, gather: Gatherer) -> None:
     """Report local latents without the image features that `model.representation_alignment` needs."""
-    # This check reads local latents only. Those in an object store are checked later, when the data is opened.
+    # Latents in an object store are not checked here, but when training opens the data.
     aligned = recipe.model.kwargs.get(ALIGNMENT)
     if recipe.task != 'train' or recipe.dataset.name != 'latents' or not aligned:
         return
@@ -90,7 +90,7 @@ def _check_features(recipe: Recipe, gather: Gatherer) -> None:
         for path in manifests:
             try:
                 content = json.loads(path.read_text(encoding='utf-8'))
-            except (OSError, ValueError):  # reported when the data is opened
+            except (OSError, ValueError):  # training reports an unreadable manifest when it opens the data
                 continue
             if isinstance(content, dict) and content.get('image_encoder') is None:
                 gather.problem(f'model.{ALIGNMENT}', no_features_problem(name))
@@ -143,7 +143,7 @@ def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
 
     try:
         samples = mds.first_samples(folder, SAMPLES_LOOKED_AT)
-    except ValueError:  # a damaged shard is reported when training reads it
+    except ValueError:  # training reports a damaged shard when it reads it
         return None
     sizes = [(sample.get('width'), sample.get('height')) for sample in samples]
     known = [(w, h) for w, h in sizes if isinstance(w, int) and isinstance(h, int)]

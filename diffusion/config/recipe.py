@@ -201,7 +201,7 @@ def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp
     found = {}
     for part in SPEED_PARTS:
         on = getattr(settings, part)
-        if on is None:  # on a CPU, the preset turns on only fused_optimizer
+        if on is None:  # follow the preset, which on a CPU turns on only fused_optimizer
             on = full and (on_gpu or part == 'fused_optimizer')
         found[part] = on and not impossible.get(part, False)
     return replace(settings, **found)
@@ -228,7 +228,7 @@ class PrecomputeConfig:
     dtype: Literal['float16', 'float32'] = 'float16'
     """The dtype of the stored latents, text embeddings and image features: float16 or float32."""
     crop: Literal['center', 'random'] = 'center'
-    """The crop of an image: center, or random, which is the crop of the first epoch in training on images."""
+    """The crop of an image: center; or random, the same crop as in the first epoch of training on the images."""
     min_crop_scale: float = 1.0
     """The minimum size of a random crop, as a fraction of the largest possible crop."""
     batch_size: int = 64
@@ -301,8 +301,8 @@ class InitFrom:
     # The field cannot have the name of its key, `from`, which is a Python keyword.
     source: str = field(metadata={'key': 'from'})
     """The source of the weights: a checkpoint, or the folder of another run, whose newest checkpoint is used; a folder
-    that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub; or a `.safetensors` file in the
-    original layout of Stable Diffusion."""
+    that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub; or a `.safetensors` file with the
+    tensor names of Stability AI's code (`model.diffusion_model.*`)."""
     weights: Literal['training', 'ema'] = 'training'
     """The weights to start from if the source has both: training, or ema (averaged)."""
     revision: str | None = None

@@ -109,7 +109,7 @@ def _component(
     given = given if isinstance(given, Mapping) else {}
     name = str(given.get('name', label))
     keywords = {str(key): value for key, value in given.items() if key != 'name'}
-    if registry.unknown(kind, name) is not None:  # the user's own component, which is no longer registered
+    if registry.unknown(kind, name) is not None:  # a user's component that is not registered any more
         return {'name': name} | _plain(keywords)
     set_by_program = {*registry.PROGRAM_DEFAULTS.get(kind, ())} - {*keywords, *offered}
     left_out = {*SUPPLIED.get(kind, ()), *set_by_program}

@@ -99,7 +99,7 @@ BASE_CLASSES = {
     'logger': ('composer.loggers.LoggerDestination', ''),
     'optimizer': ('torch.optim.Optimizer', ''),
 }
-"""Base class that a component's class must have, by kind, and the rest of the contract for messages."""
+"""Base class that a component's class must have, by kind, and its other requirements, as text for messages."""
 
 
 def register(kind: str, name: str, target: Any) -> None:
@@ -175,13 +175,13 @@ def contract_problem(kind: str, name: str) -> str | None:
         return None
     takes = signature(kind, name)
     missing = [each for each in DATASET_KEYWORDS if each not in takes.names()]
-    if takes.open_ended or (found is None and not missing):  # it may have the constructor of one of this package's
+    if takes.open_ended or (found is None and not missing):  # may inherit the constructor of this package's
         return None
     return f'{name} does not take {", ".join([*missing, "**streaming"])}{contract}'
 
 
 def _loaded(target: Any) -> Any:
-    """Return a registered class or function, or None if it is registered by an address in a module not yet loaded."""
+    """Return a registered class or function; None if it is registered by address and its module is not loaded yet."""
     if not isinstance(target, str):
         return target
     module, _, attribute = target.partition(':')
@@ -207,7 +207,7 @@ def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: 
 
 
 def _added_defaults(found: Signature, given: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the plain defaults of keywords not in `given` or `left_out`, and given mappings with their defaults."""
+    """Return the plain defaults of keywords not in `given` or `left_out`; fill in the defaults of given mappings."""
     added = {}
     for parameter in found.parameters:
         value, nested = given.get(parameter.name), found.nested_signature(parameter)
@@ -292,7 +292,7 @@ def annotations(kind: str, name: str) -> dict[str, str]:
     """Return the annotations of a component's keywords as text; empty if the component cannot be found."""
     try:
         return {each.name: each.annotation for each in signature(kind, name).parameters}
-    except (KeyError, UserError):  # `check_keywords` reports the error
+    except (KeyError, UserError):  # `check_keywords` reports that the component cannot be found
         return {}
 
 

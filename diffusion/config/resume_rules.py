@@ -148,7 +148,7 @@ def rule_of_key() -> dict[str, Rule]:
 
 
 def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str, OnResume]]:
-    """Yield a component's keywords, as in `Rule.keys`, each with the effect that it or else the component declares."""
+    """Yield a component's keywords, as in `Rule.keys`, each with its own declared effect or else the component's."""
     of_component = ARCHITECTURE if kind == 'model' else signature.on_resume
     if signature.on_resume is not None:
         yield where, signature.on_resume
@@ -187,7 +187,7 @@ def rule_of(path: str) -> Rule:
         prefix = '.'.join(parts[:length])
         if f'{prefix}.*' in known:
             return known[f'{prefix}.*']
-        # The key is part of another key's value, such as of a mapping that is the value of a keyword.
+        # The path leads into the value of the key `prefix`, such as into a mapping given for a keyword.
         if prefix in known and length > 1:
             return known[prefix]
     return known.get(parts[0], known.get(f'{parts[0]}.*', UNKNOWN_KEY))
@@ -246,7 +246,7 @@ def _component_changes(
         return
     if before is not None and after is not None and before.get('name') == after.get('name'):
         yield from _value_changes(key, path, before, after)
-    elif key in ('model', 'optimizer'):  # keywords of different classes cannot be compared
+    elif key in ('model', 'optimizer'):  # list only the names: the keywords of two classes differ
         yield Change(f'{key}.name', rule_of(f'{path}.name'), (before or {}).get('name'), (after or {}).get('name'))
     else:
         yield Change(key, rule_of(path), before, after)

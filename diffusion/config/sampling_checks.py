@@ -61,13 +61,16 @@ FLOW_SCHEDULERS = {
     'heun': 'FlowMatchHeunDiscreteScheduler',
     'unipc': 'UniPCMultistepScheduler',
 }
-"""Short names for flow-matching models. For a flow, DDIM is Euler's method (Gao et al. 2024)."""
+"""Schedulers for flow-matching models by short name. For a flow, DDIM is Euler's method (Gao et al. 2024)."""
 FLOW_SCHEDULER_CLASSES = (*FLOW_SCHEDULERS.values(), 'DPMSolverSinglestepScheduler')
 """diffusers' schedulers that can sample flow-matching models; the others require the betas of a diffusion schedule."""
 
 
 def scheduler_class_name(name: str, *, flow: bool = False) -> str:
-    """Return a diffusers scheduler's class name for it or a short name such as `ddim`; for flow matching if `flow`."""
+    """Return the name of a diffusers scheduler class, given a short name such as `ddim` or a class name.
+
+    `flow` selects the class that a short name stands for with flow-matching models.
+    """
     return (FLOW_SCHEDULERS if flow else SCHEDULERS).get(name, name)
 
 
@@ -95,7 +98,10 @@ def _scheduler_classes() -> list[str]:
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return a problem for each sampling setting that is out of range; `components` are their keywords by path."""
+    """Return a problem for each sampling setting that is out of range in `generate` or a component.
+
+    `components` are the keyword values of the components that sample, by the component's path.
+    """
     timesteps, flow = num_train_timesteps(recipe.model), is_flow(recipe.model)
     # Training does not read `generate`, whose default of 50 steps would be an error for a model with fewer timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]

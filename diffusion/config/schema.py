@@ -176,7 +176,7 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
             before = len(gather.problems)
             built[name] = build_dataclass(hints[name], value[keys[name]], path, gather, docs.get(name, ''))
             if built[name] is None and len(gather.problems) > before and name not in _required(kind):
-                del built[name]  # optional: use the default, so that the other checks can continue
+                del built[name]  # use the default of an optional field, so that the other checks can continue
         elif name in _required(kind):
             gather.problem(path, f'is missing; set {_sentence(docs.get(name, "")) or describe_type(hints[name])}')
             built[name] = None

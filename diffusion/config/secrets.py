@@ -100,7 +100,7 @@ def _problem(where: str, what: str) -> Problem:
 
 
 MIN_CHARACTERS = 6
-"""`hide_values` replaces shorter values only in messages about them: elsewhere they would match parts of words."""
+"""Minimum length of a value that `hide_values` replaces in all messages; shorter ones would match parts of words."""
 
 
 def hide_values(

@@ -173,7 +173,7 @@ def _unpacked_name(annotation: ast.expr | None) -> str | None:
 
 
 def _home(name: str, module: str) -> tuple[str, str]:
-    """Return the module of this package that defines a name used in a file, and the name in it; else ('', '')."""
+    """Return the module of this package that defines a name used in `module`, and its name there; ('', '') if none."""
     if name in _definitions(_source(module)):
         return module, name
     return next(((home, original) for local, home, original in _imports(_source(module)) if local == name), ('', ''))
@@ -189,7 +189,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keywords of a function's decorator `name`: a call, or a constant to which a call is assigned."""
+    """Return the keyword arguments of a function's decorator `name(...)`, or of a constant to which it is assigned."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)
@@ -200,7 +200,7 @@ def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
 
 
 def _call(node: ast.expr, tree: ast.Module) -> ast.Call | None:
-    """Return the expression if it is a call, or the call assigned to it in the file if it is a name; else None."""
+    """Return an expression that is a call; for a constant, the call that the file assigns to it; None for others."""
     if isinstance(node, ast.Name):
         found = (each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, node.id))
         node = next(found, node)
@@ -328,7 +328,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 @functools.cache
 def _aliases(module: str) -> Mapping[str, ast.expr | None]:
-    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; other imports map to None."""
+    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; map other imports to None."""
     imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
     return _own_aliases(_source(module)) | imported
 

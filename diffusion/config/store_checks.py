@@ -24,11 +24,11 @@ from diffusion.storage.retry import RetryPolicy, is_missing_object
 INDEX = 'index.json'
 MANIFEST = 'manifest.json'
 MAX_BEGINNING_BYTES = 2**26
-"""Bytes of a shard to read at most for its first samples."""
+"""Maximum number of bytes to read from a shard for its first samples."""
 
 
 class CopiedStreams(NamedTuple):
-    """A recipe whose remote streams are copies of the beginning of the data, and the streams that cannot be read."""
+    """A recipe that reads local copies of the beginnings of its remote streams, and the streams that cannot be read."""
 
     recipe: Recipe
     refused: list[Problem]
@@ -36,7 +36,7 @@ class CopiedStreams(NamedTuple):
     """URL of each copied folder."""
 
     def check(self) -> list[Problem]:
-        """Return `check_paths` of the copies, with the URLs in the messages, after the streams that cannot be read."""
+        """Return the streams that cannot be read, then the problems of the copies, whose messages name the URLs."""
         found = list(self.refused)
         for problem in check_paths(self.recipe):
             what = problem.what
@@ -82,7 +82,7 @@ def copied_streams(recipe: Recipe) -> Iterator[CopiedStreams]:
 
 
 def _copy_beginning(stream: StreamConfig, folder: Path) -> None:
-    """Copy what the checks look at, and leave out what does not exist."""
+    """Copy the files of a stream that the checks read, as far as they exist."""
     url, retry = str(stream.remote).rstrip('/'), RetryPolicy(1 + stream.download_retry, stream.download_timeout)
 
     def copy(name: str) -> bool:
@@ -100,7 +100,7 @@ def _copy_beginning(stream: StreamConfig, folder: Path) -> None:
     folder.mkdir()
     if stream.aspects:
         copy(BUCKETS)
-        with suppress(UserError):  # `check_paths` reports it
+        with suppress(UserError):  # `check_paths` reports a damaged list of buckets
             for shape in read_buckets(folder):
                 if copy(f'{shape}/{INDEX}'):
                     copy(f'{shape}/{MANIFEST}')
@@ -108,11 +108,11 @@ def _copy_beginning(stream: StreamConfig, folder: Path) -> None:
         copy(MANIFEST)
         _copy_first_samples(url, folder, retry)
     else:
-        copy(BUCKETS)  # its presence changes the advice
+        copy(BUCKETS)  # without an index, `check_paths` advises `aspects` if this file exists
 
 
 def _copy_first_samples(url: str, folder: Path, retry: RetryPolicy) -> None:
-    """Copy the beginning of the first shard; training reports a shard or an index that is damaged."""
+    """Copy the beginning of the first shard; skip a damaged shard or index, which training will report."""
     try:
         shards = json.loads((folder / INDEX).read_bytes())['shards']
         entry = next(each for each in shards if each['samples'])

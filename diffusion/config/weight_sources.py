@@ -25,7 +25,7 @@ def hub_repository(start: InitFrom) -> str | None:
 
 
 def is_original_file(source: str) -> bool:
-    """Return True if a local path names a safetensors file, which must be in the layout of Stability's own code."""
+    """Return True if `source` is a safetensors file; its tensors must be named as in Stability AI's own code."""
     return source.endswith('.safetensors')
 
 

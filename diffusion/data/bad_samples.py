@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""Number of replaced samples that is always tolerated, because it is too small to estimate a rate."""
+"""A run may always replace this many samples, whatever its limit: fewer samples are too few to estimate a rate."""
 
 
 class BadSample(DataError):
@@ -32,7 +32,7 @@ class BadSample(DataError):
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """Return the row, in [0, samples), that replaces an undecodable sample at this attempt (1, 2, ...)."""
+    """Return the row, in [0, samples), to try in place of an undecodable sample at this attempt (1, 2, ...)."""
     word, *_ = philox((attempt, sample_id & 0xFFFFFFFF, epoch & 0xFFFFFFFF, 0), (seed, int(Purpose.REPLACEMENT)))
     return word * samples >> 32
 

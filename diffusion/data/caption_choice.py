@@ -11,7 +11,7 @@ from diffusion.errors import UserError
 
 CaptionChoice = Literal['first', 'random', 'longest']
 CAPTION_COLUMNS = 'caption_columns'
-"""Column with the source column of each caption; only in a dataset with captions from several columns."""
+"""Column that lists, for each caption, the column it came from; only in datasets with captions from several columns."""
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
@@ -29,7 +29,8 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> int:
     """Return the index of the chosen caption; the index also selects data stored per caption, such as text embeddings.
 
-    Only `random` uses `draw`, uniform in [0, 1), and `chances`, the captions' probabilities; if empty, they are equal.
+    Only the rule `random` uses `draw`, a uniform random number in [0, 1), and `chances`, the probability of each
+    caption; if `chances` is empty, all captions are equally likely.
     """
     if rule == 'longest':
         return max(range(len(captions)), key=lambda index: len(captions[index]))

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 ORDER_BYTES = 8
 """Bytes of shared memory per sample of an epoch on every machine, for Streaming's sample order."""
 SHUFFLE_BYTES = 72
-"""Bytes of memory per sample of an epoch in the process that creates the sample order; measured with 10 million."""
+"""Bytes of memory per sample that the process needs to create an epoch's sample order; measured with 10 M samples."""
 SHARD_SHM_BYTES = 17
 """Bytes of shared memory per shard: state, access time and signature."""
 TENSORS = 6
@@ -37,7 +37,7 @@ OPEN_FILES = 200
 FILES_PER_WORKER = 10
 """Open files of the main process per worker, in addition to the tensors."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
-"""Shared memory left behind by dead runs is reported if it exceeds this size."""
+"""Files that dead runs left in shared memory are reported if their total size exceeds this."""
 
 
 @dataclass(frozen=True)

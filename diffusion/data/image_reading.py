@@ -31,7 +31,7 @@ PNG_END = b'IEND\xaeB`\x82'
 SIDEWAYS = range(5, 9)
 """EXIF orientations that swap width and height."""
 MIN_OVERSAMPLING = 2
-"""Minimum ratio of crop size to target size for a JPEG decoded at a reduced size.
+"""A JPEG is decoded at a reduced size only if its crop is then still at least this many times the target size.
 
 Measured on photographs and a zone plate: a ratio of 2 gives a PSNR of 50 dB relative to a full decode and about as much
 aliasing as bicubic. A ratio of 1 is 15% faster, but gives 46 dB and the aliasing of a box filter, ten times that of
@@ -189,7 +189,7 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def _open(encoded: bytes, formats: Sequence[str]) -> Image.Image:
-    """Open an image and, if its format allows, check that the file is complete."""
+    """Open an image without decoding it; for PNG and WebP, also check that the file is complete."""
     expected = _signature(encoded)
     try:
         if expected == 'PNG':
@@ -229,7 +229,7 @@ def _check_png(encoded: bytes) -> None:
 def _check_webp(encoded: bytes) -> None:
     expected = struct.unpack_from('<I', encoded, 4)[0] + 8
     if expected > len(encoded):
-        raise UnreadableImage('truncated', f'{len(encoded)} of {expected} bytes')
+        raise UnreadableImage('truncated', f'the file has only {len(encoded)} of {expected} bytes')
 
 
 def jpeg_reduction(size: tuple[int, int], resized: tuple[int, int]) -> int:

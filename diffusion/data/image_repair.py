@@ -35,7 +35,10 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 
 
 def without_stray_bytes(jpeg: bytes) -> bytes:
-    """Return a JPEG without stray bytes between its segments (scans are kept); the same object if there are none."""
+    """Return a JPEG without the stray bytes between its segments, or the same object if there are none.
+
+    Scans are not changed: stray bytes inside them remain.
+    """
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
         marker = SEGMENT_MARKER.search(jpeg, at)

@@ -70,7 +70,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write an image to a PNG file atomically; a sheet keeps the captions and positions of its figures."""
+    """Write an image to a PNG file atomically; for a sheet, also store the captions and positions of its figures."""
     text = PngImagePlugin.PngInfo()
     if FIGURES in image.info:
         text.add_itxt(FIGURES, image.info[FIGURES])
@@ -86,7 +86,7 @@ def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
 
 
 def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the size at which to draw an image, about side x side pixels; small images grow by an integer factor."""
+    """Return the size at which to draw an image, about side x side pixels; a smaller image gets an integer multiple."""
     # Use an integer factor, so that all pixels of a small image are drawn at the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:

@@ -105,7 +105,7 @@ class ImageTextDataset(BucketedDataset):
         return item
 
     def _image(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the batch entries for a sample's image: uint8 [3, H, W], cropped and resized to its bucket's shape."""
+        """Return a sample's image, uint8 [3, H, W], cropped and resized to the shape of its bucket, and its sizes."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5

@@ -114,7 +114,7 @@ def manifest_of(
     captions: str = 'all',
     image_sizes: bool = False,
 ) -> LatentManifest:
-    """Return the manifest for latents encoded by this VAE (and by these text encoders, if their output is stored)."""
+    """Return the manifest for latents encoded by `vae`; `text` made the stored text embeddings, None if none are."""
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
@@ -127,12 +127,12 @@ def manifest_of(
 
 
 def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) -> list[int]:
-    """Return height, width and channels of the feature grid, as in manifests; `token_side` is a token's side in px."""
+    """Return height, width and channels of the feature grid for images of `shape`; `token_side` is in pixels."""
     return [shape.height // token_side, shape.width // token_side, encoder.width]
 
 
 def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
-    """Return the embeddings of one caption, out of those of all captions, padded to [size, D], and their mask."""
+    """Return one caption's embeddings, padded to [size, D], and their mask; `embeds` joins those of all captions."""
     start = sum(lengths[:caption])
     padded = embeds.new_zeros(size, embeds.shape[1])
     padded[: lengths[caption]] = embeds[start : start + lengths[caption]]
@@ -240,7 +240,7 @@ class LatentsDataset(BucketedDataset):
         return values
 
     def _all_or_none(self, found: Sequence[bool], problem: str) -> bool:
-        """Return True if all streams have a property and False if none has; raise UserError if only some have it."""
+        """Return True if all entries of `found`, one per stream, are True, False if none is; else raise UserError."""
         if any(found) and not all(found):
             names = ', '.join(bucket.name for bucket, has in zip(self.buckets, found, strict=True) if not has)
             raise UserError(f'streams: {names} {problem}')
@@ -252,7 +252,7 @@ class LatentsDataset(BucketedDataset):
         """Raise UserError unless the stored latents and text embeddings were made by the model's own encoders.
 
         A model that trains its text encoders cannot use stored text embeddings. A model that attends to padding cannot
-        use those stored without it.
+        use text embeddings that were stored without padding.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)

@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Interval in seconds at which a rank checks other processes for failures while it waits for its workers."""
 WORKER_EXIT_SECONDS = 5.0
-"""Maximum wait in seconds for a worker to exit after its connection broke, and for all workers after a failure."""
+"""Maximum wait in seconds for one worker to exit after its connection broke, or for all to exit after a failure."""
 
 
 class _EndOfWorkers:
-    """Wrapper around the event that tells PyTorch's workers to exit, so that a killed worker cannot block this process.
+    """Wrapper of the event that tells PyTorch's workers to exit; with it, a killed worker cannot block this process.
 
     Workers check the event between samples. A worker killed during the check holds the event's lock forever. The
     training process then blocks on that lock, because PyTorch sets the event when it finds the dead worker and when it
@@ -212,7 +212,7 @@ class BucketedLoader(StreamingDataLoader):
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
-        """Share an error message with the other processes on this machine, so that they stop, and return it."""
+        """Return an error's message, after sharing it with the other processes on this machine, so that they stop."""
         assert self.dataset.failures is not None
         dead = None
         if not isinstance(error, UserError | DataError):
@@ -229,8 +229,8 @@ class BucketedLoader(StreamingDataLoader):
     def _all_ranks_have_batch(self, index: int, batch: Any, problem: str | None, notes: list[str]) -> bool:
         """Return True if every rank has a batch, False if the epoch has ended on all of them; a collective call.
 
-        Raises DataError on all ranks if one has a `problem`, if the ranks do not end together, or if too many samples
-        were replaced. `batch` is None after this rank's last one.
+        `batch` is None after this rank's last batch. Raises DataError on all ranks if any rank has a `problem`, if only
+        some ranks have reached the end of the epoch, or if too many samples were replaced.
         """
         # The sums below are the same on every rank, so every rank takes the same branches and makes the same further
         # collective calls. Deciding by a rank's own values instead would deadlock.
@@ -291,7 +291,7 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return a message about dead DataLoader workers, empty if none died, or None for a loader without workers."""
+    """Return a message about DataLoader workers that died: '' if none has, None if the loader has no workers."""
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     workers = private_attribute(worker_batches, '_workers')

@@ -44,7 +44,7 @@ SHARD_MARKER = '.mds'
 RECORD = '.used_bytes.json'
 """Name of the file that records how much space a folder uses, written by all processes that share the folder."""
 RECOUNT_SECONDS = 600.0
-"""Interval after which files are counted again, because jobs without a limit do not record their shards."""
+"""Age at which a record is replaced by a new count of the files: jobs without a limit add shards unrecorded."""
 SLACK = 0.01
 """Extra space freed per eviction, as a fraction of the limit. Evictions should be rare: each one lists all files."""
 PATIENCE_SECONDS = 10.0
@@ -189,7 +189,7 @@ class CacheBudget:
             yield
 
     def _read_records(self) -> dict[Path, Record] | None:
-        """Return the records of all folders, or None if one is missing, damaged or old."""
+        """Return the record of each folder; None if any of them is missing, damaged or older than RECOUNT_SECONDS."""
         records = {}
         for folder in self.folders:
             try:
@@ -257,7 +257,7 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 class DownloadTurns:
-    """Lets one process at a time download a file; the others call `wait` until then, which may raise an error."""
+    """Lets one process at a time download a file; meanwhile the others call `wait` repeatedly, which may raise."""
 
     def __init__(self, name: str, wait: Callable[[], None]) -> None:
         self.name = name
@@ -270,9 +270,9 @@ class DownloadTurns:
     def take(self, path: Path, size: int, is_complete: Callable[[], bool]) -> Iterator[Path | None]:
         """Wait while other processes download a file, then hold the right to download it during the `with` block.
 
-        Yields the path that this process has locked, for naming the temporary folder: `path` itself, or `path` with a
-        number if the wait was too long. Yields None if another process has completed the file. `is_complete` is called
-        when the file has changed, and returns True if it exists and is undamaged.
+        Yields the path that this process has locked, after which to name the temporary folder: `path` itself or, if
+        other processes held that lock for too long, `path` with a number. Yields None if another process has completed
+        the file: `is_complete` is called when it has changed, and returns True if it exists and is undamaged.
         """
         patience = self.patience_seconds(size)
         known = _signature(path)

@@ -114,7 +114,7 @@ def one_job_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unused_name_on_all_ranks() -> Iterator[None]:
-    """Make Streaming use the same number on all ranks of a machine: the largest unused number that any rank found."""
+    """Make all ranks of a machine name Streaming's shared memory by one number, the largest that any found unused."""
     find, machine = private_attribute(prefix, '_check_and_find_retrying'), os.uname().nodename
 
     def agreed(*arguments: Any, **settings: Any) -> int:

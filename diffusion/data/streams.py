@@ -47,7 +47,7 @@ keep_data_position()
 
 
 MAX_SHARE_ERROR = 0.01
-"""Warn if the relative error of a stream's share of an epoch exceeds this value."""
+"""Maximum relative error, caused by rounding to whole batches, of a stream's share of an epoch without a warning."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class BucketedDataset(VerifiedDataset):
     def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a stored sample, and its batch entries: tensors, id, epoch and occurrence.
 
-        With `substitute`, a sample that cannot be decoded is replaced; its own id is kept. Before giving up on a
-        sample, its shard is hashed again and, if damaged, downloaded again.
+        With `substitute`, a sample that cannot be decoded is replaced by another, served under the id of the original.
+        Before a sample is replaced or rejected, its shard is hashed again and, if damaged, downloaded again.
 
         Raises:
             BadSample: The sample and, with `substitute`, `MAX_ATTEMPTS` replacements cannot be decoded.
@@ -204,7 +204,7 @@ class BucketedDataset(VerifiedDataset):
         return max(self.next_epoch - 1, 0)
 
     def draws(self, index: int, purpose: Purpose) -> tuple[float, float, float, float]:
-        """Return four uniform random numbers in [0, 1), seeded by seed, purpose, sample, epoch and occurrence."""
+        """Return four uniform random numbers in [0, 1) that depend on seed, purpose, sample, epoch and occurrence."""
         occurrence, sample = divmod(int(index), self.num_samples)
         return keyed_uniforms(self.seed, purpose, sample, epoch_word(self.current_epoch(), occurrence))
 

@@ -105,7 +105,7 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Decod
 
 
 def resize(pixels: Pixels, shape: Shape) -> Pixels:
-    """Resize with antialiased bicubic filtering, rows first: within two gray levels of Pillow before version 13."""
+    """Resize with an antialiased bicubic filter, rows first. Pillow before 13 differs by at most two gray levels."""
     # PyTorch's filter is six times as fast as Pillow's. OpenCV's `INTER_AREA` aliases like a box filter, and OpenCV's
     # other filters are not antialiased at all.
     if pixels.shape[:2] == (shape.height, shape.width):
@@ -126,7 +126,7 @@ def decode(encoded: bytes | Image.Image) -> Image.Image:
 
 
 def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
-    """Return the rectangle to crop from an image of this size: the target's aspect ratio, rounded to whole pixels."""
+    """Return the rectangle to crop from an image of this size: in whole pixels, with the aspect ratio of `shape`."""
     scale = min(width / shape.width, height / shape.height)
     widest, highest = (
         max(1, min(side, round(scale * target))) for side, target in ((width, shape.width), (height, shape.height))
@@ -199,7 +199,7 @@ class ImageBlock:
     """Allocator of the memory into which the next batch's images are decoded.
 
     Each batch owns the memory block from which it is collated. The block is reused once no tensor refers to it.
-    Images collated in another number or order are copied, as they would be without this class.
+    If a batch is not exactly the images placed in the block, in order, `collate` copies them, as without this class.
     """
 
     def __init__(self, batch_size: int) -> None:

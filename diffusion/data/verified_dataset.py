@@ -77,7 +77,7 @@ class VerifiedDataset(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
         """Return a sample, making sure that its shard has not changed since it was verified.
 
-        A changed shard is read again, up to `retry` times; DataError means that it cannot be read or keeps changing.
+        A changed shard is read again, up to `retry` times. Raises DataError if it cannot be read or keeps changing.
         """
         # Another job may evict or replace the file at any time, because readers hold no lock. So read optimistically,
         # then compare the file's signature with the one stored when it was verified, and start over if they differ.
@@ -154,7 +154,7 @@ class VerifiedDataset(StreamingDataset):
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """Callback of a Streaming thread's future: report its exception to the machine's other processes."""
+        """Report the exception of a Streaming thread to the machine's other processes; the callback of its future."""
         # Streaming re-raises here, but the executor only logs a callback's exceptions, so the epoch would end early.
         error = future.exception()
         if error is not None:
@@ -256,7 +256,7 @@ class VerifiedDataset(StreamingDataset):
         return DataError(message)
 
     def _make_cache_budget(self, cache: Path | None, limit: float) -> CacheBudget | None:
-        """Return the size limit for downloaded shards in the cache and local folders; None without remotes."""
+        """Return the limit on the size of downloaded shards in all folders; None if no stream has a remote."""
         folders: dict[Path, set[str] | None] = {}
         for stream, shards in self.shards_of_streams():
             if stream.home is not None and cache is not None:
@@ -315,10 +315,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
-    """Download and set each stream's index, and check that all machines have the same ones; a collective call.
+    """Download and set each stream's index, and check that it is the same on all machines; a collective call.
 
     One process per machine downloads the index.json files. All ranks raise UserError if an index does not exist, cannot
-    be accessed, or does not list MDS shards, and DataError if a store does not answer or machines have different ones.
+    be accessed, or does not list MDS shards, and DataError if a store does not answer or an index differs by machine.
     """
     result = _fetch_indexes_once(streams) if dist.get_local_rank() == 0 else (None, [])
     # Gather even after an error: if one rank raised alone, the others would wait in this collective forever.

@@ -41,7 +41,7 @@ DEFAULTS = {
     'validate_hash': None,
     'keep_zip': False,
 }
-"""StreamingDataset's defaults for settings that are not set on a stream."""
+"""Values of a stream's settings if neither the stream nor the dataset sets them, as in StreamingDataset."""
 EVICTIONS = 3
 """Number of times to evict shards from a full disk for one new shard before giving up with an error."""
 EVICTED_SHARDS = 4
@@ -119,7 +119,7 @@ class VerifiedStream(Stream):
         return digest
 
     def use_index(self, digest: str) -> None:
-        """If cached, read from the folder of the version whose index has this SHA-256; call this on every rank."""
+        """Make a cached stream read the dataset version whose index has this SHA-256; call this on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
@@ -208,7 +208,7 @@ class VerifiedStream(Stream):
         return freed > 0
 
     def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
-        """Hard-link a shard that another cached version has (after `diffusion prepare --append`); False if none."""
+        """Hard-link a shard from another cached version of the dataset (as after `--append`); False if none has it."""
         if self.home is None or not raw.hashes:
             return False
         for other in self.home.glob(f'*/{self.split}/{raw.basename}' if self.split else f'*/{raw.basename}'):
@@ -216,7 +216,7 @@ class VerifiedStream(Stream):
                 continue
             # The cache counts both links, to stay within its limit: evicting one of them may free nothing.
             reserved = nullcontext() if self.cache_budget is None else self.cache_budget.reserve(path, raw.bytes)
-            # Download it if os.link fails: the other file has just been evicted, or the file system has no hard links.
+            # If os.link fails, the caller downloads: the other file was just evicted, or there are no hard links.
             with suppress(OSError), reserved:
                 path.unlink(missing_ok=True)
                 os.link(other, path)

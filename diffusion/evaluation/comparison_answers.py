@@ -64,7 +64,7 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 
 def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) -> list[Answer]:
-    """Parse the content of an answer file; `where` is its name for messages, and `pairs` includes attention checks.
+    """Parse an answer file; `where` is its name for messages, `pairs` the page's number of pairs, checks included.
 
     Raises:
         UserError: The file is not an answer file, belongs to another comparison, was modified, or answers a question
@@ -102,7 +102,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read answer files; if a rater has two, the longer one counts, and it must contain all answers of the shorter."""
+    """Read answer files; if a rater has two, use the one with more answers, which must contain those of the other."""
     by_rater: dict[str, tuple[Path, set[Answer]]] = {}
     for file in files:
         try:

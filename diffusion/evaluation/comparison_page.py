@@ -31,9 +31,9 @@ class Pair:
 
     Args:
         prompt: Index of the prompt.
-        a: Which image is from A; None for an attention check, whose images are an image and its damaged copy.
+        a: Position of A's image; None for an attention check, which shows one model's image and its damaged copy.
         source: For an attention check, the model whose image is shown, `a` or `b`; otherwise None.
-        damaged: For an attention check, which image is damaged; otherwise None.
+        damaged: For an attention check, the position of the damaged copy; otherwise None.
     """
 
     prompt: int
@@ -49,8 +49,8 @@ class ComparisonKey:
 
     Args:
         comparison: Random identifier of the comparison, 16 hex digits, also stored in the page and its answers.
-        a: Description of A: its `source` and how its images were generated; `b` is that of B.
-        prompts: Where the prompts come from.
+        a: Description of model A: its `source` and how its images were generated; `b` describes model B.
+        prompts: Source of the prompts.
         pairs: Pairs, in the page's order.
         token: Secret part of the server's URL.
     """

@@ -42,10 +42,10 @@ class AnswerFolder:
         self._lock = threading.Lock()
 
     def save(self, body: bytes) -> None:
-        """Validate and save answers sent by a page, replacing the same rater's earlier answers unless those were more.
+        """Validate and save answers sent by a page; they replace the same rater's earlier answers.
 
         Raises:
-            Refused: The answers cannot be used, or would remove answers that the rater sent before.
+            Refused: The answers are not valid, or fewer than the rater's earlier answers, which are then kept.
         """
         try:
             answers = self._parse(body, 'these answers')

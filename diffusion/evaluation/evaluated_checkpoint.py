@@ -22,7 +22,7 @@ from diffusion.storage.atomic import write_atomically
 
 Result = TypeVar('Result')
 RaiseTogether = Callable[[str], AbstractContextManager[None]]
-"""Function of a name for messages; returns a collective context manager that raises any rank's error on all ranks."""
+"""Function of a name for messages, whose collective context manager raises an error of any rank on all ranks."""
 
 
 def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
@@ -114,8 +114,8 @@ def results_of(
 def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
     """Write the results of a checkpoint to `evaluations/NAME.json`, and return the path.
 
-    Earlier results of the same checkpoint and weights stay in the file: other metrics, and guidance scales that were
-    evaluated with other image settings.
+    If the file has earlier results of the same weights, metrics that were not measured again stay in it, and so do
+    guidance scales that were evaluated with other image settings.
     """
     path = run_dir / EVALUATIONS / f'{name}.json'
     merged = dict(results)

@@ -184,10 +184,10 @@ class Dino(FeatureNetwork):
 
 
 class EfficientNetLite0(FeatureNetwork):
-    """EfficientNet-Lite0; features are the mean of the last 1280 channels. A Python package contains the weights.
+    """EfficientNet-Lite0; features are the 1280 channels of its last layer, averaged over positions.
 
-    Use it on machines that cannot download the weights of the other networks. Do not compare its distances with
-    published FIDs.
+    A Python package contains the weights, so use it on machines that cannot download those of the other networks. Its
+    distances cannot be compared with published FIDs.
     """
 
     name = 'EfficientNet-Lite0'

@@ -103,9 +103,10 @@ class GeneratedImages:
         """Yield indices and images, uint8 [3, H, W], of each of this rank's batches; generate missing ones.
 
         Args:
-            together: Run the same forward passes on all ranks, for a sharded model. Only then is this a collective
-                call; otherwise, ranks may have different numbers of batches.
-            should_stop: Returns True to raise ExternalError before the next batch; with `together`, on all ranks.
+            together: True for a sharded model: all ranks run the same forward passes, and this is a collective call.
+                False: each rank runs only the forward passes of its own batches.
+            should_stop: If it returns True, ExternalError is raised before the next batch; with `together`, on all
+                ranks.
         """
 
         def is_needed(generates: bool) -> bool:

@@ -286,7 +286,7 @@ LAYOUTS: dict[str, Callable[[GeneratedImages, Sequence[Prompt], int, Path], None
 
 
 def _replaced(folder: Path) -> AbstractContextManager[Path]:
-    """Return a context manager for a new folder, after removing the folder of an earlier evaluation."""
+    """Remove the folder of an earlier evaluation; return a context manager that creates it again atomically."""
     if folder.exists():
         shutil.rmtree(folder)
     return atomic_folder(folder)

@@ -129,7 +129,7 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
 
 
 def _fraction_inside(points: Tensor, centers: Tensor, neighbors: int) -> float:
-    """Return the fraction of points in any center's sphere; its radius is the distance to the k-th nearest center."""
+    """Return the fraction of points in a sphere around any center, up to its k-th nearest other center."""
     # Ask for one more neighbor, because each center is its own nearest neighbor.
     radii = torch.cat(
         [_distances(rows, centers).kthvalue(neighbors + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]

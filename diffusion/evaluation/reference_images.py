@@ -25,7 +25,7 @@ from diffusion.storage.atomic import atomic_file
 BATCH_SIZE = 64
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
 PIXELS = 'upright, sRGB, transparency over white'
-"""Conversion of files to pixels; features computed with another conversion are not reused."""
+"""How files are converted to pixels, stored with cached features; features of another conversion are rejected."""
 
 
 class ReferenceImages(Protocol):
@@ -114,7 +114,7 @@ class ReferenceFeatures:
     def of(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
         """Return each network's features [M, D] of the images; all ranks compute those that are not cached.
 
-        A collective call. Only rank 0 reads and writes the files; on other ranks, the result is undefined.
+        A collective call. Only rank 0 reads and writes the files; only its result may be used.
 
         Raises:
             UserError: A file's features are from other images, another network, or another kind of resizing.

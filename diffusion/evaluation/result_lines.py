@@ -9,7 +9,7 @@ from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.places import Place
 
 MAX_EARLIER = 5
-"""Number of earlier evaluations in which a value to compare with is searched."""
+"""Maximum number of earlier evaluations that are searched for a value to compare with."""
 
 
 def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     """Yield a line per metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
 
     Args:
-        results: Content of a results file, of this evaluation alone.
+        results: Results of this evaluation alone, in the form of a results file.
         earlier: Results of earlier evaluations, newest first.
     """
     values = results['losses'] | results['metrics']
@@ -51,7 +51,7 @@ def _change(value: float, before: float, where: str, better: str) -> str:
 
 
 def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
-    """Return an earlier value of a metric, or None if there is none for as many images at the same guidance scale."""
+    """Return a metric's earlier value at the same guidance scale, for as many images of equal prompts, else None."""
     scale = next((each['guidance_scale'] for each in results.get('guidance', ()) if name in each['metrics']), None)
     if scale is None:
         return (earlier.get('losses', {}) | earlier.get('metrics', {})).get(name)

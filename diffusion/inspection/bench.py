@@ -58,7 +58,7 @@ class Clock:
 
 
 def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20, mfu: float = 0.4) -> None:
-    """Time the loading of a recipe's streams; compare with the demand of `gpu` at the fraction `mfu` of its peak."""
+    """Print how fast a recipe's streams load, and how fast training on `gpu` at `mfu` of its peak would need them."""
     recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
     rate_per_core, needed = _print_stages(recipe, gpu, mfu)
     best = _print_loader_rates(recipe, workers, batches)
@@ -167,7 +167,7 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 
 
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
-    """Estimate how many samples per second a GPU trains on, or return the reason why this is unknown.
+    """Return an estimate of how many samples per second a GPU trains on, or a text on why this is unknown.
 
     A training step counts as three forward passes, because a backward pass costs as much as two of them.
     """

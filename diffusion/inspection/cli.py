@@ -26,7 +26,7 @@ LOOK_NEEDS = {
     'eval_streams': ('dataset', 'eval_dataset'),
     'precompute.streams': ('precompute.crop', 'precompute.min_crop_scale'),
 }
-"""For each section of streams, recipe paths that affect its samples, besides the paths common to all sections."""
+"""Recipe paths that `data look` needs (not ???) for each section of streams, besides `model`, `loader` and `seed`."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -172,12 +172,14 @@ def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
 def _select(
     recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
 ) -> Sections:
-    """Return a recipe's streams with these names; without names, the streams that its task reads and the images from
-    which latents are made, except streams with values that are still ???.
+    """Return a recipe's streams with these names, by section.
+
+    Without names, return the streams that its task reads and the streams of images from which its latents are made;
+    streams with values that are still ??? are left out.
 
     Args:
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
-        unused: Keys of a stream that the caller does not use, so that their values may be ???.
+        unused: Stream settings that the caller does not use; their values may be ???.
     """
     every = {
         'streams': recipe.streams,
@@ -216,7 +218,7 @@ def _select(
 
 
 def _check_complete(missing: Sequence[Problem], paths: Collection[str]) -> None:
-    """Raise RecipeError if values at these paths of a recipe, such as `model`, are still ???; others may be."""
+    """Raise RecipeError if a value at or inside one of these recipe paths, such as `model`, is still ???."""
     if problems := _missing(missing, paths):
         raise RecipeError(problems)
 

@@ -89,7 +89,10 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
 
 
 def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, batch_size: int) -> Iterable[Tensor]:
-    """Yield the chosen images in batches of one shape, uint8 [B, 3, 8H, 8W]; `ends` has each stream's end index."""
+    """Yield the images with the ids `chosen` in batches from one stream each, uint8 [B, 3, 8H, 8W].
+
+    `ends` has the id after each stream's last image.
+    """
     with tqdm(total=len(chosen), desc='latents', unit='image', disable=None) as progress:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             ids = chosen[(chosen >= start) & (chosen < end)]

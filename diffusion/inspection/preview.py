@@ -85,14 +85,14 @@ def _component(recipe: Recipe, section: str) -> Component:
 
 
 def _image(item: Mapping[str, Any], manifest: LatentManifest | None, vae: Vae | None) -> Image.Image:
-    """Return a sample's image or, for latents, a drawing of their mean."""
+    """Return a sample's image or, for a sample of latents, an image of the posterior's mean."""
     pixels = item[batch_keys.IMAGE] if manifest is None else _pixels(item[batch_keys.LATENT_MOMENTS], manifest, vae)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @torch.no_grad()
 def _pixels(moments: Tensor, manifest: LatentManifest, vae: Vae | None) -> Tensor:
-    """Return the latents' mean as uint8 pixels [3, H, W]: decoded or, without a VAE, the first three channels."""
+    """Return the mean of a posterior as uint8 pixels [3, H, W]: decoded or, if `vae` is None, three latent channels."""
     latent_mean, latent_std = (torch.tensor(values) for values in (manifest.latent_mean, manifest.latent_std))
     mean = moments[: len(latent_mean)].float()
     if vae is not None:

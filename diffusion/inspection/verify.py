@@ -233,7 +233,7 @@ DEFECTS_FOUND = 3
 
 @dataclass
 class VerifyReport:
-    """Result of verifying one stream; `bytes` are uncompressed, and `seconds` are for all processes together."""
+    """Result of verifying one stream; `bytes` is the uncompressed size, and `seconds` the elapsed time."""
 
     shards: int = 0
     total_shards: int = 0

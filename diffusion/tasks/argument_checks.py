@@ -40,7 +40,7 @@ OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'no
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
-"""Part of published Stable Diffusion pipelines: its module in diffusers' pipelines, and its class."""
+"""Safety checker of published Stable Diffusion pipelines, as in their index: a module of diffusers, and a class."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
 """Noise schedulers that leave the denoiser's input unscaled. Diffusers' DiT pipelines work only with these."""
 
@@ -76,12 +76,12 @@ def check_pipeline(folder: Path) -> str:
                 'folder whose parts are classes of these two'
             )
         if isinstance(value, list) and (code := folder / part / f'{value[0]}.py').exists():
-            raise UserError(f'{code}: is code that comes with the weights, which is not run; remove the file')
+            raise UserError(f'{code}: is code that comes with the weights, and such code is never run; remove the file')
     return name
 
 
 def _is_known_class(value: list[Any]) -> bool:
-    """Return True if a part of a pipeline, given as [library, class], may be imported."""
+    """Return True if a pipeline part, [library, class], is from diffusers or transformers and so may be imported."""
     if len(value) != 2 or not all(isinstance(each, str) for each in value):
         return False
     # Refuse AutoModel and the like, which import a class that the part's own configuration names.
@@ -127,7 +127,7 @@ class EvaluationOptions:
     """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score,
     efficientnet_distance (default: the evaluators of the run's recipe)."""
     guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
-    """Comma-separated guidance scales; the first gives the metrics of the checkpoint (default: 7.5)."""
+    """Comma-separated guidance scales; the metrics at the first one are the checkpoint's results (default: 7.5)."""
     prompts: Annotated[str | None, FILE] = None
     """File of prompts (.txt, .csv, .tsv or .jsonl), or "own" for this package's 120 prompts (default: captions of the
     evaluation data)."""
@@ -304,7 +304,7 @@ def _check_lora(path: str, pipeline: str) -> None:
 
 
 def _check_run(source: Path, options: GenerateOptions) -> None:
-    """Raise UserError if the source of `diffusion generate` is an export that is only a LoRA or a single file."""
+    """Raise UserError if `source` is an exported LoRA or single file, not a run or checkpoint, or if --lora is set."""
     if options.lora is not None:
         raise UserError(f'--lora: {source} is not an exported pipeline; a run uses its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
@@ -334,7 +334,7 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     if name is None or 'noise_scheduler' in problems:
         return problems
     is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
-    # FlowMatch schedulers accept only velocities. Also, they cannot scale inputs, which pipelines of U-Nets require.
+    # FlowMatch schedulers accept only velocity predictions. They cannot scale the input, as U-Net pipelines require.
     family = exported_pipelines()[pipeline]
     refuses_flow_match = family.u_net or config.get('prediction_type') == 'sample'
     is_other = scheduler_class_name(name, flow=flow) != config.get('_class_name')

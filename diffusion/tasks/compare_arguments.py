@@ -40,7 +40,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison page, as in `BuildOptions`. `source` is the prompts' source, as written to the key."""
+    """Settings of a comparison page, as in `BuildOptions`. The key file gives `source` as the origin of the prompts."""
 
     a: ComparedModel
     b: ComparedModel
@@ -171,7 +171,7 @@ def compare_settings(options: BuildOptions) -> CompareSettings:
 
 
 def _check_out(out: Path) -> None:
-    """Raise UserError if a folder is in use; images of an interrupted call may be in it."""
+    """Raise UserError if a folder contains anything but the key and images of an interrupted call."""
     check_writable(out, '--out')
     if (out / PAGE).exists():
         raise UserError(

@@ -21,7 +21,7 @@ BATCH_SIZE = 8
 
 
 def generate_images(side: ComparedModel, settings: CompareSettings, folder: Path) -> GeneratedImages:
-    """Generate the images of one side that a folder lacks; raise UserError if the model takes no prompts."""
+    """Generate the images of one side that are missing in a folder; raise UserError if the model takes no prompts."""
     given = {'guidance_scale': settings.guidance_scale, 'num_inference_steps': settings.num_inference_steps}
     chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     chosen |= {'seed': settings.seed, 'batch_size': BATCH_SIZE}

@@ -114,7 +114,7 @@ def export(
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """Reconstruct an average of this width from a run's snapshots, at batch `at` or the last one up to the checkpoint.
+    """Reconstruct an average of this width at batch `at`, by default at the run's last snapshot up to the checkpoint.
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.
@@ -162,7 +162,7 @@ def run_export(options: ExportOptions) -> None:
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model, or only its LoRA (`lora`), to a folder; return the kind of export: a class name or a constant.
+    """Write a model or, if `lora`, only its LoRA to a folder; return the kind of export: a class name or `LoRA`.
 
     Raises:
         UserError: The pipeline of the model's family cannot represent the model.
@@ -187,7 +187,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
 
 
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model to a file in the layout that ComfyUI reads; return the kind of export as `write_folder` does.
+    """Write a model or its LoRA to a file in the layout that ComfyUI reads; return the kind of export.
 
     Raises:
         UserError: ComfyUI has no layout for the model, or the layout cannot represent it.

@@ -26,7 +26,7 @@ Answer = TypeVar('Answer')
 
 
 def check_access(repository: str, *, public: bool) -> None:
-    """Check, before exporting, that the export can be uploaded to a repository, which need not exist.
+    """Check, before exporting, that the export can be uploaded to a repository, which need not exist yet.
 
     Raises:
         UserError: There is no token, it does not permit writing there, or the repository's visibility is the wrong one.

@@ -24,11 +24,11 @@ from diffusion.storage import mds
 STREAM = 'photos'
 PROMPTS = 8
 LONGEST_PROMPT = 300
-"""Captions of more characters make no title of a sample image."""
+"""Maximum length in characters of a caption that becomes a prompt, since prompts are titles of sample images."""
 SMALL_MINUTES, SMALL_IMAGES = 10, 51_200
-"""Minutes of diffusion:small on two CPU cores, at 0.5 CPU seconds per batch, and the images that it sees in them."""
+"""Minutes in which diffusion:small trains on this number of images, on two CPU cores (0.5 CPU seconds per batch)."""
 CHECKS = 4
-"""Number of validations, image grids and saves of a shortened run."""
+"""Number of validations, of image grids and of saves in a run that is shorter than the shipped recipe."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class PreparedImages:
     aspects: bool
 
     def stream(self, resolution: int) -> str:
-        """Return the images as a stream of a recipe, in YAML."""
+        """Return the YAML of a recipe's stream that reads the images at `resolution`."""
         aspects = ', aspects: true' if self.aspects else ''
         return f'{{local: {json.dumps(str(self.folder))}, resolution: {resolution}{aspects}}}'
 
@@ -91,7 +91,7 @@ def run_init(options: InitOptions) -> int:
 
 
 def machine(name: str | None, count: int | None) -> tuple[GPU | None, int]:
-    """Return GPU model and number of GPUs from the options, by default those of this machine; (None, 0) without any."""
+    """Return the GPU model and number of GPUs in the options, by default this machine's; (None, 0) without GPUs."""
     found = count_gpus(os.environ)
     gpus = (found or int(name is not None)) if count is None else count
     if not gpus:
@@ -115,7 +115,7 @@ def this_gpu() -> GPU:
 
 
 def closest_gpu(name: str, memory_gib: float, gpus: Iterable[GPU]) -> GPU:
-    """Return the GPU model whose name has most words of `name`, such as NVIDIA A100-SXM4-80GB; else by its memory."""
+    """Return the GPU model with at most this memory that best matches `name`, such as NVIDIA A100-SXM4-80GB."""
     words = name.lower().replace('-', ' ').split()
     smaller = [gpu for gpu in gpus if gpu.memory_gib <= memory_gib + 1]
     if not smaller:
@@ -131,10 +131,10 @@ def closest_gpu(name: str, memory_gib: float, gpus: Iterable[GPU]) -> GPU:
 
 
 def read_images(data: Path, *, has_gpu: bool) -> tuple[Path, dict[int, PreparedImages]]:
-    """Return the dataset's folder and its images by size in pixels; `data` may be the folder of a size.
+    """Return the dataset's folder and its images by size in pixels; `data` is this folder or its subfolder of a size.
 
     Raises:
-        UserError: The folder does not exist or has no prepared images; for images, the message has the command.
+        UserError: The folder does not exist or has no prepared images; the message explains how to prepare images.
     """
     if '://' in str(data) or not data.is_dir():
         raise UserError(f'init: {data} is not a folder of this machine; give the folder that `diffusion prepare` wrote')
@@ -164,7 +164,7 @@ def sizes_in(data: Path) -> dict[int, PreparedImages]:
 
 
 def _counts(folder: Path, *, aspects: bool) -> Mapping[Path, int]:
-    """Return the number of samples in each folder of shards."""
+    """Return the number of samples in each folder of shards: one folder, or one per image shape if `aspects`."""
     if aspects:
         return {folder / str(shape): count for shape, count in read_buckets(folder).items()}
     try:
@@ -177,7 +177,7 @@ def _counts(folder: Path, *, aspects: bool) -> Mapping[Path, int]:
 
 
 def prompts_in(images: PreparedImages) -> list[str]:
-    """Return the first captions of a dataset that are short enough, without duplicates."""
+    """Return the first PROMPTS captions of a dataset that are suitable as prompts: short, and without duplicates."""
     counts = Counter(_counts(images.folder, aspects=images.aspects))
     samples = mds.first_samples(counts.most_common(1)[0][0], 4 * PROMPTS)
     captions = dict.fromkeys(str(text).strip() for sample in samples for text in (sample.get('captions') or [])[:1])
@@ -195,7 +195,7 @@ def recipe_text(
 
 
 def _header(out: Path, images: PreparedImages, base: BaseRecipe, gpu: GPU | None, gpus: int) -> Iterator[str]:
-    """Yield the comment at the beginning: what the recipe trains and why, what it costs, and the next commands."""
+    """Yield the comment lines at the beginning: reason for the recipe, planned time and memory, and next commands."""
     prompt = json.dumps(next(iter(prompts_in(images)), 'a photograph'), ensure_ascii=False)
     yield f'# {images.count:,} images in {images.folder}, for diffusion:{base.name}. Written by `diffusion init`.'
     yield '#'
@@ -218,7 +218,7 @@ def _header(out: Path, images: PreparedImages, base: BaseRecipe, gpu: GPU | None
 
 
 def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, base: BaseRecipe) -> Iterator[str]:
-    """Yield the settings of the recipe."""
+    """Yield the lines with the settings of the recipe."""
     settings = base.settings
     yield f'extends: diffusion:{base.name}\nname: {out.stem}\n'
     steps = images.count // base.global_batch
@@ -236,7 +236,7 @@ def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, ba
 
 
 def _duration(images: PreparedImages, base: BaseRecipe) -> Iterator[str]:
-    """Yield the duration, what depends on it, and the prompts of the sample images."""
+    """Yield the lines with the duration, the settings that depend on it, and the prompts of the sample images."""
     interval = max(1, base.batches // CHECKS)
     shortened = base.batches < base.longest
     epochs = base.batches * base.global_batch / images.count

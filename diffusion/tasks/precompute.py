@@ -64,7 +64,7 @@ class StageOutput:
     """Output folder of one stage (one stream and image shape), and the state for resuming the stage."""
 
     final: Place
-    """Final output folder. A local folder gets this name when complete; in an object store, the index comes last."""
+    """Final output folder. A local folder gets its name when complete; an object store gets the index last."""
     begun: Place
     """Folder with the state of an unfinished job: the job's plan, and the index entries of finished shards."""
     shards: ShardWriter
@@ -432,12 +432,12 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
 
 
 def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
-    """Return the part of the posterior to store: only the mean if the autoencoder predicts no variance."""
+    """Return the part of the posterior to store: the recipe's, or only the mean if the VAE predicts no variance."""
     return settings.posterior if has_variance(model.vae) else 'mean'
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the number of samples, in whole batches, of a shard of about `shard_mb` MB; a caption counts 512 bytes."""
+    """Return the samples per shard of about `shard_mb` MB, in whole batches; a sample's captions count as 512 bytes."""
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':

@@ -84,7 +84,7 @@ def checked(path: str, overrides: Sequence[str], devices: int | None = None) -> 
     """Load a recipe, and check its values, number of devices, paths and output folder without importing torch.
 
     Args:
-        devices: Number of devices, all in this machine (default: as the environment of the ranks says).
+        devices: Number of devices, all in this machine (default: WORLD_SIZE and LOCAL_WORLD_SIZE).
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.

@@ -75,7 +75,7 @@ class BackgroundSave:
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
-        """Estimate the seconds until all ranks have written; a whole save takes `expected_seconds`. A collective."""
+        """Estimate the seconds until all ranks have written, given a whole save's duration, if known; a collective."""
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
@@ -90,7 +90,7 @@ class BackgroundSave:
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
-        # Assume that a new save takes as long as the previous one or, if that is unknown, as the current one in total.
+        # Assume that a new save takes as long as the previous one or, if that is unknown, as the running one in total.
         synchronous = max(dist.all_gather_object(expected_seconds or self.elapsed_seconds() + remaining))
         choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
         if choice != 'both' and dist.get_global_rank() == 0:
@@ -106,7 +106,7 @@ class BackgroundSave:
             log.warning(
                 '%s: the thread of this save has not finished; its file system may not be responding', self.save.name
             )
-        dist.barrier()  # wait until no rank writes into the folder that rank 0 removes
+        dist.barrier()  # rank 0 may remove the folder only when no rank writes into it
         self.save.discard()
 
     def _hurry(self) -> None:

@@ -25,7 +25,7 @@ from diffusion.storage.retry import status_of
 log = logging.getLogger(__name__)
 
 DAMAGED_RECEIPT = 'receipt.damaged.json'
-"""New name for the receipt of a damaged checkpoint; its other objects stay until that batch is saved again."""
+"""Name to which a damaged checkpoint's receipt is renamed; other objects stay until that batch is saved again."""
 FILES_AT_ONCE = 8
 REQUESTS_AT_ONCE = 16
 DOWNLOADS = 2
@@ -33,7 +33,7 @@ DOWNLOADS = 2
 
 
 def published_batches(url: str) -> list[int]:
-    """Return the batches of the checkpoints of the run at a URL, newest first."""
+    """Return the batch numbers of the checkpoints of the run at a URL, newest first."""
     return sorted((batch for batch, names in object_names(url).items() if RECEIPT in names), reverse=True)
 
 

@@ -49,13 +49,13 @@ class BucketStorage:
         self._store = StorePlace(self.place)
         self.run_id = ''
         self.before_publish: Callable[[], object] = lambda: None
-        """Called on rank 0 before publishing a checkpoint, to upload files that must be at least as new."""
+        """Called on rank 0 before a checkpoint is published, to upload files that must not be older than it."""
         self._node_ranks = [dist.get_global_rank()]
         """Ranks of this node, ascending. They share the working folder; the first one creates and cleans it."""
         self._published: set[int] | None = None
         """Batches of the checkpoints in the store, on rank 0; None until they are listed."""
         self._saved: dict[int, float | None] = {}
-        """Save times read so far of checkpoints in the store, by batch, in seconds since 1970; None if unknown."""
+        """Save time of each checkpoint whose receipt was read, by batch, in seconds since 1970; None if unknown."""
         self._maybe_published: set[int] = set()
         """Batches whose receipt may have been written even though the store returned an error."""
 
@@ -192,7 +192,7 @@ class BucketStorage:
         return [CheckpointInfo(batch, self._saved.get(batch), batch in claimed) for batch in batches]
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # Only the working folder's disk can be full; remove its checkpoints, which are copies of those in the store.
+        # Only the working folder's disk can be full. Its checkpoints are copies of those in the store: remove them.
         copies = checkpoint_store.list_checkpoints(self.folder) if self._owns_folder() else []
         for path in copies:
             remove(path)
@@ -262,10 +262,10 @@ class BucketStorage:
 def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:
     """Return the checkpoint files that this rank downloads to its node and verifies.
 
-    The ranks of a node divide the downloads needed for loading among themselves, and all ranks together verify the
-    whole checkpoint. A node needs the shards of its own ranks and those of rank 0, which include the unsharded tensors.
-    If the number of ranks has changed, this step only verifies each shard, on one rank: the shards that a rank reads
-    are known only once the model is built (`sharded_state.read_tensors`).
+    To load the checkpoint, a node needs the shards of its own ranks and those of rank 0, which include the unsharded
+    tensors. The ranks of a node divide these downloads, and all ranks together verify the whole checkpoint. If the
+    number of ranks has changed, this step only verifies each shard, on one rank: the shards that a rank reads are known
+    only once the model is built (`sharded_state.read_tensors`).
     """
     files: dict[str, FileRecord] = receipt['files']
     rank, world_size = dist.get_global_rank(), dist.get_world_size()
@@ -295,15 +295,15 @@ def _saved_time(url: str) -> float | None:
 
 @contextmanager
 def _as_storage_fault() -> Iterator[None]:
-    """Raise OSError instead of UserError if the store refuses a request or there are no credentials.
+    """Inside the block, raise OSError instead of UserError if the store refuses a request or credentials are missing.
 
     The store accepted such requests when the run was opened: expired credentials are not a mistake in the recipe.
     """
     try:
         yield
     except UserError as error:
-        # Only convert errors that `RetryPolicy.run` has chained to an error of the client; a UserError without a cause
-        # comes from this library.
+        # Only convert errors caused by an error of the store's client (`RetryPolicy.run` chains them); a UserError
+        # without a cause was raised by this library.
         if isinstance(error, DamagedCheckpoint) or error.__cause__ is None:
             raise
         raise OSError(errno.EACCES, str(error)) from error

@@ -161,7 +161,7 @@ def _download(run: str, batch: int, folders: Collection[str]) -> Path:
 
 
 def _checkpoint_of(url: str) -> tuple[str, int]:
-    """Split the URL of a checkpoint into its run's URL and its batch."""
+    """Return a run's URL and the batch of the checkpoint at `url`; the newest one if `url` is the run or `latest`."""
     parent, _, name = url.rpartition('/')
     batch = batch_number(Path(name))
     run = parent if batch is not None or name == LATEST else url
@@ -175,7 +175,7 @@ def _checkpoint_of(url: str) -> tuple[str, int]:
 
 
 def _remove_unused(local: Path, used: Path) -> None:
-    """Record that the downloaded checkpoint `used` is used now, and remove those that have been unused for a while."""
+    """Mark the downloaded checkpoint `used` as used now, and remove those that have been unused for KEPT_SECONDS."""
     os.utime(used)
     for path in list_checkpoints(local):
         if time.time() - path.stat().st_mtime > KEPT_SECONDS:
@@ -189,7 +189,7 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
     A checkpoint outside a run's folder is not claimed, since nothing removes it.
 
     Args:
-        purpose: Reason for the claim, such as `export`, for people who read it.
+        purpose: Reason for the claim, such as `export`, for people who read the claim.
 
     Raises:
         UserError: There is no such checkpoint.
@@ -213,7 +213,7 @@ def still_exists(checkpoint: Path) -> bool:
 
 @contextlib.contextmanager
 def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
-    """Keep a run from removing its checkpoint during the `with` block; no-op if it is not in a run's folder.
+    """Keep a run from removing its checkpoint during the `with` block; no-op if the checkpoint is in no run's folder.
 
     The checkpoint may have been removed just before, so check inside the block that it exists.
     """
@@ -236,7 +236,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        with suppress(OSError):  # a claim that is not removed expires
+        with suppress(OSError):  # if the claim cannot be removed, it expires
             path.unlink(missing_ok=True)
 
 
@@ -275,7 +275,7 @@ def claimed_batches(folder: Path) -> set[int]:
             if _counts(folder / name):
                 found.add(int(claim[1]))
             else:
-                with suppress(OSError):  # the claim may belong to another user
+                with suppress(OSError):  # a claim of another user cannot be removed
                     (folder / name).unlink()
     return found
 

@@ -54,7 +54,7 @@ class SaveAbandoned(Exception):
 
 
 class WriteProgress:
-    """Counts the bytes that a save has written on this rank, paces it, and can stop it at its next write."""
+    """Progress of a save on this rank: counts written bytes, makes the save pause, can stop it at its next write."""
 
     def __init__(self, total_bytes: int = 0) -> None:
         self.total_bytes = total_bytes
@@ -91,7 +91,7 @@ class WriteProgress:
 
     def _wait(self) -> None:
         """Pause in proportion to this thread's CPU time since the last pause, unless that time is too short."""
-        # Use CPU time instead of elapsed time: waiting for the disk, and pauses while pickling, take nothing from
+        # Use CPU time instead of elapsed time: waiting for the disk, and pauses while pickling, do not slow down
         # training.
         if self._resumed_at is None:
             self._resumed_at = time.thread_time()
@@ -158,7 +158,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def _chunks(descriptor: int) -> Iterator[memoryview]:
-    """Yield a file's content in chunks, each valid until the next is requested; meanwhile threads read ahead."""
+    """Yield a file's content in chunks while threads read ahead; a chunk is valid until the next one is requested."""
     size = os.fstat(descriptor).st_size
     starts = range(0, size, _CHUNK)
     # Reuse buffers: allocating new ones of this size would take longer than hashing.
@@ -170,7 +170,7 @@ def _chunks(descriptor: int) -> Iterator[memoryview]:
         pending: deque[Future[memoryview]] = deque()
         for number, start in enumerate(starts):
             if number >= len(buffers):
-                # Yield the oldest chunk first: when the caller asks for another, its buffer is free for this chunk.
+                # Yield the oldest chunk; when the caller asks for the next one, the buffer is free for this read.
                 yield pending.popleft().result()
             pending.append(readers.submit(_read_chunk, descriptor, start, buffers[number % len(buffers)]))
         while pending:
@@ -205,7 +205,7 @@ def unfinished_path(folder: Path, batch: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return a run's checkpoints, newest first; empty without the folder. Raise OSError if it cannot be listed."""
+    """Return a run's checkpoints, newest first; [] if the folder does not exist, OSError if it cannot be listed."""
     # Do not use Path.glob, which hides errors: the run would seem to have no checkpoints and start from scratch.
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -217,7 +217,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-    """Write a checkpoint's receipt with `files` and the fields `about`, rename its folder, and point `latest` to it."""
+    """Write a receipt of `files` and the fields `about`, rename folder `work` to `final`, and point `latest` to it."""
     with (work / RECEIPT).open('w', encoding='utf-8') as file:
         file.write(receipt_text(files, about))
         flush(file)
@@ -243,7 +243,7 @@ def link_latest(checkpoint: Path) -> None:
         os.replace(link, checkpoint.with_name(LATEST))
         sync_folder(checkpoint.parent)
     except OSError as error:  # some file systems have no links, and checkpoints can be found without this one
-        log.warning('%s: the link %s does not point to it (%s)', checkpoint, LATEST, error)
+        log.warning('%s: the link %s could not be set to it (%s)', checkpoint, LATEST, error)
 
 
 def read_receipt(checkpoint: Path) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
         text = path.read_bytes()
     except FileNotFoundError as error:
         if not checkpoint.is_dir():
-            raise  # not damage: its file system may no longer be mounted
+            raise  # the whole folder has vanished: its file system may no longer be mounted, which is not damage
         raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
     return parse_receipt(text, str(checkpoint), sharded=(checkpoint / INDEX).exists())
 
@@ -300,7 +300,7 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
     name = checkpoint.rpartition('/')[2]
     number = batch_number(Path(name))
     if number is not None and batch != number:
-        raise DamagedCheckpoint(f'{path}: belongs to batch {batch}, but its folder is {name}; rename it back')
+        raise DamagedCheckpoint(f'{path}: belongs to batch {batch}, but the folder is named {name}; rename it')
     return content | {'files': files}
 
 
@@ -323,14 +323,14 @@ def run_id_of(checkpoint: Path) -> str | None:
 
 
 def read_with_retries(read: Callable[[], Result]) -> Result:
-    """Return the result of `read`, calling it again after an I/O error, with the pauses of RETRY_PAUSES_SECONDS."""
+    """Return the result of `read`; after an I/O error, call it again, with the pauses in RETRY_PAUSES_SECONDS."""
     # On a network file system ESTALE, EIO and ETIMEDOUT are often transient, and falling back to an older checkpoint
     # would cost a large run hours.
     for pause in RETRY_PAUSES_SECONDS:
         try:
             return read()
         except OSError as error:
-            # Retry after ENOENT, since the file system may be mounted again.
+            # Retry even if the path does not exist (ENOENT): its file system may be mounted again.
             if is_wrong_path(error) and error.errno != errno.ENOENT:
                 raise
             log.warning('%s; retrying in %g s', error, pause)

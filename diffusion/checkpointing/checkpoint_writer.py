@@ -81,7 +81,10 @@ class Collected(NamedTuple):
 
 
 def collect(state: State, folder: Path, progress: WriteProgress | None = None, *, sharded_tensors: bool) -> Collected:
-    """Collect this rank's part of a checkpoint: its shards if `sharded_tensors`, else all on rank 0. A collective."""
+    """Collect this rank's part of a checkpoint; a collective.
+
+    With `sharded_tensors` this is the rank's shards, and on rank 0 also the rest; otherwise rank 0 has everything.
+    """
     content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
     sharded = ShardedWrite(tensors, folder, progress) if sharded_tensors else None
     content = content if dist.get_global_rank() == 0 else {}
@@ -161,7 +164,7 @@ class SaveInProgress:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
             self.progress.check()  # raises SaveAbandoned: do not upload an abandoned save
-        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             self._error = error
         # A rank that failed also calls `upload`, without files: in a tier, ranks on other nodes wait for its message.
         try:
@@ -214,8 +217,8 @@ class SaveInProgress:
 
     def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
         """Collect the state to write, or a snapshot of it; a collective."""
-        # The collectives in this call may fail on a single rank. That must not count as a failed save: this rank would
-        # continue training while the others wait for it.
+        # Do not convert errors to SaveFailed here: a collective in this call may fail on a single rank, which would
+        # then continue training while the others wait for it.
         collected = collect(state, self._work, self.progress, sharded_tensors=sharded_tensors)
         self._about = _about(state, sharded_tensors=sharded_tensors) | {'run': self._storage.run_id}
         self._content, self._sharded = collected.content, collected.sharded
@@ -232,7 +235,7 @@ class SaveInProgress:
                     self._sharded.shards = shards
 
     def _publish(self, records: list[dict[str, FileRecord]], results: list[list[WriteResult]]) -> None:
-        """Write the index of sharded tensors and the receipt from the results of all ranks; on rank 0."""
+        """Write the index of sharded tensors and the receipt, from the results of all ranks; called on rank 0."""
         files = {name: record for each in records for name, record in each.items()}
         if self._sharded is not None:
             self._sharded.write_index(results)
@@ -246,7 +249,7 @@ class SaveInProgress:
         """Remove this save's files if the block raises: they are useless, and a full disk needs the space."""
         try:
             yield
-        except (Exception, CheckpointException):  # CheckpointException is a BaseException
+        except (Exception, CheckpointException):  # CheckpointException is not an Exception
             self.discard()
             raise
 
@@ -256,10 +259,10 @@ class SaveInProgress:
 
 @contextmanager
 def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Raise SaveFailed for errors caused by a storage fault; the block must raise on all ranks or on none."""
+    """Inside the block, raise SaveFailed for storage faults; the block must raise on all ranks or on none."""
     try:
         yield
-    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         fault = storage_fault(error)
         if fault is None:
             raise
@@ -268,7 +271,7 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a substitute for the module `pickle` that pauses for the training thread and fills in `reductions`."""
+    """Return a substitute for the module `pickle` that pauses to let training run, and caches reductions by `id`."""
 
     class Pickler(pickle.Pickler):
         # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us (half of that if

@@ -155,7 +155,7 @@ class Checkpointer(CheckpointSaver):
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        # A checkpoint from a tier has all files on the node. It is temporary, so do not list it as saved.
+        # For a checkpoint from a tier, the node already has all files. It is temporary, so do not list it as saved.
         from_storage = self.resume.parent == self.storage.folder
         fetch = self.storage.fetch if from_storage else present
         self._random_state = load_checkpoint(state, logger, self.resume, fetch)
@@ -177,7 +177,7 @@ class Checkpointer(CheckpointSaver):
         self._start_copies()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        # This only restores a state that was saved after the epoch's last batch; otherwise `batch_start` has done it.
+        # This only restores a state that was saved after an epoch's last batch; `batch_start` restores all others.
         self._restore_random_state()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -189,7 +189,7 @@ class Checkpointer(CheckpointSaver):
             self._running.end_copy()
         self._tiers.end_copy()
 
-    # Composer's saver stores its list of saved checkpoints; this class lists the run's folder instead.
+    # Composer's saver keeps its list of saved checkpoints in this state; this class lists the run's folder instead.
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -198,9 +198,9 @@ class Checkpointer(CheckpointSaver):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.BATCH_CHECKPOINT)
-        # Allocate after the first batch, which creates the optimizer's state, instead of at the first save. The kernel
-        # takes longer to provide new memory than a snapshot takes to fill it, and insufficient memory is reported
-        # early.
+        # Allocate the snapshots' memory after the first batch, which creates the optimizer's state, instead of at the
+        # first save: the kernel takes longer to provide new memory than a snapshot takes to fill it, and insufficient
+        # memory is reported early.
         if self._buffers is not None and not self._has_memory and not is_last_batch(state):
             self._has_memory = True
             if self._running is None:
@@ -312,7 +312,7 @@ class Checkpointer(CheckpointSaver):
     def _try_to_save(
         self, state: State, logger: Logger, *, in_background: bool = False, made_room: bool = False
     ) -> None:
-        """Save a checkpoint or start a background save, making room on a full disk once in total; a collective."""
+        """Save now or start a background save; on a full disk, make room once, if not `made_room`. A collective."""
         began = time.monotonic()
         try:
             save = self._write(state, in_background=in_background)
@@ -344,7 +344,7 @@ class Checkpointer(CheckpointSaver):
     def _allocate(self, state: State) -> None:
         """Allocate the memory for snapshots before the first snapshot, if there is enough; a collective."""
         assert self._buffers is not None
-        # Keep the tensors alive until the snapshot's tensors exist: tensors are identified by address.
+        # Keep `collected` alive until `place` returns: `tensors` identifies the tensors by address.
         collected = collect(state, self.storage.work_folder(state.timestamp.batch.value), sharded_tensors=self.sharded)
         tensors = StateTensors(collected.written)
         if reserve_on_all_ranks(self._buffers, tensors):
@@ -369,7 +369,7 @@ class Checkpointer(CheckpointSaver):
         return outcome
 
     def _finish_running(self, logger: Logger) -> Outcome:
-        """Complete and publish the background save, or return `made room` if it should be tried again; a collective."""
+        """Complete and publish the running save; return `saved`, `failed`, or `made room` for a retry. A collective."""
         running, self._running = self._running, None
         assert running is not None
         began = time.monotonic()
@@ -385,7 +385,7 @@ class Checkpointer(CheckpointSaver):
         return 'saved'
 
     def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Record a published checkpoint and remove old ones; training was blocked for now - `began`. A collective."""
+        """Record a published checkpoint and remove old ones; training has been blocked since `began`. A collective."""
         self._write_seconds = save.write_seconds
         # Set this only after the save: `save_now` does not save a batch that is recorded here.
         self.last_checkpoint_batch = batch

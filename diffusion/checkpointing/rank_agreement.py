@@ -41,22 +41,22 @@ class _Failure:
 def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     """Raise on every rank if any rank raises inside the block; a collective, which every rank must enter.
 
-    A rank that failed raises its own error. The other ranks raise an error that names the first failed rank and its
-    error: a UserError, DamagedCheckpoint or ExternalError like the original, an OSError for a storage fault, else a
-    RankFailed. All ranks raise the most severe kind of error that occurred. From most to least severe: a bug, a failure
-    of another program, the user's mistake, damage, a storage fault.
+    All ranks raise the most severe kind of error that occurred. From most to least severe: a bug, a failure of another
+    program, the user's mistake, damage, a storage fault. A rank with its own error of this kind raises that one. The
+    others raise the first such error: a UserError, DamagedCheckpoint or ExternalError with the same message, an OSError
+    for a storage fault, or a RankFailed for a bug.
 
     The block must not contain a collective in which the other ranks would wait for a failed rank.
     """
     error: BaseException | None = None
     try:
         yield
-    except (Exception, CheckpointException) as caught:  # CheckpointException is a BaseException
+    except (Exception, CheckpointException) as caught:  # CheckpointException is not an Exception
         error = caught
     report = None if error is None else _failure(error)
     try:
         reports = dist.all_gather_object(report)
-    except Exception as lost:  # the block's error is its context but not its cause
+    except Exception as lost:  # Python shows the block's error, if any, as context
         raise RankFailed(f'{where}: the ranks could not exchange their errors ({lost})') from lost
     failed = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failed:

@@ -45,7 +45,7 @@ def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     found |= {each.batch for each in newest_first[: max(1, rules.last)]}
     timed = [(each.batch, each.saved) for each in newest_first if each.saved is not None]
     for seconds, count in ((HOUR_SECONDS, rules.hourly), (DAY_SECONDS, rules.daily)):
-        # Group in batch order: if the clock was set back or forward, a new period begins there.
+        # Group by hour or day in batch order: if the clock was set back or forward, a new period begins there.
         periods = groupby(timed, key=lambda each, seconds=seconds: math.floor(each[1] / seconds))
         found |= {next(period)[0] for _, period in islice(periods, count)}
     if every := rules.every_batches:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 STATE_FILE = '.mirror.json'
 """File in the working folder with the size, modification time and etag of each copied file."""
 NOT_MIRRORED = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
-"""Files that other modules upload immediately."""
+"""Files that are not copied here, most of them because other modules upload them immediately."""
 PUSH_SECONDS = 60.0
 """Interval between uploads of changed files. `diffusion status` and reports of a running run can lag by this much."""
 MIRROR_RETRY = RetryPolicy(tries=2, timeout_seconds=30.0)
@@ -52,7 +52,7 @@ class RunMirror:
     def pull(self, folders: Collection[str] = ()) -> None:
         """Download the run's top-level files that another node has written since this node last copied them.
 
-        A file that has only changed here is kept: a process may have been killed before uploading it.
+        A file that has only changed on this node is kept: a process may have been killed before uploading it.
         """
         prefix = object_store.split(self.url)[1].rstrip('/') + '/'
         objects = object_store.list_folder(self.url)[1]

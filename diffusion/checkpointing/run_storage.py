@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class SaveTarget(Protocol):
-    """Destination of a checkpoint: a run's storage, or a tier on its nodes.
+    """Destination of a checkpoint: the run's storage, or a tier on the run's nodes.
 
     A save calls `begin` on all ranks, writes its files into the temporary folder, and calls `upload` on each rank with
     the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks call `finish`.
@@ -152,7 +152,7 @@ class FolderStorage:
                 work.mkdir()
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
-        pass  # all ranks write into the shared folder
+        pass  # nothing to upload: all ranks have written into the shared folder
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         # If the folder is not shared, rank 0 does not see other nodes' files.
@@ -181,7 +181,7 @@ class FolderStorage:
         retention.prune(self.folder, rules)
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # Without rules all checkpoints stay, and with rules the newest always does.
+        # Without rules all checkpoints are kept, so none can be removed.
         if dist.get_global_rank() != 0 or rules is None:
             return False
         return bool(retention.make_room(self.folder, rules, batch))
@@ -263,8 +263,8 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
     """
     damages = []
     for checkpoint in read_with_retries(lambda: list_checkpoints(folder)):
-        # Only damage is skipped. An OSError ends the run with status 1: if it was transient, a restart resumes from
-        # this checkpoint instead of repeating hours of work from an older one.
+        # Skip only damaged checkpoints. An OSError ends the run with status 1: if the error was transient, a restart
+        # resumes from this checkpoint instead of repeating hours of work from an older one.
         try:
             found = read_with_retries(lambda checkpoint=checkpoint: read_receipt(checkpoint)).get('run')
             if run_id and found and found != run_id:

@@ -49,7 +49,7 @@ def check_interval(interval: object) -> None:
 
 
 def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
-    """Return the interval object for a time such as `10m` or `auto`; None for Composer's durations. A collective."""
+    """Return a TimedInterval for a time such as `10m` or for `auto`; None for Composer's durations, such as `500ba`."""
     if isinstance(interval, str) and interval == AUTO:  # comparing a Time with 'auto' would raise
         return AutoInterval(run)
     seconds = seconds_of(interval)
@@ -110,7 +110,7 @@ class AutoInterval(TimedInterval):
         chosen = [0.0]
         if dist.get_global_rank() == 0:
             stall, mtbf_hours = self._stall or FIRST_STALL_SECONDS, self._mtbf_hours()
-            # A background save blocks training only briefly, but the next save waits until it is complete.
+            # A background save blocks training only briefly, but the next save must wait until it is complete.
             shortest = SAVES_PER_INTERVAL * (self._duration or 0.0)
             chosen = [max(chosen_interval(stall=stall, mtbf=3600 * mtbf_hours), shortest)]
             if abs(chosen[0] - self.seconds) > LOGGED_CHANGE * self.seconds:

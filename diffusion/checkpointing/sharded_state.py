@@ -79,7 +79,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
 
 def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the full tensors whose names start with a prefix, on the CPU, by name without prefix; not a collective."""
+    """Return the full tensors whose names start with `prefix`, on the CPU, by the rest of the name; no collective."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _entries(folder).items()
@@ -105,7 +105,7 @@ def _raise_for_pickled_code(error: CheckpointException, folder: Path) -> None:
     """Raise UserError if a shard was rejected because its pickle contains code."""
     for failure, _ in error.failures.values():
         if (has_code := code_to_run(failure)) is not None:
-            raise UserError(f'{folder}: a shard {has_code}, so it is not loaded; use another checkpoint') from error
+            raise UserError(f'{folder}: not loaded, because a shard {has_code}; use another checkpoint') from error
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
@@ -135,7 +135,7 @@ class _Reader(filesystem.FileSystemReader):
     """Reader for sharded checkpoints that loads the index file without executing pickled code."""
 
     # torch's FileSystemReader.read_metadata calls pickle.load, which would run code from an untrusted checkpoint. The
-    # lines after the load repeat those of torch 2.7.
+    # lines after `load()` are those of torch 2.7.
     def read_metadata(self) -> metadata.Metadata:
         path = Path(self.path) / INDEX
         try:
@@ -252,7 +252,7 @@ def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner for a sharded checkpoint that plans with DTensors but writes the tensors in `shards`."""
+    """Save planner that plans with DTensors but provides the tensors in `shards`, such as copies, for writing."""
 
     def __init__(self) -> None:
         # Tensors that all ranks hold are only written by the lowest rank.
@@ -276,7 +276,7 @@ class _Stream(HashingWriter):
 
 
 class _HashingFiles(filesystem.FileSystem):
-    """Files of a sharded checkpoint that are hashed while they are written."""
+    """File system for torch.distributed.checkpoint that hashes files while they are written."""
 
     def __init__(self, progress: WriteProgress | None) -> None:
         self._progress = progress

@@ -81,8 +81,8 @@ class TensorCopies:
     def wait_before_change(self) -> bool:
         """Wait until the tensors may be changed. Return False if they were changed too early.
 
-        On GPUs, the training stream waits for the copies and this thread does not. The method returns immediately if
-        the copies have not been started, or if it was called before.
+        On GPUs, the training stream waits for the copies instead of this thread. The method returns immediately if the
+        copies have not been started, or if it was called before.
         """
         if not self._started.is_set() or not self._pairs:
             return True
@@ -122,7 +122,7 @@ class TensorCopies:
             self._error = error
 
     def _divided(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[tuple[int, int, int]]]:
-        """Return GPU pairs, other pairs for torch to copy, and pieces of memory (target and source address, size)."""
+        """Return pairs with a GPU source, other pairs that torch copies, and memory pieces to move (to, from, size)."""
         on_gpu, rest, pieces = [], [], []
         for target, source in self._pairs:
             if source.is_cuda:
@@ -157,11 +157,11 @@ def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 
 class StateTensors:
-    """Distinct tensors of a state, found in one pass of 20 ms for thousands of tensors; the state must stay alive."""
+    """Distinct tensors of a state, identified by address, so the state must stay alive while this object is used."""
 
     def __init__(self, state: object) -> None:
         self.views: dict[Key, Tensor] = {}
-        """The detached tensors by the `_key` that identifies them."""
+        """The distinct tensors, detached, by `_key`."""
         self.keys: dict[int, Key] = {}
         """Key in `views` of each tensor object, by the object's `id`."""
         for tensor in _tensors(state):
@@ -202,8 +202,8 @@ class SnapshotBuffers:
     def reserve(self, need: int, *, pinned: bool = False) -> bool:
         """Allocate `need` bytes (`StateTensors.nbytes`); return False if the kernel refuses.
 
-        If the memory has to grow, the previous snapshot must no longer be in use. `prepare` or the first copy pins the
-        memory.
+        If the memory has to grow, the previous snapshot must no longer be in use. If `pinned`, the memory is pinned
+        later, by `prepare` or the first copy.
         """
         if need <= self.nbytes:
             return True
@@ -224,7 +224,7 @@ class SnapshotBuffers:
         return True
 
     def prepare(self) -> None:
-        """Touch all of the memory in a thread, and pin it, so that the first snapshot does not wait for that."""
+        """Touch all of the memory in a thread, and pin it, so that the first snapshot does not have to wait."""
         # The kernel clears new pages at 0.4 to 3 GB/s, a tenth of the speed of a copy. Pinning memory that has no pages
         # yet would also clear them, at training's priority.
         memory = self._memory
@@ -246,7 +246,7 @@ class SnapshotBuffers:
         self._preparing.start()
 
     def copy(self, state: State) -> State:
-        """Return a CPU copy of a state of nested containers, whose tensors are in this memory.
+        """Return a copy of a state (nested containers) with its tensors copied into this memory.
 
         Tied weights share a copy. Everything else is copied too, so that later changes by training do not reach the
         snapshot. `reserve` must have returned True for this state's size.
@@ -254,7 +254,7 @@ class SnapshotBuffers:
         return self.copy_but(state, StateTensors(state), ())[0]
 
     def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
-        """Copy like `copy`, but leave tensors at addresses in `later` to the returned TensorCopies, not yet started."""
+        """Like `copy`, but leave tensors at addresses in `later` to the returned TensorCopies; the caller starts it."""
         self._end_preparation()  # stop `prepare`: the copies touch the memory too
         if self._gpu is not None and not self._pinned:
             self._pin()
@@ -263,7 +263,7 @@ class SnapshotBuffers:
         then: list[tuple[Tensor, Tensor]] = []
         for key, view in tensors.views.items():
             (then if key[0] in later else now).append((copies[key], view))
-        # Training waits for these copies, so its cores are free.
+        # Use all copying threads: training waits for these copies, so its cores are free.
         running = TensorCopies(now, copying_threads())
         running.start()
         # deepcopy takes the tensors in this memory from its memo; `running` and `rest` fill them with values.
@@ -285,7 +285,7 @@ class SnapshotBuffers:
         self._places, self.reductions = {}, {}
 
     def place(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Create a tensor in the memory for each view; the first snapshot after this reuses them."""
+        """Return a tensor in this memory for each view; tensors of the previous call are reused where they match."""
         # Keep the tensors for the next snapshot. Otherwise thousands of new small objects would end up in the heap,
         # where each step frees and allocates gradients; page faults then lengthen the step after a snapshot by a
         # quarter.
@@ -313,7 +313,7 @@ class SnapshotBuffers:
         return torch.empty(0, dtype=view.dtype).set_(block.untyped_storage(), 0, view.shape, strides)
 
     def _end_preparation(self) -> None:
-        """Stop the thread of `prepare` at its next step."""
+        """Stop the thread of `prepare` after the memory that it is touching, and wait for it."""
         if self._preparing is not None:
             self._needed_now.set()
             self._preparing.join()
@@ -369,7 +369,7 @@ def _key(tensor: Tensor) -> Key:
 
 
 def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> bool:
-    """Allocate memory for a snapshot on every rank, or on none and return False; a collective."""
+    """Allocate memory for a snapshot on all ranks; return False if there is not enough on all. A collective."""
     machine = environment.machine_name(os.environ)
     need, available = tensors.nbytes, available_memory()
     missing = max(0, need - buffers.nbytes)

@@ -43,7 +43,7 @@ _TENSOR_ATTRIBUTES = ('model', 'optimizers')
 
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content of state.pt, and by name the tensors to save as shards; {} unless `sharded_tensors`."""
+    """Return the content of state.pt, and the tensors to save as shards, by name; {} if not `sharded_tensors`."""
     # Free gathered weights, which FSDP2 may leave in the model after a forward pass without a backward pass
     # (evaluation, image sampling): they are not the parameters that the optimizer holds.
     reshard(state.model)
@@ -80,7 +80,7 @@ def _whole_state(state: State) -> dict[str, Any]:
     model, optimizer = get_state_dict(state.model, state.optimizers[0])
     rest = _rest_of_state(state)
     found = {'model': model, 'optimizers': {type(state.optimizers[0]).__qualname__: optimizer}, **rest}
-    # Keep Composer's order.
+    # Keep the order of Composer's own state dict.
     return {name: found[name] for name in state.serialized_attributes if name in found} | rest
 
 
@@ -118,7 +118,7 @@ def load_checkpoint(
     """Load a checkpoint into a trainer's state, after FSDP but before DDP wraps the model; every rank must call it.
 
     Returns:
-        The states of torch's random generators, one per rank of the run that saved the checkpoint; None if it has none.
+        The states of the random generators, one per rank that saved the checkpoint; None if they were not saved.
 
     Raises:
         UserError: The checkpoint has another architecture or optimizer, or belongs to a run that this run must not

@@ -194,7 +194,7 @@ RECORD = {'bytes': 0, 'xxh3_128': '99aa06d3014798d86001c324468d497f'}
         (edit(lambda receipt: receipt['files'].update({'..': RECORD})), r"lists '\.\.', which is not the name of a"),
         (edit(lambda receipt: receipt.update(kind='sharded')), r'does not list \.metadata, which every checkpoint'),
         (edit(lambda receipt: receipt.update(files=[])), 'not a valid receipt'),
-        (rename, r'belongs to batch 10, but its folder is ba20; rename it back'),
+        (rename, r'belongs to batch 10, but the folder is named ba20; rename it'),
     ],
 )
 def test_receipt_that_cannot_be_right_counts_as_damage(tmp_path, change, message):

@@ -92,7 +92,7 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
     ]
     for message, pattern in zip(errors, expected, strict=True):
         assert re.search(pattern, message), message
-    assert re.search('ba5: the link latest does not point to it .*timed out', caplog.text)
+    assert re.search('ba5: the link latest could not be set to it .*timed out', caplog.text)
     assert 'ba8: not saved, Input/output error' in caplog.text and 'trying again' in caplog.text
 
 

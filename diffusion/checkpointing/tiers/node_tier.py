@@ -55,8 +55,8 @@ class NodeTier:
         self.place = f'{name} tier'
         self.recipe_text = recipe_text
         self.base: int | None = None
-        """Batch of the newest checkpoint in the run's storage, set on rank 0 before each save and recorded in the
-        receipt: if that checkpoint is deleted, this one is no longer used."""
+        """Batch of the newest checkpoint in the run's storage, set on rank 0 before each save. It is recorded in the
+        receipt of the tier's checkpoint, which is no longer used once the checkpoint in the storage is deleted."""
         self.nodes: list[list[int]] = []
         """The ranks of each node, after `open`."""
         self.group = None
@@ -76,7 +76,7 @@ class NodeTier:
         return self.node_ranks[0] == dist.get_global_rank()
 
     def kept_bytes(self, written: Sequence[int]) -> int:
-        """Return the size in bytes of this rank's and its peer's files, given the bytes that each rank writes."""
+        """Return the bytes stored by this rank, for itself and its peer, given the bytes that each rank writes."""
         return written[dist.get_global_rank()] + (0 if self._peers is None else written[self._peers.source])
 
     def open(self, *, begun: bool) -> None:
@@ -124,7 +124,7 @@ class NodeTier:
                 work.mkdir()  # do not create parents: the disk's mount may have vanished
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
-        # Only rank 0 stores the index; `finish` brings it to all nodes.
+        # Do not exchange the index: only rank 0 has it, and `finish` sends it to all nodes.
         if self._peers is None or INDEX in files:
             return
         try:
@@ -224,7 +224,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
                 )
         lock = (folder / LOCK).open('w', encoding='utf-8')
     except OSError as error:
-        # EROFS is a fault, not a mistake: Linux remounts a disk with errors as read-only.
+        # A read-only disk (EROFS) is a fault, not the user's mistake: Linux remounts a disk with errors as read-only.
         if begun or error.errno == errno.EROFS or not is_wrong_path(error):
             raise
         where = error.filename if error.errno != errno.ENOENT else folder.parent.parent
@@ -238,7 +238,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
 
 
 def _remove_stale(root: Path, own: Path) -> None:
-    """Remove checkpoints of other runs that ended a while ago, since they take up memory of this node."""
+    """Remove checkpoints of other runs that no longer run on this node, since they take up the node's memory."""
     for folder in sorted(root.iterdir()):
         if folder == own or not (folder / LOCK).exists():
             continue

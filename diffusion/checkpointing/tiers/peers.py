@@ -144,7 +144,7 @@ def _exchange_offers(
 
 def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
     sending = torch.distributed.isend(tensor, to, group=group)
-    assert sending is not None  # isend returns None only outside of the group, which has all ranks
+    assert sending is not None  # isend returns None only on ranks outside the group, but all ranks are in it
     return sending
 
 
@@ -159,7 +159,7 @@ def _tensor(data: bytes | bytearray) -> Tensor:
 
 
 class _Files:
-    """Files in a folder, one of them open with a number of remaining bytes; `error` keeps the first error."""
+    """Files in a folder that are sent or received one after the other; `error` keeps the first error."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

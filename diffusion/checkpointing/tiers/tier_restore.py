@@ -25,7 +25,7 @@ SHARD = re.compile(r'__(\d+)_')
 
 
 class _Candidate(NamedTuple):
-    """A checkpoint in a tier; `save` tells apart several saves of the same batch."""
+    """A checkpoint in a tier; `save` identifies the save, since a batch may be saved several times."""
 
     batch: int
     save: str
@@ -38,7 +38,7 @@ class _Transfer(NamedTuple):
 
 
 def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | None:
-    """Return the newest undamaged checkpoint of a run, from a tier or its storage, as a local folder; a collective."""
+    """Return a run's newest undamaged checkpoint as a local folder, from a tier or the run's storage; a collective."""
     if not tiers:
         return storage.resume_point()
     stored = stored_batches(storage)
@@ -63,7 +63,7 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 
     Args:
         stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if its `base` is among
-            them: otherwise the user has deleted the base to go back.
+            them: otherwise the user has deleted the base, to resume from an earlier checkpoint.
     """
     candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
     # Try the newest first. Sorting is stable, so for equal batches the fastest tier comes first.
@@ -75,7 +75,7 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 
 
 def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[_Candidate]:
-    """Return the checkpoints of this run for which any node has a receipt, newest first; a collective."""
+    """Return the tier's usable checkpoints from batch `at_least` on, on any node, newest first; a collective."""
     own: set[_Candidate] = set()
     if tier.owns_folder:
         try:
@@ -107,7 +107,7 @@ def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
-    """Verify a tier's checkpoint, and give each node the files it needs; None if this fails. A collective."""
+    """Verify a tier's checkpoint, give each node the files it needs, and return the folder; None if this fails."""
     began = time.monotonic()
     checkpoint = tier.folder / checkpoint_name(candidate.batch)
     name = tier.name_of(candidate.batch)

@@ -49,7 +49,7 @@ class TierSaves:
         """True if the running save must be removed once its threads have ended."""
 
     def after_batch(self, state: State, logger: Logger, buffers: SnapshotBuffers | None, *, can_save: bool) -> None:
-        """Publish a completed save, and start one that is due if `can_save`; otherwise another save uses the memory."""
+        """Publish a completed save, and start a due one, unless `can_save` is False: another save uses the memory."""
         for each in self._schedules:
             each.pending = (each.is_due(state, Event.BATCH_CHECKPOINT) or each.pending) and not is_last_batch(state)
         if self._running is not None and self._running[1].poll(state):
@@ -74,7 +74,7 @@ class TierSaves:
         """Publish the running save if it is complete, otherwise give it up.
 
         A save to the run's storage needs the memory of this save's snapshot, and training should not wait. The thread
-        may continue to exchange files for a while; no other save to a tier starts until then.
+        may continue to exchange files for a while; no other save to a tier starts until it ends.
         """
         if self._running is None or self._gives_up:
             return
@@ -112,7 +112,7 @@ class TierSaves:
                 tier.clear()
 
     def close(self) -> None:
-        """Stop after a training error, when the ranks can no longer agree; not a collective."""
+        """Stop the running save after a training error, when the ranks can no longer agree; not a collective."""
         if self._running is not None:
             self._running[1].save.abandon()
             self._running = None

@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 DUPLICATE_KEY = 'duplicate_key'
 REMOVED = 'removed'
 PRESENT = 'already in the dataset'
-"""Label in the report for images that the dataset already has under the same key; they do not count as rejected."""
+"""The report's label for images that are already in the dataset under the same key; they do not count as rejected."""
 COMPUTED = 'columns_from'
-"""Setting with a file's path; a dataset records the file's hash instead."""
+"""Setting with the path of a Python file that computes columns; a dataset records the file's hash, not its path."""
 BASE = 'base'
-"""File in the work folder with the version of the dataset with which the delivery was compared."""
+"""File in the work folder that records the version of the dataset with which the delivery has been compared."""
 
 
 def append(
@@ -138,7 +138,7 @@ class _Addition(Preparation):
         return report
 
     def remaining_plan(self) -> InputPlan:
-        """Return a plan of the parts that no earlier delivery from the same source contained."""
+        """Return an input plan of only those parts that no earlier delivery from the same source contained."""
         plan = InputPlan.make(self.settings, self.source)
         known = self.dataset.known_parts(plan.settings['source'])
         heads = enumerate(plan.parts.heads)
@@ -146,7 +146,10 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove an earlier start's work (equal settings) if the dataset has its parts now or the input changed."""
+        """Remove the work of an earlier start that had equal settings, but another list of parts to convert.
+
+        The list differs if the input has changed since, or if the dataset now has some of the parts.
+        """
         if not self.work.plan.exists():
             return
         saved = SavedPlan.read(self.work.plan)
@@ -234,7 +237,7 @@ class _Addition(Preparation):
         return self.first[bucket]
 
     def drop_duplicates(self, catalog: Catalog, earlier: EarlierImages) -> list[tuple[int, str]]:
-        """Reject images that duplicate an image in the dataset, in the delivery, or among removed images.
+        """Reject images that duplicate an image of the dataset or of the delivery, or an image that has been removed.
 
         Return (row number, key of the original) for the first few duplicates, for the report.
         """
@@ -311,11 +314,11 @@ class _Addition(Preparation):
 
 
 def reject_known(catalog: Catalog, earlier: EarlierImages) -> tuple[NamedCount, int]:
-    """Reject a delivery's images whose keys are or were in the dataset.
+    """Reject a delivery's images whose keys the dataset has, or had before their images were removed.
 
     Returns:
-        The images that the dataset already has under the same key with the same pixels (these do not count as
-            rejected), and the number of images rejected because their key belongs to an image with different pixels.
+        The images whose key and pixels equal those of an image in the dataset (these do not count as rejected), and the
+            number of images rejected because their key belongs to an image with different pixels.
     """
     kept = catalog.kept
     same_key = earlier.find_keys(catalog.key_hashes()[kept])

@@ -20,9 +20,9 @@ FILE_COLUMNS = ('file', 'file_name')
 CAPTION_COLUMNS = ('captions', 'caption', 'text')
 """Names of the caption column, in order of precedence; `text` is the name in Hugging Face's imagefolder format."""
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
-"""Reasons for rejecting a row here, where its position is known, rather than when its image is converted."""
+"""Problems of captions for which a row is rejected when it is read, so that messages can state its position."""
 NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
-"""Problems of rows without a valid image path inside the folder."""
+"""Problems of rows that give no valid path of an image inside the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
 """Name that stands for the .txt file among the caption columns; other names are keys of the .json file."""
@@ -44,7 +44,7 @@ class CaptionRow:
 
     @property
     def paths(self) -> list[str]:
-        """Normalized candidates for the path: as written, and with backslashes as separators."""
+        """Normalized paths at which the image may be: as written, and with each backslash read as a separator."""
         return [os.path.normpath(path) for path in dict.fromkeys((self.file, self.file.replace('\\', '/')))]
 
 

@@ -116,7 +116,7 @@ class Catalog:
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
-        """Yield, for each part, the caption lists of its images among `images` (catalog rows, sorted)."""
+        """Yield one array per part: the caption lists of those `images` (sorted catalog rows) that are in the part."""
         return self._lists('captions', images)
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:

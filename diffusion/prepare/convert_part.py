@@ -50,7 +50,7 @@ from diffusion.storage import mds
 from diffusion.storage.atomic import atomic_folder
 
 SHARD_BYTES = 64 * 10**6
-"""Maximum size of a part's shards; each shard is held in memory until it is full."""
+"""Maximum size of one shard of a part, which is held in memory until it is full."""
 THUMBNAILS_FILE = 'thumbnails.json'
 COUNTS_FILE = 'part.json'
 THUMBNAILS_PER_REASON = 6
@@ -71,7 +71,7 @@ class PartCounts:
     rejected: Counter[str] = field(default_factory=Counter)
     columns: set[str] = field(default_factory=set)
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Files that are neither images nor belong to one, by suffix; they do not count as inputs."""
+    """Skipped files by suffix: neither images nor files that belong to an image; they do not count as inputs."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
     """Decoder messages with the number of images for each, by rejection reason."""
     repaired: NamedCount = field(default_factory=NamedCount)
@@ -198,7 +198,7 @@ class PartJob:
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
-        """Return True if the pending images fill a batch for the user's column function; without it, one image does."""
+        """Return True if the pending images fill a batch for the user's column function; one is enough without it."""
         if self.settings.columns_from is None:
             return bool(pending)
         pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)
@@ -228,7 +228,10 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Name the image in any exception from the `with` block except `Unfit`, a rejection; all others are bugs."""
+        """Convert exceptions from the `with` block to a RuntimeError that names the image; only `Unfit` is kept.
+
+        `Unfit` rejects the image; any other exception is a bug.
+        """
         try:
             yield
         except Unfit:

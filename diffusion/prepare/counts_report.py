@@ -52,7 +52,7 @@ class PrepareReport:
     repaired: NamedCount = field(default_factory=NamedCount)
     """Images converted although their files contain stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Skipped files by suffix: files that are not images of a known format and do not belong to one."""
+    """Skipped files by suffix: neither images of a known format nor files that belong to such an image."""
     inputs: int | None = None
     """Number of inputs (images, captions, rows or files): kept, rejected and skipped."""
     notes: list[str] = field(default_factory=list)
@@ -145,7 +145,7 @@ class PrepareReport:
 
 
 def _outcomes(report: PrepareReport) -> dict[str, str]:
-    """Return the number of inputs and what became of them, by outcome."""
+    """Return the number of inputs, and the number with each outcome, such as kept or rejected."""
     return {
         'inputs': f'{report.inputs:,}',
         'kept': f'{report.pictures:,}',
@@ -163,7 +163,7 @@ def _rounded_up(share: float) -> str:
 
 
 def rejection_lines(rejected: Mapping[str, NamedCount]) -> list[str]:
-    """Return one line of text per reason, first the filters of the settings, then the unusable inputs."""
+    """Return one line of text per rejection reason: first the filters in the settings, then faults of inputs."""
     filtered = {reason: found for reason, found in rejected.items() if is_filter(reason)}
     unusable = {reason: found for reason, found in rejected.items() if not is_filter(reason)}
     return count_lines('filtered', filtered) + count_lines('unusable', unusable)

@@ -116,7 +116,7 @@ def _check_folder(location: str) -> None:
     if all(os.path.isdir(os.path.join(location, name)) for name in ('snapshots', 'blobs')):
         snapshots = sorted(os.listdir(os.path.join(location, 'snapshots')))
         raise UserError(
-            f'{location}: is the cache of a repository, with every file twice; give a snapshot in it, such as '
+            f'{location}: is the cache of a Hub repository, which has every file twice; give a snapshot in it, such as '
             f'{os.path.join(location, "snapshots", snapshots[0] if snapshots else "COMMIT")}'
         )
 
@@ -231,11 +231,14 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Raise UserError if no split is chosen or for training, but files without a split may be for training."""
+        """Raise UserError if no split in `splits` is for training, the user chose no split, and `none` has files.
+
+        The files in `none`, which name no split, may then be the training images.
+        """
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
                 f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files without a split, such as '
-                f'{none[0].name}; choose the split with --split, or the other files by a folder or a pattern'
+                f'{none[0].name}; choose the split with --split, or give a folder or pattern of the other files'
             )
 
     def _config(self, files: Sequence[File]) -> tuple[DataFiles, dict[str, list[File]]]:
@@ -267,7 +270,10 @@ class Chooser:
                 )
 
     def _layout(self, files: Sequence[File]) -> str:
-        """Return the layout with the most bytes; image files without captions win only if there is no other layout."""
+        """Return the layout (a key of `LAYOUTS`) whose files have the most bytes.
+
+        Image files without captions are used only if there is no other layout.
+        """
         found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
             beside = texts_beside(found['folder'], files, self.caption_suffix)
@@ -301,7 +307,7 @@ class Chooser:
             raise UserError(download_first(file.url, address, caption, suffix=Path(file.name).suffix))
 
     def data_files(self, layout: str, files: Sequence[File]) -> list[File]:
-        """Return the data files of a layout, by suffix; captions beside images are not included."""
+        """Return the files that have a suffix of the layout, without caption files."""
         if layout == 'folder':
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
@@ -317,7 +323,10 @@ def is_metadata(file: File) -> bool:
 def _others(
     files: Sequence[File], chosen: Sequence[File], splits: Mapping[str, list[File]], *, of_config: Sequence[File] = ()
 ) -> list[PassedOver]:
-    """Return the skipped files, each with its split or another reason; `of_config` are data files of any split."""
+    """Return the files that are not in `chosen`, each with the reason for skipping it, such as its split.
+
+    `of_config` are the data files in the chosen layout: those in no split are of another configuration, or name none.
+    """
     used = {file.name for file in chosen}
     reasons = {file.name: 'other configuration or no split' for file in of_config}
     reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}

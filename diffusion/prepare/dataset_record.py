@@ -67,7 +67,7 @@ class DatasetRecord:
     indexes: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of each version of a bucket's index.json, oldest first. Latents record the index they were made from."""
     kept: list[str] = field(default_factory=list)
-    """Shards replaced when images were removed; running jobs may still read them."""
+    """Old shards, replaced when images were removed, but not deleted yet, since running jobs may still read them."""
     obsolete: list[str] = field(default_factory=list)
     """Files to delete once the indexes are up to date."""
 

@@ -65,7 +65,7 @@ class DatasetRecord:
     removed_held_out: int = 0
     """Number of images removed from the held-out dataset beside this training set, if there is one."""
     indexes: dict[str, list[str]] = field(default_factory=dict)
-    """SHA-256 of each version of a bucket's index.json, oldest first. Latents record the index they were made from."""
+    """SHA-256 of each version of a bucket's index.json, oldest first. Latents store their images' index hash."""
     kept: list[str] = field(default_factory=list)
     """Old shards, replaced when images were removed, but not deleted yet, since running jobs may still read them."""
     obsolete: list[str] = field(default_factory=list)
@@ -224,7 +224,7 @@ def index_hashes(entries: Entries) -> Iterator[tuple[str, str]]:
 
 
 def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
-    """Return the record with the hashes of the buckets' current indexes appended to its lists."""
+    """Return the record with the hash of each bucket's current index appended to the bucket's list of index hashes."""
     indexes = {bucket: list(hashes) for bucket, hashes in record.indexes.items()}
     for bucket, digest in index_hashes(entries):
         if indexes.setdefault(bucket, [])[-1:] != [digest]:

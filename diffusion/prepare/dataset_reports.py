@@ -14,7 +14,7 @@ from diffusion.storage.atomic import write_atomically
 
 
 def finish_change(dataset: RecordedDataset) -> None:
-    """If the last change was interrupted, update indexes and reports (without thumbnails), and delete old files."""
+    """If the last change was interrupted, update indexes and report (without thumbnails), and delete obsolete files."""
     dataset.folder.clean()
     dataset.update_indexes()
     report = report_of(dataset)

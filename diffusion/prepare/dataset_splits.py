@@ -62,7 +62,7 @@ def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where
         return DataFiles()
     listed = listed or [{'config_name': name, 'data_dir': name} for name in sorted(folders)]
     if not isinstance(listed, list) or not all(isinstance(each, dict) and each.get('config_name') for each in listed):
-        raise UserError(f'{where}: `configs` of its card is not a list of objects with `config_name`; correct a copy')
+        raise UserError(f'{where}: its card has invalid `configs`; list objects with `config_name` in a local copy')
     configs = {str(each['config_name']): each for each in listed}
     defaults = [name for name, each in configs.items() if each.get('default') is True or name == 'default']
     if wanted is None and len(configs) > 1 and not defaults:

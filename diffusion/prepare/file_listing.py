@@ -86,7 +86,7 @@ MAX_EXPANDED = 1_000_000
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """Return the files at a location, sorted by name or, if it has braces, in their order; and the skipped files.
+    """Return the files at a location, sorted by name or in the order of the braces, and the skipped files.
 
     Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped.
 

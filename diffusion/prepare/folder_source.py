@@ -70,7 +70,7 @@ class FolderSource:
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
 
-        A long list of files is kept in TMPDIR. With a caption file, it is in memory, as a row may refer to any image.
+        A long list of files is kept in TMPDIR, but in memory with a caption file, whose rows may refer to any image.
         """
         if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
             listed, others = list_files(self.location, None)
@@ -190,7 +190,7 @@ class FolderSource:
         return [file for file in files if self._is_image(file)]
 
     def _notes(self, passed_over: Mapping[str, NamedCount], captioned: bool) -> tuple[str, ...]:
-        """Return hints about skipped files that may contain the captions."""
+        """Return hints about skipped files that may contain captions; unless `captioned`, also on adding captions."""
         notes = []
         others = passed_over.get(f'.{OTHER_TEXT}')
         if others is not None:
@@ -270,9 +270,9 @@ class FolderSource:
         copy: Callable[[str], AbstractContextManager[Path]],
         notes: list[str],
     ) -> Iterator['_ImageFile']:
-        """Yield images in the order of the caption files, then, to be rejected, images that no caption file lists.
+        """Yield images in the order of the caption files; then, for rejection, images that no caption file lists.
 
-        Unusable rows are also yielded, to be rejected. If no row matches an image, a hint is added to `notes`.
+        Unusable rows are also yielded for rejection. If no row matches an image, a hint is added to `notes`.
         """
         unknown = None
         seen: set[str] = set()
@@ -392,7 +392,7 @@ def metadata_in(folder: str, files: Iterable[File]) -> list[File]:
 
 
 def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
-    """Add a file to an image's caption files; prefer `a.txt` to `a.TXT`, and return the unused one, if any."""
+    """Add a file to an image's caption files; if it has `a.txt` and `a.TXT`, keep `a.txt` and return the other."""
     other = beside.get(kind)
     if other is not None and other.name.rpartition('.')[2].islower():
         return file

@@ -42,7 +42,7 @@ class HubName:
 
 
 def parse_name(location: str) -> HubName | None:
-    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or the URL of a dataset's page."""
+    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or a dataset's URL; else None."""
     for host in (ENDPOINT, endpoint()):
         if location.startswith(f'{host}/datasets/'):
             page = re.sub(r'/(?:tree|blob|resolve)/([^/]+)', r'@\1', location.partition('?')[0].rstrip('/'), count=1)
@@ -173,7 +173,7 @@ class Hub:
 
     def _get(self, url: str, headers: Mapping[str, str]) -> Any:
         """Send a request to the Hub and return the response; errors are raised as huggingface_hub's exceptions."""
-        # This is the documented module, although it does not declare its exported names.
+        # huggingface_hub.utils is the documented module, although it does not declare its exported names.
         from huggingface_hub.utils import (
             build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
             get_session,  # pyright: ignore[reportPrivateImportUsage]

@@ -102,7 +102,7 @@ class HuggingFaceSource:
         return divide_images(part, count) if 'pictures' in part.where else [part]
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield a part's images with captions and metadata, using the reader for its layout."""
+        """Yield a part's images with captions and metadata, with the reader for the part's file format."""
         where = part.where
         if where['layout'] == 'folder':
             yield from self._read_images(part)

@@ -68,7 +68,7 @@ def decode_image(
 
 
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
-    """Encode an image without metadata as PNG or JPEG; deterministic."""
+    """Encode an image, without its metadata, as PNG if `lossless`, otherwise as JPEG; the result is deterministic."""
     file = io.BytesIO()
     # Copy the image, because its `info` belongs to the caller.
     stripped = image.copy() if image.info else image

@@ -35,9 +35,9 @@ lists: bucket and shard number of each of the image's samples."""
 def write_images(
     path: Path, catalog: Catalog, shard_of_sample: np.ndarray, buckets: Sequence[str], *, split: int
 ) -> None:
-    """Write the table of a training set's images, or of a held-out dataset's, given the final shard of each sample.
+    """Write the table of images of one split (training set or held-out dataset).
 
-    The table of a training set also lists the held-out images.
+    `shard_of_sample` is the final shard of each sample. The table of a training set also lists the held-out images.
     """
     names = pa.array(list(buckets), pa.string())
     with atomic_file(path) as unfinished, pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer:
@@ -72,7 +72,7 @@ def read_images(path: Path, columns: Sequence[str] = tuple(IMAGE_SCHEMA.names)) 
 
 
 def read_rows(path: Path, rows: np.ndarray) -> pa.Table:
-    """Read the rows with these sorted numbers from a delivery's image table, without loading the whole table."""
+    """Read the rows with these numbers, which must be ascending, from an image table without loading all of it."""
     with pq.ParquetFile(path) as file:
         found = [IMAGE_SCHEMA.empty_table()]
         for group, first, stop in _row_groups(file):

@@ -233,7 +233,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def row_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return a batch's rows; times become text, and bytes in strings that are not UTF-8 become surrogates."""
+    """Return a batch's rows; times become text, and bytes of strings that are not valid UTF-8 become surrogates."""
     try:
         return _times_to_text(batch).to_pylist()
     except UnicodeDecodeError:

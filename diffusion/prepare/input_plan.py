@@ -61,7 +61,7 @@ class InputPlan:
         names: set[str] = set()
         for head in parts.heads:
             if head.name in names:
-                raise UserError(f'{settings.source.title}: several parts are named {head.name}; rename one')
+                raise UserError(f'{settings.source.title}: several parts are named {head.name}; rename a file')
             names.add(head.name)
         packages = (*PACKAGES, *PACKAGES_OF_KIND.get(settings.source.kind, ()), *packages_of(settings.formats))
         # Convert to JSON types like the saved plan; for example, tuples become lists.

@@ -27,14 +27,14 @@ from diffusion.storage.shard_writer import ShardWriter, differences
 
 
 def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> 'FolderOutput | StoreOutput':
-    """Return the destination for the dataset at a folder or URL; `staging` holds the dataset until it is complete."""
+    """Return the output at a folder or URL, to which the dataset in `staging` is moved once it is complete."""
     if is_url(out):
         return StoreOutput(out.rstrip('/'), staging, work)
     return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
 
 
 class FolderOutput:
-    """Output in a local folder, to which the dataset is renamed from the work folder, on the same file system."""
+    """Output in a local folder; a rename moves the complete dataset there from the work folder."""
 
     def __init__(self, out: Path, staging: Staging, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out

@@ -1,4 +1,4 @@
-"""Shards and tables of converted parts; until packed, shards are in the part's folder or in an object store.
+"""Shards and tables of converted parts. These shards are in the part's folder or in an object store until packed.
 
 With an object store, a preparation needs local disk space only for the image tables and the shards being written, it
 can resume after losing its disk, and machines without a shared folder can convert shares of one input. A part counts as
@@ -78,7 +78,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         try:
             content = object_store.read(f'{url}/{name}', span=(headers[shard] + begin, headers[shard] + end))
         except UserError as error:
-            raise UserError(f'{error}; if it was deleted, remove {folder} and start again') from error
+            raise UserError(f'{error}; if this object was deleted, remove {folder} and start again') from error
         if len(content) != end - begin:
             raise truncated
         return [content[offsets[each] - begin :][: sizes[each]] for each in range(*span)]

@@ -253,7 +253,7 @@ class Preparation:
         write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
     def check_accepted(self, catalog: Catalog, notes: Iterable[str]) -> None:
-        """Raise an error that includes the notes, and remove the work folder, if no image is left for training."""
+        """If no image is left for training, remove the work folder and raise an error that includes the notes."""
         accepted, hold_out = len(catalog.kept), self.settings.hold_out
         if accepted > hold_out:
             return

@@ -214,7 +214,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
 def _without_rows(
     dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
 ) -> Delivery:
-    """Copy a delivery's tables without images (`rows`, `keys`); return the delivery with the names of the copies."""
+    """Write a delivery's tables without the removed images; return the delivery with the names of the new tables."""
     folder = delivery.images.rpartition('/')[0]
     new = replace(
         delivery,

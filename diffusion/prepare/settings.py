@@ -93,7 +93,7 @@ class SourceSettings:
 
     @property
     def caption_columns(self) -> list[str]:
-        """The caption columns if there are several; empty otherwise, since samples need not record a single column."""
+        """The caption columns if there are several; otherwise empty, since samples then need not record the column."""
         named = column_list(self.caption_column)
         return named if len(named) > 1 else []
 

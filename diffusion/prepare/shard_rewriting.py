@@ -35,7 +35,7 @@ class _Expected:
 
 
 def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
-    """Check that a shard matches the size and hash in the index and can be rewritten."""
+    """Raise UserError if a shard cannot be rewritten, or DataError if its size or hash is not that in the index."""
     problem = None
     if entry['zip_data'] is not None:
         problem = 'is compressed and cannot be rewritten; prepare the data again without the images'

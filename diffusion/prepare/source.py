@@ -241,7 +241,7 @@ class PartList(Sequence[Part]):
         self.heads[0] = replace(self.heads[0], **values)
 
     def fingerprint(self, **others: Any) -> str:
-        """Return the hexadecimal SHA-256 of the JSON (sorted keys) of a plan with these parts and other values."""
+        """Return the hexadecimal SHA-256 of a plan with these parts and `others`, written as JSON with sorted keys."""
         whole = self._hash.copy()
         whole.update(b'], ' + json.dumps(others, sort_keys=True).encode()[1:])
         return whole.hexdigest()

@@ -11,9 +11,9 @@ import sys
 from xml.etree import ElementTree
 
 REQUEST = struct.Struct('<IQQ')
-"""Minimum length of the shorter side in pixels, maximum width times height, and size of the drawing in bytes."""
+"""Fields of a request: minimum shorter side in pixels, maximum width times height, size of the drawing in bytes."""
 ANSWER = struct.Struct('<?Q')
-"""True if a PNG follows or False if a rejection reason follows, and the number of bytes that follow."""
+"""Fields of an answer: True if a PNG follows, False if a rejection reason follows; then the number of bytes."""
 TIMEOUT_SECONDS = 20
 MEMORY_BYTES = 4 * 2**30
 FIRST_SIDE = 64

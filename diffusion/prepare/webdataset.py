@@ -25,9 +25,9 @@ class WebDatasetSource:
     """Tar files in a folder, a single tar file, or a pattern with braces; each tar file is one part.
 
     A sample is a group of adjacent members with the same stem: image `000000012.jpg`, caption `000000012.txt` and
-    metadata `000000012.json`. Its key is the stems of tar file and members, `00000/000000012`. Captions are taken from
-    `captions` in the .json member, otherwise from the .txt member, otherwise from `caption` in the .json member; other
-    JSON keys become metadata.
+    metadata `000000012.json`. Its key joins the stems of tar file and members: `00000/000000012`. Captions are
+    taken from `captions` in the .json member, otherwise from the .txt member, otherwise from `caption` in the .json
+    member; other JSON keys become metadata.
 
     A stem ends at the first dot, as in webdataset. But the stem of a name with more dots, such as `photo.v2.jpg`, is
     `photo.v2`; beside an image `photo.jpg`, this is a separate sample only if it has its own caption or metadata.

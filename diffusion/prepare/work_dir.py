@@ -46,7 +46,7 @@ class Staging:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dataset = path / 'dataset'
-        """Folder for the final dataset; if the output is local, the folder is renamed to it."""
+        """Folder for the final dataset; it is renamed to the output folder if the output is local."""
         self.packed = path / 'packed'
         """Folder with one file per finished final shard, containing the shard's entry for index.json."""
         self.uploading = path / 'uploading'
@@ -80,7 +80,7 @@ class WorkFolder:
             write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))
 
     def check_kind(self, *, is_append: bool) -> None:
-        """Raise UserError if unfinished work in the folder is a preparation rather than an addition, or vice versa."""
+        """Raise UserError if the folder has an unfinished addition but not `is_append`, or the other way around."""
         if self.plan.exists() and self.append.exists() != is_append:
             raise UserError(
                 f'{self.path}: has an unfinished {"preparation" if is_append else "addition to a dataset"}; finish it '
@@ -89,7 +89,7 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder in the `with` block (shares do not lock each other out); add its path to OSErrors.
+        """Lock the folder in the `with` block (shares do not lock each other out); add the path to OSErrors.
 
         Raises:
             ExternalError: In place of an OSError for a store that does not respond, or a full disk.
@@ -125,7 +125,7 @@ class WorkFolder:
             )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove unfinished files of killed processes, or only those of a share; the caller must hold the lock."""
+        """Remove unfinished files of killed processes, or only a share's; the caller must hold the lock."""
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)
@@ -140,7 +140,7 @@ class WorkFolder:
 
     @contextmanager
     def cleared_after_errors(self, share: Share | None) -> Iterator[None]:
-        """Call `clear_unfinished` at the start of the `with` block and, since the disk may be full, after errors."""
+        """Call `clear_unfinished` before the `with` block and, since the disk may be full, after an error in it."""
         self.clear_unfinished(share)
         try:
             yield

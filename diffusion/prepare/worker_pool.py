@@ -1,8 +1,8 @@
 """Run the jobs of `diffusion prepare` in processes on this machine or on several machines.
 
-The process pool survives the death of a worker: it retries the job, and if the job fails again, reports the job and the
-item. By contrast, if a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work,
-without reporting which job the worker was running.
+The process pool survives the death of a worker: it retries the job, and if the job fails again, reports the job and its
+image. By contrast, if a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending
+work, without reporting which job the worker was running.
 
 Several machines need the input at the same location, and a shared work folder (NFS, Lustre) unless they convert shares
 with `PrepareSettings.parts` in an object store. For engines other than Ray, call `prepare(settings, run=function)`; in
@@ -171,7 +171,7 @@ def _death_message(worker: _Worker) -> str:
 
 
 def _start_forkserver() -> None:
-    """Start the process that forks workers while SIGINT is ignored, so that it and all workers ignore SIGINT too."""
+    """Start the fork server for worker processes with SIGINT ignored: it and the workers inherit this setting."""
     # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
     # SIGINT, would die with its own traceback.
     if threading.current_thread() is not threading.main_thread():

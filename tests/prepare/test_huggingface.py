@@ -494,7 +494,7 @@ def test_card_decides_on_splits_where_names_do_not(hub: HubServer) -> None:
     [
         ('license: [', 'its YAML header is not valid'),
         ('a: &a [1]\nb: *a', 'its YAML header has aliases'),
-        ('configs: 5', '`configs` of its card is not a list'),
+        ('configs: 5', 'its card has invalid `configs`'),
         ('configs: [{config_name: a, data_files: [{split: train}]}]', '`data_files` of its card is invalid'),
         ('configs: [{config_name: a, data_files: x/*}]', 'no file matches the patterns of its card for a'),
     ],

@@ -82,7 +82,7 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
 
 
 def resolution_problem(folder: Path, resolution: int) -> str | None:
-    """Return an error message if a folder of aspect buckets was prepared for a resolution other than the stream's.
+    """Return an error message if a folder of aspect buckets was not prepared for the stream's `resolution`, else None.
 
     The shapes of an `aspects` stream come from the folder alone, so another resolution would have no effect. Images are
     stored at the prepared size, so a larger resolution would enlarge them.

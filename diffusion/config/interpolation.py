@@ -38,7 +38,7 @@ class Resolved:
     """Values after interpolation, and the original text of those that depend on environment variables."""
 
     values: dict[str, Any]
-    """The values. A value that needs an environment variable that is not set stays the text of its interpolation."""
+    """The values. A value that needs an unset environment variable stays the text of its interpolation."""
     from_environment: dict[KeyPath, Interpolation]
     """Text of each value that depends on an environment variable, such as `${oc.env:KEY}`. The text refers to no other
     key of the file, so it has the same meaning in another file."""
@@ -168,7 +168,7 @@ class _Pass:
         if self._placeholder.fullmatch(text):
             return self.expression(text)
         if '\\' in text or ("'" in text and '"' in text):
-            raise ValueError('backslashes, or both kinds of quotes, beside ${oc.env:...} cannot be kept')
+            raise ValueError('text with ${oc.env:...} must not contain backslashes or both kinds of quotes')
         quote = '"' if "'" in text else "'"
         return f'{quote}{self.expression(text)}{quote}'
 

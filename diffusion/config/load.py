@@ -67,7 +67,7 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    Values that need an environment variable that is neither set nor required stay interpolations and are not checked.
+    Values with an environment variable that is neither set nor required stay interpolations and are not checked.
 
     Args:
         overrides: Changes as `key=value`, with dots for nested keys and YAML for values: `trainer.max_duration=20ba`.

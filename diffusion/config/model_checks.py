@@ -12,7 +12,7 @@ from diffusion.config.recipe import Component, LoraConfig, Recipe
 from diffusion.config.schema import Problem, join
 
 PIXELS = 'pixels'
-"""Value of `model.vae` for a model that is trained on pixels, without an autoencoder. (`./pixels` is a folder.)"""
+"""Value of `model.vae` for a model trained on pixels, without an autoencoder; `./pixels` names a folder instead."""
 PATHS = ('diffusion', 'flow')
 PREDICTION_TYPES = {'diffusion': ('epsilon', 'v_prediction', 'sample'), 'flow': ('velocity', 'sample')}
 BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
@@ -115,7 +115,7 @@ def no_features_problem(stream: str) -> str:
 
 
 def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
-    """Return error messages, by key, for the aligned block's index, the loss's weight and the projector's width."""
+    """Return error messages for representation alignment, by key; `depth` is the number of blocks, None if unknown."""
     problems = {}
     if block < 0 or (depth is not None and block >= depth):
         known = '' if depth is None else f' to {depth - 1}'
@@ -275,7 +275,7 @@ def route_problems(start: int, end: int, fraction: float, *, depth: int | None) 
 
 
 def contrastive_problem(objective: Mapping[str, Any]) -> str | None:
-    """Return an error message if contrastive flow matching does not apply to an objective with these settings."""
+    """Return an error message if contrastive flow matching does not apply to this objective, else None."""
     found = objective['path'], objective['prediction_type']
     if found == ('flow', 'velocity'):
         return None

@@ -76,7 +76,7 @@ class LoaderConfig:
     prefetch_factor: int | None = None
     """The number of batches that each worker reads ahead. Null means 2."""
     timeout_seconds: int = 600
-    """The timeout in seconds for a batch from a worker."""
+    """The time in seconds to wait for a batch from a worker; after that, training stops with an error."""
     predownload: int | None = None
     """The number of samples per worker whose shards are downloaded ahead. Null means that Streaming chooses."""
     cache_folder: str | None = None

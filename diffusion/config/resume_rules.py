@@ -241,7 +241,7 @@ def _entries(section: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 def _component_changes(
     key: str, path: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> Iterator[Change]:
-    """Yield the changes of a component's values; a component that was added, removed or replaced is one change."""
+    """Yield the changes of a component's values, or one change if it was added, removed or replaced."""
     if before is None and after is None:
         return
     if before is not None and after is not None and before.get('name') == after.get('name'):

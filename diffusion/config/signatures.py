@@ -189,7 +189,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keyword arguments of a function's decorator `name(...)`, or of a constant to which it is assigned."""
+    """Return the keyword arguments of a function's decorator `name(...)`, which may be stored in a constant."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)

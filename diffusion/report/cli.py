@@ -30,7 +30,7 @@ class ReportOptions:
     """Options of `diffusion report`."""
 
     runs: Annotated[list[str], Option('RUN', positional=True, files=True)]
-    """Folder or URL of a run; several compare the runs; a folder or URL that contains runs shows a table of them."""
+    """Folder or URL of a run, of several runs to compare them, or of a folder that contains runs, for a table."""
     out: Path | None = None
     """HTML file to write (default: report.html in the run's folder; for several runs, report.html in the current
     folder; for a URL, NAME-report.html in the current folder)."""

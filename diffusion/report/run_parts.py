@@ -258,7 +258,7 @@ class RunCost:
 def run_cost(
     attempts: Sequence[Attempt], *, world_sizes: Iterable[int], hours_left: float | None, price: float | None
 ) -> RunCost:
-    """Return the cost of a run.
+    """Return the cost of a run so far and, if the `hours_left` are known, of the rest.
 
     Args:
         world_sizes: Numbers of devices from the run's checkpoint receipts, newest first, for attempts that did not

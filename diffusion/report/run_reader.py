@@ -64,7 +64,7 @@ class RunContent:
 
 
 def last_validation(metrics: bytes) -> tuple[int, float] | None:
-    """Return the batch and the value of the last validation loss, given the end of a metrics file's content."""
+    """Return batch and value of the last validation loss in the end of a metrics file, or None if it has none."""
     for line in reversed(metrics.splitlines()):
         # Parse only lines with such a name: most of the lines have the metrics of a batch.
         for values in parse_json_lines(line) if b'"metrics/' in line else ():
@@ -226,7 +226,7 @@ class RunReader:
 
     @staticmethod
     def _seconds_per_batch(status: RunReport, recorded: Sequence[Attempt]) -> float | None:
-        """Return the recent time per batch from the nodes or, if unknown, the average of the last attempt."""
+        """Return the recent time per batch that nodes report, or else the average of an attempt; None if unknown."""
         if status.batches_per_second:
             return 1 / status.batches_per_second
         for each in reversed(recorded):

@@ -102,7 +102,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
-    """Return a file descriptor that holds the lock, -1 if locks are not supported, or None if the lock is taken."""
+    """Try to take an exclusive or `shared` lock: return its descriptor, -1 if locks do not work, or None if taken."""
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _open(lock)

@@ -83,7 +83,7 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Divide samples of these sizes (bytes) into one range per shard; one above the limit gets its own shard."""
+        """Divide samples of these sizes (bytes) into one range per shard; a sample above the limit gets its own."""
         assert self.size_limit is not None
         # Each sample takes 4 more bytes for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])
@@ -254,7 +254,7 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
 
 
 def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
-    """Return a description of the damage to a file, such as `8190 bytes, expected 8192`; None if it is intact."""
+    """Return a file's damage, such as `8190 bytes, expected 8192`, or None. For `demanded`, see `algorithm_for`."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:

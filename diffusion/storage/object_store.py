@@ -63,7 +63,7 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
 def collect_objects(
     url: str, collect: Callable[[Iterator[ObjectInfo]], Collected], *, retry: RetryPolicy = DEFAULT
 ) -> Collected:
-    """Call a function with an iterator over the objects that `list_objects` would return, for long listings.
+    """Call a function with an iterator over the objects that `list_objects` would return, which may not fit in memory.
 
     The function is called again if the listing fails.
     """

@@ -23,7 +23,7 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""Time added to the policy's timeout for that of the client, which ends the thread of an abandoned download."""
+"""Seconds by which a client's own timeout exceeds the policy's. It ends the thread of an abandoned download."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
 """Pool of unused clients, by process, store and timeout. Creating a client takes 0.1 to 0.5 s."""

@@ -31,7 +31,7 @@ class UserError(ValueError):
 
 
 class DataError(RuntimeError):
-    """Training data that cannot be read or does not match its index. It is raised on every rank at the same batch.
+    """Training data cannot be read or does not match its index. This error is raised on every rank at the same batch.
 
     Programs print the message without a traceback and exit with `exit_codes.FAILED`, so that the scheduler retries: the
     store may be available again.

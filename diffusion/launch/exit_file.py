@@ -1,4 +1,4 @@
-"""Exit file of a job's attempt: one line per node that has ended. The first failure is why the attempt ended."""
+"""Exit file of a job's attempt: one line per node that has ended. The first failure tells why the attempt ended."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Planned time, cost and memory of jobs, and what they exceed: a time limit, or the memory of a GPU."""
+"""Planned time, cost and memory of jobs, and messages if a job exceeds its time limit or the memory of a GPU."""
 
 import math
 import re

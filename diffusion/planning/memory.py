@@ -293,7 +293,7 @@ def _frozen_bytes(phase: Phase) -> int:
 
 
 def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]:
-    """Return the activations of each network of the losses, with the fraction of tokens that it processes."""
+    """Return the activations of each network that only losses use, and the fraction of tokens that it processes."""
     shape, precision = phase.largest_shape, phase.auxiliary_precision
     found = []
     if phase.alignment is not None:

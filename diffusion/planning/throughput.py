@@ -48,7 +48,7 @@ class Speed:
     source: str
     """Description of the source, as printed in the plan."""
     is_measured: bool = False
-    """True if a run of this recipe or of a similar one has reached it."""
+    """True if a run of this recipe or of a similar recipe has reached this throughput."""
 
 
 @dataclass(frozen=True)

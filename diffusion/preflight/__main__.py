@@ -90,8 +90,8 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
             f'{", ".join(map(str, nodes))} of {ranks // processes}) have not joined; check that these nodes have '
             f'started and can reach {address}:{port}'
         ) from None
-    # Use gloo instead of NCCL, so that a process with a failed GPU can report it, and no GPU is used before the GPU
-    # checks.
+    # Use gloo instead of NCCL, so that a process with a failed GPU can report the failure, and no GPU is used before
+    # the GPU checks.
     dist.init_process_group('gloo', store=store, rank=rank, world_size=ranks, timeout=timeout)
     return store
 
@@ -143,7 +143,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
 
 
 def check_cuda(index: int) -> list[Finding]:
-    """Return a finding if CUDA cannot use this process's GPU, even if NVML lists it; else an empty list."""
+    """Return a finding if CUDA cannot use this process's GPU although NVML lists it; else an empty list."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
         # Check before the first kernel is launched, whose error ("no kernel image is available") suggests no remedy.

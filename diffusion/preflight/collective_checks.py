@@ -271,7 +271,7 @@ def _giga(value: float | None) -> float | None:
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a failure per rank whose matrix product varies or differs from other ranks', or one pass if none does."""
+    """Return a failure per rank whose matrix product varies or differs from other ranks', or one pass if all agree."""
     # The most common product counts as right: if one of two ranks has a wrong result, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1

@@ -149,7 +149,7 @@ def first_shard(folder: str, *, aspects: bool) -> str:
 
 CHECK = 'weights'
 POLICY = RetryPolicy(tries=3, timeout_seconds=10.0)
-"""Retries of requests to the Hub: it is reported as unreachable after 40 seconds instead of three minutes in a run."""
+"""Retries of requests to the Hub. It is reported as unreachable after 40 seconds; in a run, after three minutes."""
 EXTRAS = ('representation_alignment', 'perceptual_losses')
 """Keywords of models under which other pretrained networks may be named."""
 

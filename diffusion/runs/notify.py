@@ -37,7 +37,7 @@ PAUSES_SECONDS = (1.0, 3.0)
 CLOSE_SECONDS = 12.0
 """Maximum wait for undelivered messages at the end of a process, enough for a request that times out and a retry."""
 GOODPUT_AFTER_SECONDS = 1800.0
-"""Age of a run at which its goodput is first compared with `goodput_below`; before, startup makes it low."""
+"""Age of a run at which its goodput is first compared with `goodput_below`; before that, startup makes goodput low."""
 
 
 class NotDelivered(Exception):

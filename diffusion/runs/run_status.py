@@ -96,7 +96,7 @@ def inspect_run(run: Path | str) -> RunReport:
     recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
     traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
     if not is_url(run):
-        # Use the files' modification times. Objects have none here, so only the times in their content are used.
+        # In a folder, use the files' modification times instead. Objects in a store are only dated by their content.
         paths = [Path(run, name) for name in known] + ([] if newest is None else [Path(newest)])
         traces = [time for path in paths if (time := _modified(path)) is not None]
     report = RunReport(

@@ -36,7 +36,7 @@ Weights = Literal['ema', 'training']
 CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
-"""Options of `diffusion generate`, by the key of the recipe's `generate` section that each one overrides."""
+"""Options of `diffusion generate` that override keys of the recipe's `generate` section, by key."""
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')

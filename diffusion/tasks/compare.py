@@ -34,7 +34,7 @@ IMAGES, ANSWERS = 'images', 'answers'
 
 
 def build_page(settings: CompareSettings) -> None:
-    """Generate missing images, and write the page and its key, which tells which image is from which model.
+    """Generate missing images; write the page, and a key file that tells which image is from which model.
 
     Images are kept in the page's folder, so a call after an interruption generates only the missing images.
 

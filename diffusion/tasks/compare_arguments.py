@@ -122,7 +122,7 @@ def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions)
     for options, is_used, needed in uses:
         given = [name for name, value in vars(options).items() if value is not None and value is not False]
         if given and not is_used:
-            raise UserError(f'--{given[0].replace("_", "-")}: needs {needed}; add that, or remove it')
+            raise UserError(f'--{given[0].replace("_", "-")}: needs {needed}; add that, or remove this option')
     if serve.serve == '' and not builds:
         raise UserError('--serve: name the folder of the page, such as --serve page')
     if not builds:
@@ -166,7 +166,7 @@ def compare_settings(options: BuildOptions) -> CompareSettings:
         raise UserError(f'A and B: are the same ({one.source}); name two different ones')
     sampling = [option for option in ('guidance', 'steps', 'seed') if getattr(options, option) is not None]
     if sampling and one.files and other.files:
-        raise UserError(f'--{sampling[0]}: A and B are folders of images, so nothing is generated; remove it')
+        raise UserError(f'--{sampling[0]}: A and B are folders of images, so nothing is generated; remove this option')
     return CompareSettings(one, other, prompts, source, out, options.guidance, options.steps, options.seed or 0, checks)
 
 

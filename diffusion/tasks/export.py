@@ -50,7 +50,7 @@ def export(
 
     If the run trained a LoRA, only the LoRA is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
     If `out` ends with `.safetensors`, the export is a single file in the layout that ComfyUI reads; see
-    `models.single_file`. A U-Net's LoRA then has ComfyUI's names, but diffusers' names in a folder.
+    `models.single_file`. A U-Net's LoRA then has ComfyUI's tensor names; in a folder, it has those of diffusers.
 
     A folder includes a model card, README.md.
 

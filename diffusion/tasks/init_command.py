@@ -60,7 +60,7 @@ class PreparedImages:
 
 
 def run_init(options: InitOptions) -> int:
-    """Run `diffusion init`: write the recipe and print what it is and the commands that follow.
+    """Run `diffusion init`: write the recipe, and print a description of it and the next commands.
 
     Raises:
         UserError: The data is not prepared or does not suit any recipe, an option is wrong, or the file exists.

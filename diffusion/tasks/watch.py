@@ -186,7 +186,7 @@ class Watcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # End it if this watcher dies: another one will then evaluate the same checkpoint.
+                # End the evaluation if this watcher dies: another watcher will then repeat it.
                 preexec_fn=die_with_parent,
                 env=os.environ | {WATCHED: '1'},
             )
@@ -212,7 +212,7 @@ class Watcher:
             each.renewal.close()
             status = each.process.returncode
             if status == 0 and self.settings.elsewhere:
-                # Its claim is no longer renewed: if the lease ends without results, the evaluation is repeated.
+                # Do not renew the job's claim any more: if the lease ends without results, the evaluation is repeated.
                 log.info('%s: job submitted', each.checkpoint)
                 self._submitted.append(each)
                 continue

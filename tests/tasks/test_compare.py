@@ -97,12 +97,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     'limit': ([*BUILD, '--limit', '9'], '--limit: 9 is more than the 8'),
     'steps of images': (
         [*BUILD, '--steps', '9'],
-        '--steps: A and B are folders of images, so nothing is generated; remove it',
+        '--steps: A and B are folders of images, so nothing is generated; remove this option',
     ),
     'out has something': ([*BUILD, '--out', 'a'], '--out: a is not empty (000.png); give'),
     'serve nothing': (['--serve'], '--serve: name the folder of the page, such as --serve page'),
     'serve another folder': (['--serve', 'a'], '--serve: a has no index.html; build the page with'),
-    'port without serve': (['--analyze', 'a', '--port', '80'], '--port: needs --serve; add that, or remove it'),
+    'port without serve': (['--analyze', 'a', '--port', '80'], '--port: needs --serve; add that, or remove this'),
     'analyze and build': (['a', '--analyze', 'x.json'], '--analyze: only reads answers; remove A and B'),
     'analyze nothing': (['--analyze', 'none.json'], '--key: there is no key.json near none.json; give the one beside'),
 }

@@ -104,7 +104,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         ours[environment.STANDBY] = '1'
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
-    # The contract's variables come last, so that none of the user's replaces one (job_checks refuses such names too).
+    # Put this package's variables last, so that the user's cannot replace them (job_checks also refuses such names).
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}
 
 
@@ -149,7 +149,7 @@ def call(
 
     Raises:
         UserError: The tool is not on PATH.
-        ExternalError: The tool failed, or did not respond in time; the message includes its own error message.
+        ExternalError: The tool failed, or did not respond in time; the message includes the tool's error message.
     """
     if shutil.which(command[0]) is None:
         raise UserError(f'{command[0]} is not on PATH; {install}')

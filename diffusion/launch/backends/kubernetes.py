@@ -187,7 +187,7 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
 
 
 def _namespace(jobs: Sequence[Job]) -> list[str]:
-    """Return the kubectl option for the namespace of the jobs; empty for the namespace of the context."""
+    """Return the kubectl option for the namespace of the jobs; empty to use the namespace of the kubectl context."""
     namespace = jobs[0].spec.options.namespace
     return [] if namespace is None else [f'--namespace={namespace}']
 

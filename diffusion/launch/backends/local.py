@@ -159,7 +159,7 @@ class LocalJob:
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
     """Return a job's exit status, given those `reported` in the exit file and the node processes' own `codes`."""
     # Prefer a user error on any node, which would recur on every retry. Otherwise use the first failed node's status:
-    # the others ended because of that node. A node that failed without reporting was killed.
+    # the others ended because of that node. If no failed node has reported a status, nodes were killed: use FAILED.
     if CONFIG_ERROR in reported:
         return CONFIG_ERROR
     return next((status for status in reported if status), FAILED if any(codes) else 0)

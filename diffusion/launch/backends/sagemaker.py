@@ -1,4 +1,4 @@
-"""SageMaker launch backend: a job is a create_training_job request, and a chain of jobs is a pipeline."""
+"""SageMaker launch backend: a job is a create_training_job request, and jobs in sequence are a pipeline."""
 
 import datetime
 import functools

@@ -1,4 +1,4 @@
-"""SkyPilot launch backend: a managed job, which SkyPilot recovers on any cloud; a chain of jobs is a pipeline."""
+"""SkyPilot launch backend: a managed job, which SkyPilot recovers on any cloud; jobs in sequence are a pipeline."""
 
 import re
 import shlex

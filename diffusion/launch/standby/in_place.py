@@ -1,10 +1,10 @@
 """Restart of an attempt in place: the node entry points keep running, and standby processes become the new ranks.
 
 A standby process is started like a rank: as a child of the node entry point in a session of its own, with the
-environment of its rank. It runs `python -m diffusion.launch.standby.process`, which imports torch, Composer and the
-modules of the recipe's components during training, and then waits. At a restart it receives the environment of the next
-attempt and runs run.py as a new process would. Standby processes of 8 ranks need about 4 GB of memory. Forking them
-from one process would save memory, but would require that no imported library starts a thread or touches a GPU.
+environment of its rank. It runs `python -m diffusion.launch.standby.process`, which, while the ranks train, imports
+torch, Composer and the modules of the recipe's components, and then waits. At a restart it receives the environment of
+the next attempt and runs run.py as a new process would. Standby processes of 8 ranks need about 4 GB of memory. Forking
+them from one process would save memory, but would require that no imported library starts a thread or touches a GPU.
 """
 
 import contextlib

@@ -136,7 +136,7 @@ ATTRIBUTES = {
         ('mosaicml-streaming', 'streaming.base.shared.prefix', '_check_and_find_retrying', 'lets ranks agree on names'),
     )
 }
-"""Attributes, keyed by the name of their class or module and their own name."""
+"""Private attributes by two names: that of their class or module, and their own."""
 
 INHERITED = {
     each.name: each
@@ -161,7 +161,7 @@ INHERITED = {
 
 
 def private_attribute(owner: Any, name: str) -> Any:
-    """Return a listed private attribute of an object, class or module; UserError if the version does not have it."""
+    """Return a listed private attribute of an object, class or module; UserError if the installed version lacks it."""
     entry = _entry(owner, name)
     try:
         return getattr(owner, name)
@@ -177,7 +177,7 @@ def set_private_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _entry(owner: Any, name: str) -> PrivateName:
-    """Return the table row of an attribute; if several have the name, prefer the row for the owner's classes."""
+    """Return the table row of an attribute; if several rows have this name, prefer that of a class of the owner."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     places = {kind.__name__ for kind in kinds} | {str(getattr(owner, '__name__', '')).rpartition('.')[2]}
     rows = [entry for (place, listed), entry in ATTRIBUTES.items() if listed == name]

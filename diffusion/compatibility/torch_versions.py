@@ -19,13 +19,13 @@ from diffusion.planning.gpus import missing_kernels_message
 
 
 def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
-    """Set the timeout of a group's collectives; to be removed with PyTorch 2.7, which has only a private function."""
+    """Set the timeout of a group's collectives. Only PyTorch 2.7 needs this function: its own one is private."""
     set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def average_by_summing(module: FSDPModule, ranks: int) -> None:
-    """Make FSDP2 sum gradients over ranks, then divide; to be removed with PyTorch 2.7, which lacks the setting."""
+    """Make FSDP2 sum gradients over ranks, then divide. Only PyTorch 2.7 needs the hook: it has no such setting."""
     request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
     if request_sum is not None:
         request_sum(True)

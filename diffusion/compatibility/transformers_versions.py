@@ -78,7 +78,7 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
 
 
 def word_model(tokenizer: CLIPTokenizer) -> BPE:
-    """Return the model that splits words into CLIP's tokens; transformers 4 has none, and building it takes 0.2 s."""
+    """Return the model that splits words into CLIP's tokens; for transformers 4, which has none, build it in 0.2 s."""
     parts: Any = tokenizer
     if hasattr(parts, 'bpe_ranks'):
         return BPE(*byte_pairs(tokenizer), end_of_word_suffix='</w>', unk_token=str(tokenizer.unk_token))
@@ -86,7 +86,7 @@ def word_model(tokenizer: CLIPTokenizer) -> BPE:
 
 
 def clip_features(output: Any) -> Tensor:
-    """Return the features [B, D] in a result of CLIP; to be removed with transformers 4, which does not wrap them."""
+    """Return the features [B, D] from CLIP's output, which transformers 5 wraps in an object and transformers 4 not."""
     return output if isinstance(output, Tensor) else output.pooler_output
 
 

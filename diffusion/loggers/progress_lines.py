@@ -99,7 +99,7 @@ class ConsoleLines(LoggerDestination):
             self._report(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        # A Trainer without max_duration does not train; the program itself shows the metrics.
+        # Do not log for a Trainer without max_duration, which only evaluates: its program shows the metrics.
         if dist.get_global_rank() == 0 and state.dataloader_label is not None and state.max_duration is not None:
             metrics = state.eval_metrics.get(state.dataloader_label, {})
             figures = ', '.join(f'{name}={float(metric.compute()):.4f}' for name, metric in metrics.items())
@@ -122,7 +122,7 @@ class ConsoleLines(LoggerDestination):
 
 
 def total_batches(state: State) -> int | None:
-    """Return the number of batches of training if all epochs are like the current one; None for other time units."""
+    """Return the run's number of batches, if all epochs are equal; None if its length is not in batches or epochs."""
     end = state.max_duration
     if end is not None and end.unit == TimeUnit.BATCH:
         return end.value

@@ -92,7 +92,7 @@ class JSONLines(_LatestMetrics):
 
 
 def exposition(run: str, metrics: dict[str, float]) -> str:
-    """Return metrics in Prometheus's text format 0.0.4; if names become equal in it, the last value counts."""
+    """Return metrics in Prometheus's text format 0.0.4; if two metrics get the same name there, the last one counts."""
     label = run.replace('\\', r'\\').replace('"', r'\"').replace('\n', r'\n')
     gauges = {'diffusion_' + re.sub('[^a-zA-Z0-9_]', '_', name): value for name, value in metrics.items()}
     lines = []

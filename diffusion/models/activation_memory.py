@@ -30,7 +30,7 @@ transposed tensors are contiguous, so their copies would not be counted."""
 FLOAT32_ON_CUDA = frozenset(
     ['group_norm', 'layer_norm', 'softmax', 'log_softmax', 'pow', '__pow__', 'rsqrt', 'exp', 'log', 'softplus']
 )
-"""Functions used by denoisers that autocast computes in float32 on CUDA but not on the CPU."""
+"""Functions that denoisers use and that autocast computes in float32 on CUDA but not on the CPU."""
 _WITH_FLOPS = {*flop_registry, private_attribute(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu')}
 
 
@@ -91,7 +91,7 @@ def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precis
     span = BATCHES[1] - BATCHES[0]
 
     def line(few: int, many: int) -> tuple[int, int]:
-        """Return bytes per sample and bytes independent of batch size, from the bytes of a small and a large batch."""
+        """Return the bytes per sample and the constant bytes, given the bytes for the small and the large batch."""
         slope = (many - few) // span
         return slope, few - BATCHES[0] * slope
 
@@ -205,7 +205,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Function mode that makes a CPU keep the same tensors as CUDA's autocast and compiled blocks."""
+    """Function mode that makes a pass on the CPU keep the tensors that CUDA's autocast and compiled blocks keep."""
 
     # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
     # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule
@@ -232,7 +232,7 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
-        # Call `recording.keep` below: autograd calls only the innermost hooks, so `pack` replaces the outer ones.
+        # Autograd calls only the innermost hooks, so `pack` replaces the outer ones; call `recording.keep` below.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)

@@ -21,13 +21,13 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
     if pooled is None and takes_pooled:
         raise UserError(
             f'batch: has {batch_keys.TEXT_EMBEDS} but no {batch_keys.TEXT_POOLED}, which this denoiser takes; '
-            'precompute the text again with this model, or leave it out of the batch'
+            'precompute the text again with this model, or leave the text out of the batch'
         )
     return TextOutput(batch[batch_keys.TEXT_EMBEDS], pooled)
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the mask of text stored without padding, bool [B, L], or None; a mask requires `mask_padding`."""
+    """Return the mask, bool [B, L], of text stored without padding, else None; UserError if masks are not used."""
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
         raise UserError(
@@ -48,6 +48,6 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
-    """Return the sizes of images that were neither resized nor cropped, int64 [B, 6]; `cell` is in pixels."""
+    """Return the sizes of images neither resized nor cropped, int64 [B, 6]; `cell` is a latent pixel's side in px."""
     height, width = (side * cell for side in latents.shape[2:])
     return torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(len(latents), -1)

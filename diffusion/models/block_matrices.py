@@ -12,7 +12,7 @@ MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_matrix(shape: Sequence[int], *, convolutions: bool = True) -> bool:
-    """Return True if a weight of this shape is one that Muon can update: a matrix with several rows and columns."""
+    """Return True if Muon can update a weight of this shape: a matrix, or a kernel if `convolutions`; no vector."""
     dimensions = len(shape) == 2 or (convolutions and len(shape) > 2)
     return dimensions and shape[0] > 1 and math.prod(shape[1:]) > 1
 
@@ -23,7 +23,7 @@ def trained_matrices(block: nn.Module, *, convolutions: bool = True) -> list[Ten
 
 
 def fused_projections(model: nn.Module) -> dict[int, int]:
-    """Return how many matrices each fused projection weight of a model consists of, by the weight's `id`."""
+    """Return the number of matrices stacked in each fused projection weight of a model, by the weight's `id`."""
     found = ((module, find_adapter(module)) for module in model.modules())
     return {
         id(layer.weight): parts
@@ -36,6 +36,6 @@ def fused_projections(model: nn.Module) -> dict[int, int]:
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Return the FLOPs of one Newton-Schulz step on a matrix: X X^T, its square, and the product with X."""
+    """Return the FLOPs of one Newton-Schulz iteration on a matrix X: X X^T, its square, and a product with X."""
     small, large = sorted((rows, columns))
     return 4 * small * small * large + 2 * small**3

@@ -134,7 +134,7 @@ class PerceptualCounter(AuxiliaryCounter):
         return {'frozen_parameters': _size(self.loss.parameters()), 'trained_parameters': 0}
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return the FLOPs of all passes of the networks as `all`."""
+        """Return the FLOPs of all passes of all networks, under the key `all`."""
         return {'all': perceptual_flops(self.loss, height=shape.height, width=shape.width)}
 
     def activations(self, shape: Shape, precision: str) -> Activations:
@@ -196,7 +196,7 @@ class ModelCounter:
                     add_lora(denoiser.requires_grad_(False), lora, seed=0)
 
     def facts(self) -> dict[str, int | bool]:
-        """Return all that is equal for all image shapes: parameter counts, latent and text sizes, FLOPs per caption."""
+        """Return counts that do not depend on the image shape, such as parameters, latent sizes, FLOPs per caption."""
         # A LatentDiffusion's parameters include a trained text encoder but no frozen parts. Use ids to count each
         # parameter once.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
@@ -227,7 +227,10 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
-        """Return an image's forward FLOPs for the `trained` modules, with a `route` if any, and the `image_encoder`."""
+        """Return the forward FLOPs of one image in the `trained` modules and the `image_encoder`.
+
+        With a `route`, only the kept tokens count in the blocks that the other tokens skip.
+        """
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')
             with _TrainedFlops(display=False) as trained:
@@ -310,7 +313,7 @@ def _part(model: nn.Module, name: str) -> Any:
 
 
 def _newton_schulz_flops(denoiser: nn.Module) -> dict[str, int]:
-    """Return the FLOPs of one Newton-Schulz step on all matrices of the blocks, as orthogonalized by `Muon`."""
+    """Return the FLOPs of one Newton-Schulz iteration on all matrices in the blocks, for each setting of `Muon`."""
     fused = fused_projections(denoiser)
     counts = {}
     for layers in ('linears', 'all'):

@@ -26,7 +26,7 @@ from diffusion.models.hub_errors import check_config
 
 WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
 NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
-"""Settings of a denoiser that do not change what its weights compute; channel counts show in the weights' shapes."""
+"""Settings ignored when architectures are compared: they do not matter, or (channel counts) show in the shapes."""
 U_NET_NAMES = {768: 'Stable Diffusion 1.x', 1024: 'Stable Diffusion 2.x', 2048: 'Stable Diffusion XL'}
 """Published U-Nets by the width of the text embeddings used in their cross-attention."""
 CHANNELS = (('denoiser.conv_in.weight', 1), ('denoiser.conv_out.weight', 0), ('denoiser.conv_out.bias', 0))
@@ -46,14 +46,14 @@ def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
 
 
 def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str) -> Path:
-    """Return the Hub cache folder that contains a repository's denoiser, after `hub_files.fetch`."""
+    """Fetch a repository's denoiser with `hub_files.fetch`, and return the folder of the Hub's cache that has it."""
     fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
     subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
     return hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision).parent
 
 
 def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
-    """Check that a repository's denoiser fits; return the size in bytes of its weights that are not in the cache."""
+    """Check that a repository's denoiser has this architecture; return the bytes of its weights not in the cache."""
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
     subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
     check_settings(
@@ -70,7 +70,7 @@ def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
 
 
 def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
-    """Return the folder for which a request succeeds (`subfolder`, or the top for a lone denoiser), and the result."""
+    """Try a request for `subfolder`, then for the top (a lone denoiser); return the folder found, and the result."""
     try:
         return subfolder, request(subfolder=subfolder)
     except UserError as error:
@@ -85,7 +85,7 @@ def subfolder_of(denoiser: ModelMixin) -> str:
 
 
 def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a denoiser's folder by name; UserError for another class or architecture."""
+    """Return the weights in a denoiser's folder by name; UserError if they have another class or architecture."""
     check_settings(denoiser, folder / 'config.json')
     weights: dict[str, Tensor] = {}
     for file in _weight_files(folder):
@@ -109,7 +109,7 @@ def check_settings(denoiser: ModelMixin, place: Path) -> None:
 
 
 def different_settings(denoiser: ModelMixin, config: Mapping[str, Any]) -> list[str]:
-    """Describe how a saved configuration differs; weight shapes do not show all settings, such as attention heads."""
+    """Describe how a saved configuration differs from the denoiser's; weight shapes do not show all differences."""
     defaults = {name: each.default for name, each in inspect.signature(type(denoiser).__init__).parameters.items()}
     own: Mapping[str, Any] = denoiser.config
     names = [name for name in defaults if name in own and name not in NO_EFFECT]

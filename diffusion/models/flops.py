@@ -30,7 +30,7 @@ class FlopCount:
         self._router: TokenRouter | None = None
 
     def route(self, route: Route) -> None:
-        """From now on, count only kept tokens in a route's blocks; the denoiser's family must have token blocks."""
+        """From now on, count only the kept tokens in the blocks of a route; the family must have token blocks."""
         assert self._family.token_blocks is not None
         self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
         self._counted.clear()
@@ -116,7 +116,7 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
 
 
 def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
-    """Return the FLOPs of a FeatureEncoder for one image, with a grid of height x width cells."""
+    """Return the FLOPs of a FeatureEncoder for one image that is resized to a grid of height x width cells."""
     # The image size does not matter: the encoder resizes images.
     images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8, device='meta')
     return forward_flops(empty_copy(encoder, 'meta'), images, grid)

@@ -32,7 +32,7 @@ from diffusion.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 HUB_LOGGER = 'huggingface_hub'
-"""Logger that announces retries by huggingface_hub; `RetryPolicy` logs those of this package."""
+"""Logger of huggingface_hub's own retries; its warnings are suppressed, since `RetryPolicy` logs retries too."""
 
 POLICY = RetryPolicy(tries=10, timeout_seconds=30.0)
 """Retry policy: ten tries take about three minutes, with pauses of 2, 8, 30, 30, ... seconds minus jitter."""
@@ -185,7 +185,7 @@ def _size(repository: str, path: str, commit: str) -> int:
 
 @contextlib.contextmanager
 def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
-    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` names another source."""
+    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` is advice without the Hub."""
     failed = f'{what} could not be loaded from the Hugging Face Hub'
     try:
         yield
@@ -203,13 +203,13 @@ def _clear_errors(what: str, repository: str, revision: str | None, instead: str
 
 
 def _ask(request: Callable[[], Answer], url: str) -> Answer:
-    """Return the Hub's answer to a request, retrying as long as the Hub does not respond."""
+    """Return the Hub's answer to a request; if the Hub does not respond, retry as set in `POLICY`."""
 
     def attempt() -> Answer:
         try:
             return request()
         except LocalEntryNotFoundError as error:
-            # huggingface_hub raises this for every failed request for an uncached file, as if the file did not exist.
+            # If a request for an uncached file fails, huggingface_hub raises this error, as if there were no such file.
             raise error.__cause__ or ConnectionError(str(error)) from None
         except RuntimeError as error:
             # hf_xet, which transfers large files, raises no specific class for a full disk, which must not be retried.

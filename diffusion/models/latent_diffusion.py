@@ -285,9 +285,9 @@ class LatentDiffusion(ComposerModel):
         return self
 
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
-        """Add noise to a batch at random timesteps and return the denoiser's predictions."""
+        """Add noise to a batch at random timesteps; return the denoiser's predictions, targets and loss weights."""
         self.place(batch_keys.device_of(batch))
-        # Draw all random numbers of the step in one call: on a GPU, small draws cost time per kernel.
+        # Draw all random numbers of the step in one call: on a GPU, each small draw would take a kernel launch.
         draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
@@ -311,7 +311,7 @@ class LatentDiffusion(ComposerModel):
         return outputs
 
     def denoise(self, latents: Tensor, noise: Tensor, timesteps: Tensor, condition: Condition) -> Denoised:
-        """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
+        """Add noise to latents [B, C, H, W] at timesteps [B]; return predictions, targets and loss weights."""
         if self.objective.is_flow:
             noise = noise * self.objective.noise_scale
             time = timesteps / self.objective.num_train_timesteps
@@ -357,7 +357,7 @@ class LatentDiffusion(ComposerModel):
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """Return the normalized latents [B, C, H, W] of a batch, from its images or precomputed latent moments.
 
-        `draws` sample the VAE's posterior if the model's `posterior` is 'sample'. Without `draws`, latents are means.
+        With `draws` and the setting `posterior: sample`, latents are samples of the VAE's posterior, else its mean.
         """
         if batch_keys.LATENT_MOMENTS in batch:
             moments = batch[batch_keys.LATENT_MOMENTS].float()
@@ -382,7 +382,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Return the VAE's mean and log-variance, float32 [B, 2C, H, W], or only latents, for uint8 images."""
+        """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W], or mean only, [B, C, H, W]."""
         batch_keys.check_images(images)
         vae = self.vae
         with self._encoding(images.device):
@@ -391,7 +391,10 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(moments)
 
     def encode_batch(self, batch: Mapping[str, Tensor], batch_size: int) -> dict[str, Tensor]:
-        """Return a batch with the frozen encoders' outputs instead of images, encoding `batch_size` samples at once."""
+        """Return a batch with the frozen encoders' outputs instead of images, encoding `batch_size` samples at a time.
+
+        Images stay if the model is trained on pixels.
+        """
         batch_keys.check_batch(batch)
         encoded, device = dict(batch), self.device
         images, has_encoder = encoded.pop(batch_keys.IMAGE, None), not isinstance(self.vae, PixelSpace)
@@ -419,7 +422,7 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def image_encoder(self) -> FeatureEncoder | None:
-        """The frozen image encoder for representation alignment; None if that is off or its features are stored."""
+        """The frozen image encoder for representation alignment; None if alignment is off or features are stored."""
         return self._frozen.get('image_encoder')  # type: ignore[return-value]
 
     @property
@@ -539,7 +542,7 @@ class LatentDiffusion(ComposerModel):
             sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
             condition = self._condition(self._tokens(prompts), sizes=sizes)
             if guidance_scale > 1:
-                # Compute both predictions in one pass with twice the batch.
+                # Compute the unconditional and the conditional prediction in one pass with twice the batch size.
                 unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
                 condition = unconditional.followed_by(condition)
 
@@ -634,7 +637,7 @@ class LatentDiffusion(ComposerModel):
         if input_ids.shape[1:] != self.empty_ids.shape:
             encoders, tokens = self.empty_ids.shape
             raise UserError(
-                f'{batch_keys.INPUT_IDS}: shape {tuple(input_ids.shape)}, but captions are dropped for ids of shape '
+                f'{batch_keys.INPUT_IDS}: shape {tuple(input_ids.shape)}, but caption_dropout needs ids of shape '
                 f'[B, {encoders}, {tokens}]; pad or cut captions to {tokens} tokens, as '
                 'diffusion.models.text_conditioner.tokenize does, or set caption_dropout=0'
             )
@@ -648,7 +651,7 @@ class LatentDiffusion(ComposerModel):
         mask: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Condition:
-        """Return the condition for token ids [B, E, L], or precomputed `text`; zeros where `keep` [B] is False."""
+        """Return the condition for token ids [B, E, L] or precomputed `text`, with zeros where `keep` [B] is False."""
         text = self.embed(input_ids) if text is None else text.map(at_least_float32)
         if keep is not None:
             text = text.where(keep, text.map(torch.zeros_like))
@@ -665,7 +668,7 @@ class LatentDiffusion(ComposerModel):
         return text.map(for_autograd)
 
     def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Return the alignment loss per sample, float32 [B], from the aligned block's image tokens [B, K or N, D]."""
+        """Return the alignment loss per sample, float32 [B], from the aligned block's tokens: all N, or those kept."""
         if batch_keys.IMAGE_FEATURES in batch:
             features = batch[batch_keys.IMAGE_FEATURES]
         elif batch_keys.IMAGE in batch:

@@ -52,7 +52,7 @@ class Objective:
     """Standard deviation of a flow's noise; 2 for pixels, as in PRX's published pixel run."""
     snr_shift: float = 1.0
     """Divide the SNR by shift**2, where shift is the image side over the base resolution's side (Hoogeboom et al. 2023,
-    eq. 5). For a flow that is the shift of timesteps of Esser et al. 2024, eq. 23, who use 3 at 1024 px."""
+    eq. 5). For a flow this is the timestep shift of Esser et al. 2024, eq. 23, who use 3 at 1024 px."""
     timesteps: Literal['uniform', 'stratified', 'logit_normal'] = 'uniform'
     """uniform: drawn independently for each sample; stratified: for a global batch of N samples, one in each of N equal
     parts of the schedule, so that losses vary less between batches (the low-discrepancy sampler of Kingma et al. 2021);
@@ -67,7 +67,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(Objective)
-        # `objective_problems` names only those choices that fit the path.
+        # Skip Literal fields: `objective_problems` checks them, and names only the choices that fit the path.
         check_arguments({key: hint for key, hint in hints.items() if get_origin(hint) is not Literal}, vars(self))
         defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}
         for key, problem in objective_problems(vars(self), defaults).items():
@@ -113,7 +113,7 @@ class Objective:
         """Return keyword arguments with which diffusers' schedulers reproduce the noise schedule of training."""
         if self.is_flow:
             prediction = 'sample' if self.prediction_type == 'sample' else 'flow_prediction'
-            # A StableDiffusionPipeline warns about any other steps_offset, which has no effect on a flow.
+            # steps_offset has no effect on a flow, but a StableDiffusionPipeline warns about values other than 1.
             flow = {'shift': self.snr_shift, 'use_flow_sigmas': True, 'flow_shift': self.snr_shift, 'steps_offset': 1}
             return flow | {'num_train_timesteps': self.num_train_timesteps, 'prediction_type': prediction}
         config: dict[str, Any] = {
@@ -215,7 +215,7 @@ def flow_velocity(
 ) -> Tensor:
     """Convert a flow denoiser's prediction for `noisy`, either the velocity or clean latents, to the velocity.
 
-    Time t, [], must be above 0 unless `min_time` is set, which is a lower bound for the divisor t.
+    Clean latents are converted by dividing by the time t, [], or by `min_time` if t is smaller.
     """
     if objective.prediction_type != 'sample':
         return prediction

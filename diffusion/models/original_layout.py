@@ -1,6 +1,6 @@
-"""Convert parts of a pipeline to the layout of Stable Diffusion's original code (CompVis, Stability AI).
+"""Convert models between diffusers and the original layout: tensor names and shapes of Stability AI's own code.
 
-ComfyUI and other programs read this layout, and training can start from files in it.
+ComfyUI and other programs read files in the original layout, and training can start from them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -101,7 +101,7 @@ MMDIT_QKV = {
 
 
 def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
-    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`; UserError if some have none."""
+    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`; UserError if a tensor has none."""
     if not isinstance(unet.config['layers_per_block'], int):
         raise _no_layout('layers_per_block by level', unet)
     state = unet.state_dict()
@@ -178,7 +178,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
 
 
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
-    """Return CLIP's tensors in OpenCLIP's names and layout; `layers` beyond the encoder's are copies of the last."""
+    """Return CLIP's tensors with OpenCLIP's names and shapes; the last layer is repeated until there are `layers`."""
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
     own: int = encoder.config.num_hidden_layers  # type: ignore[assignment,union-attr]
@@ -218,7 +218,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
 
 
 def _by_stem(state: Mapping[str, Tensor], layers: Mapping[str, str], block: Mapping[str, str]) -> dict[str, str]:
-    """Return a transformer's original tensor names, given the original names of its layers and of a block's layers."""
+    """Return a transformer's original tensor names, given the original names of its layers and of those in a block."""
     names = {}
     for name in state:
         if name.startswith('transformer_blocks.'):

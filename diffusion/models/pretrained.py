@@ -67,12 +67,12 @@ CLIP_BIG_G: dict[str, Any] = CLIP_L | {
 
 _without_weights = False
 _checked: list[str] | None = None
-"""Descriptions of the weights that `load_pretrained` has checked; None if it is not checking them."""
+"""Descriptions of the weights that `load_pretrained` has checked; None outside of `checking_weights`."""
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Context in which `load_pretrained` builds modules only from configurations, on torch's default device."""
+    """Context in which `load_pretrained` loads no weights: it builds models from configurations, on torch's device."""
     global _without_weights
     before, _without_weights = _without_weights, True
     try:

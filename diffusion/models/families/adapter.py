@@ -27,7 +27,7 @@ class Condition:
     embeds: Tensor
     """Text embeddings, [B, L, D]."""
     mask: Tensor | None = None
-    """True for tokens, False for padding, bool [B, L]; None attends to everything."""
+    """True for tokens, False for padding, bool [B, L]; None to attend to all tokens."""
     pooled: Tensor | None = None
     """One embedding per caption, [B, P]; None for families without it."""
     sizes: Tensor | None = None
@@ -148,7 +148,7 @@ class DenoiserAdapter(ABC):
 
     @abstractmethod
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
-        """Return the keyword arguments for the denoiser's forward pass; its first argument is the noisy latents."""
+        """Return the denoiser's keyword arguments; the noisy latents are passed as the first positional argument."""
 
     @abstractmethod
     def pipeline(self, model: Any) -> Any:
@@ -188,7 +188,7 @@ class DenoiserAdapter(ABC):
         return images.float()
 
     def check_exportable(self, model: Any, pipeline: str) -> None:
-        """Raise UserError if a pipeline, which starts from standard normal noise, cannot sample the model."""
+        """Raise UserError if the model needs other noise than a pipeline starts from, which is standard normal."""
         scale = model.objective.noise_scale
         if scale != 1:
             raise UserError(

@@ -235,7 +235,7 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
 
 
 def at_width(denoiser: PRXTransformer2DModel, width: int) -> PRXTransformer2DModel:
-    """Return, on the meta device, a transformer with another width, which must be a multiple of its head size."""
+    """Return a transformer like `denoiser` on the meta device, with another width: a multiple of the head size."""
     config = denoiser.config
     problem = base_width_problem(width, config['hidden_size'], config['num_heads'])
     if problem is not None:

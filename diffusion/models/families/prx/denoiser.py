@@ -22,9 +22,9 @@ keep_prx_masks_small()
 
 
 def _loadable_in_pipeline(encoder: Any) -> Any:
-    """Return a text encoder that a saved PRXPipeline can load again; T5-Gemma's needs another configuration."""
-    # diffusers reads the file as a T5GemmaConfig and uses its `encoder` part. The configuration of a T5GemmaEncoder
-    # only has the content of that part, so diffusers would use its defaults, those of the 2B model.
+    """Return a text encoder with a configuration that a saved PRXPipeline can load; only T5-Gemma's is changed."""
+    # diffusers reads config.json as a T5GemmaConfig and uses its `encoder` part. A T5GemmaEncoder's configuration is
+    # only the content of that part, in which diffusers would find no `encoder` and use the 2B model's values.
     if encoder.config.model_type != 't5_gemma_module':
         return encoder
     from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
@@ -66,8 +66,8 @@ class PRX(DenoiserAdapter):
         return pipeline.transformer.config['in_channels'], side, side
 
     def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
-        # These pipelines reject a scale below 1, and resize images to the sizes of the published models. Unlike
-        # training, their text cleaning changes prompts (lower case, no punctuation).
+        # These pipelines reject a guidance scale below 1, and resize images to the sizes of the published models.
+        # Unlike training, their text cleaning changes prompts (lower case, no punctuation).
         settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
         return settings if _is_on_pixels(pipeline) else settings | {'skip_text_cleaning': True}
 

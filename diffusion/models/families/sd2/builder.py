@@ -1,7 +1,7 @@
 """Builders for Stable Diffusion 2 (Rombach et al. 2022): the published model, and a miniature of it.
 
 Stable Diffusion 2 base was published as stabilityai/stable-diffusion-2-base and withdrawn by its authors in November
-2025. The community preserves it in the repository `PRETRAINED`.
+2025. `PRETRAINED` is a repository in which the community preserves it.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ class CrossAttentionUNet(DenoiserAdapter):
     lora_writer = StableDiffusionLoraLoaderMixin, 'unet_lora_layers'
 
     def owns(self, denoiser: UNet2DConditionModel) -> bool:
-        return denoiser.config['addition_embed_type'] != 'text_time'  # 'text_time' is SDXL's
+        return denoiser.config['addition_embed_type'] != 'text_time'  # SDXL's U-Nets have 'text_time'
 
     def sizes(self, denoiser: UNet2DConditionModel) -> DenoiserSizes:
         config = denoiser.config

@@ -1,6 +1,6 @@
 """Builders for Stable Diffusion XL (Podell et al. 2023): the published U-Net, and a miniature of it.
 
-Stable Diffusion XL base 1.0 is published as `PRETRAINED` under the CreativeML Open RAIL++-M license.
+`PRETRAINED` is the Hub repository of Stable Diffusion XL base 1.0, which has the CreativeML Open RAIL++-M license.
 """
 
 from collections.abc import Sequence
@@ -97,8 +97,8 @@ def sdxl(
         pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of the repository `pretrained`.
-        vae: Source of the VAE if it is not `pretrained`, whose VAE overflows in float16: a folder or repository with an
-            AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
+        vae: Source of the VAE; None uses that of `pretrained`, which overflows in float16. A folder or repository with
+            an AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
         vae_revision: Commit of the repository `vae`.
     """
     check_sources(pretrained=pretrained, vae=vae)

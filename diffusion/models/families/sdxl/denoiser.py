@@ -52,7 +52,7 @@ class SDXLUNet(CrossAttentionUNet):
             tokenizer_2=model.text.tokenizers[1],
             unet=model.denoiser,
             scheduler=scheduler,
-            # This embeds an empty negative prompt (and its pooled text) as zeros instead of as the empty caption.
+            # If True, an empty negative prompt (and its pooled text) becomes zeros instead of an empty caption's text.
             force_zeros_for_empty_prompt=model.caption_dropout_mode == 'zeros',
             add_watermarker=False,
         )

@@ -33,9 +33,9 @@ SHARD_SHM_BYTES = 17
 TENSORS = 6
 """Tensors per batch; each is an open file while it passes from a worker to the main process."""
 OPEN_FILES = 200
-"""Open files of the main process, in addition to those for its workers."""
+"""Estimated number of files that the main process holds open, without those for its workers."""
 FILES_PER_WORKER = 10
-"""Open files of the main process per worker, in addition to the tensors."""
+"""Estimated number of files that the main process holds open per worker, without those for tensors in transit."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
 """Files that dead runs left in shared memory are reported if their total size exceeds this."""
 

@@ -55,7 +55,7 @@ class UnreadableImage(ValueError):
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded and corrected image, with those properties of its file that determine how it is stored."""
+    """A decoded and corrected image, and the properties of its file on which its storage format depends."""
 
     image: Image.Image
     """Upright RGB image in sRGB, without metadata."""
@@ -69,7 +69,7 @@ class DecodedImage:
     is_unmodified: bool
     """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
     is_repaired: bool = False
-    """True for a JPEG with stray bytes outside of its segments; its pixels are complete."""
+    """True for a JPEG whose stray bytes outside of segments were ignored; no pixel is missing."""
     pixels: np.ndarray | None = None
     """The pixels of `image`, uint8 [H, W, 3], if already available."""
 

@@ -135,8 +135,8 @@ class CacheBudget:
     def reserve(self, path: Path, size: int) -> Iterator[None]:
         """Evict enough shards to make room for a new one of `size` bytes at `path`, and record its size.
 
-        Inside the `with` block, create the file, or a temporary folder with the size in its name, so that others count
-        it.
+        Inside the `with` block, create the file, or a temporary folder whose name contains the size: other processes
+        count both.
         """
         # Evict and reserve while holding locks shared by all jobs that use the folders. Otherwise, two processes would
         # both count on the same free space and exceed the limit.

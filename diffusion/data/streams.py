@@ -52,7 +52,7 @@ MAX_SHARE_ERROR = 0.01
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stream with its name and the shape of its images after cropping and resizing."""
+    """A stream, its name, and the shape to which its images are cropped and resized."""
 
     name: str
     stream: Stream
@@ -321,7 +321,7 @@ class BucketedDataset(VerifiedDataset):
                 raise UserError(f'{where}: {problem}')
 
     def _log_epoch(self, bucket: Bucket, samples: int, share: float) -> None:
-        """Log a stream's samples per epoch; warn if rounding changes its proportion or it cannot fill a batch."""
+        """Log a stream's samples per epoch; warn if rounding changes its proportion, or if it cannot fill a batch."""
         if not self._unique_rank_world.is_leader:
             return
         taken = bucket.stream.choose

@@ -1,4 +1,4 @@
-"""StreamingDataset that serves only verified shards and, if one of its processes fails, stops all of them."""
+"""StreamingDataset that serves only verified shards; if one of its processes fails, all of them stop."""
 
 import contextlib
 import math
@@ -305,7 +305,7 @@ def _check_folders_differ(streams: list[VerifiedStream]) -> None:
         other = names.setdefault(stream.folder.absolute(), stream.name)
         if other != stream.name:
             raise UserError(
-                f'streams.{stream.name}: has the same folder as streams.{other}, {stream.folder}; use another one'
+                f'streams.{stream.name}: has the same folder as streams.{other}, {stream.folder}; use another folder'
             )
 
 

@@ -164,7 +164,7 @@ class VerifiedStream(Stream):
         return path
 
     def _download(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
-        """Download a shard to its final path, or wait for another job that is downloading it."""
+        """Download a shard to its final path or, if another job is downloading the shard, wait for that download."""
         assert self.source is not None
         files = [raw] if zipped is None else [zipped, raw]
         size = sum(file.bytes for file in files)
@@ -260,7 +260,7 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a local shard from its compressed file, after its raw file was found missing or damaged."""
+        """Unpack a local shard's compressed file, since its raw file is missing or damaged (`found` says which)."""
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else find_damage(source, zipped, self.validate_hash) or ''
         if found:
@@ -299,7 +299,7 @@ class VerifiedStream(Stream):
         return fetched[0]
 
     def _downloaded_index(self) -> bytes:
-        """Download the remote index.json and return its content; raise DamagedDownload if it lists no MDS shards."""
+        """Return the content of the remote index.json; raise DamagedDownload if this is not an index of MDS shards."""
         assert self.source is not None
         content = self.source.read(INDEX)
         # There is no hash to verify an index with. Parse it, so that a truncated index, which is not valid JSON, is
@@ -382,7 +382,7 @@ def files_in_index(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """Unpack a shard next to its compressed file or into `folder`, or raise DamagedDownload; return its path."""
+    """Unpack a compressed shard into `folder` (None: its own folder) and return the path; may raise DamagedDownload."""
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:
         content = decompress(compression, path.read_bytes())

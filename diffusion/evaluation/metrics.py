@@ -25,7 +25,7 @@ BLOCK_ROWS = 4096
 """Rows and columns per block when a matrix of distances or kernel values is computed: 134 MB per block."""
 CMMD_SIGMA = 10.0
 CMMD_SCALE = 1000.0
-"""Scale factor of CMMD, so that its values are similar in size to those of FID."""
+"""Factor by which CMMD's authors scale it, so that its values are about as large as those of FID."""
 NEIGHBORS = 3
 """Number of nearest neighbors that define the manifold for precision and recall."""
 

@@ -1,4 +1,4 @@
-"""Text about an evaluation: each metric with its better direction and its change since an earlier evaluation."""
+"""Text about an evaluation: each metric, its change since an earlier one, and whether lower or higher is better."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

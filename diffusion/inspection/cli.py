@@ -224,7 +224,7 @@ def _check_complete(missing: Sequence[Problem], paths: Collection[str]) -> None:
 
 
 def _missing(missing: Sequence[Problem], paths: Collection[str]) -> list[Problem]:
-    """Return the values at these paths of a recipe, or inside them, that are still ???."""
+    """Return the problems in `missing`, values that are still ???, that are at or inside one of these recipe paths."""
     return [each for each in missing if any(f'{each.where}.'.startswith(f'{path}.') for path in paths)]
 
 

@@ -85,7 +85,7 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
         raise UserError(
             f'{source.url}: cannot read index.json ({error}); check the path or URL, and your access to it'
         ) from error
-    except Exception as error:  # arbitrary JSON may raise any class
+    except Exception as error:  # arbitrary JSON may raise any exception
         raise UserError(
             f'{source.url}: index.json is not an index of MDS shards ({error!r}); prepare the data again'
         ) from error
@@ -129,7 +129,7 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
                 result.defects += _merge_rows(name, problems)
     except (GaveUp, UserError) as error:
         result.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
-    except Exception as error:  # decompression libraries raise various classes for damaged data
+    except Exception as error:  # decompression libraries raise various exceptions for damaged data
         result.defects.append(Defect(name, -1, -1, f'it cannot be read ({error!r})'))
     return result
 
@@ -142,7 +142,7 @@ def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardRes
         except IndexError:
             yield row, 'it is past the end of the file', False
             continue
-        except Exception as error:  # each column encoding raises its own classes
+        except Exception as error:  # each column encoding raises its own exceptions
             yield row, f'it cannot be read ({error!r})', False
             continue
         result.samples += 1

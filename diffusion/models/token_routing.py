@@ -101,7 +101,7 @@ class TokenRouter:
         return args, {**kwargs, self._blocks.argument: self._select(tokens, dim=1)}
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Select the kept tokens' entries in a block's other arguments; a forward pre-hook."""
+        """Reduce a block's per-token arguments, such as position embeddings, to the kept tokens; a forward pre-hook."""
         if not self._routes:
             return None
         # diffusers passes arguments by position when it checkpoints activations.
@@ -126,7 +126,7 @@ class TokenRouter:
         return self._blocks.replaced(output, full.to(dtype).scatter(1, index, tokens.to(dtype)))
 
     def _select_once(self, name: str, values: Tensor, dim: int) -> Tensor:
-        """Return the entries of the kept tokens, as the same tensor for all blocks that get the same values."""
+        """Return the kept tokens' entries of the argument `name`; blocks with the same `values` share the result."""
         # Select only once for all blocks: each copy would be kept for the backward pass.
         source, selected = self._selected.get(name, (None, None))
         if source is not values or selected is None:
@@ -135,7 +135,7 @@ class TokenRouter:
         return selected
 
     def _select(self, values: Tensor, *, dim: int) -> Tensor:
-        """Return the entries of the kept tokens from a tensor whose first dimension is the batch."""
+        """Return the kept tokens' entries of a tensor whose dimension 0 is the batch and dimension `dim` the tokens."""
         assert self._kept is not None
         shape = [1] * values.ndim
         shape[0], shape[dim] = self._kept.shape

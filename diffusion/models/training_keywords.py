@@ -1,7 +1,7 @@
 """Keywords shared by all latent diffusion models, each declared once: `LatentDiffusion` and its builders take them.
 
-To add a keyword to all models, add an entry to `TrainingKeywords` and use it in LatentDiffusion. The builders pass it
-on. Recipes, their checks, the rules for resuming, the cache keys of model counts and the documentation follow from it.
+To add a keyword to all models, add an entry to `TrainingKeywords` and use the keyword in LatentDiffusion. The builders
+pass it on. Recipes, checks, resume rules, cache keys of model counts and documentation are derived from the entry.
 """
 
 from typing import Annotated, Literal, TypedDict

@@ -135,9 +135,9 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
     """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
 
     diffusers' pipelines apply the scalar `scaling_factor`, and some also the scalar `shift_factor` (set
-    `pipeline_shifts`). The 1x1 convolutions next to the latents can apply the rest: with normalized latents
+    `pipeline_shifts`). The 1x1 convolutions next to the latents can apply all other statistics: with normalized latents
     z = (m - mean) / std, `quant_conv` outputs the moments of z, and `post_quant_conv` maps z back to m. A VAE without
-    such statistics is copied unchanged. Raises UserError if it has statistics but no such convolutions.
+    other statistics is copied unchanged. Raises UserError if it has other statistics but not these convolutions.
     """
     if isinstance(vae, PixelSpace):
         raise UserError(
@@ -164,9 +164,9 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
 
 @torch.no_grad()
 def with_latent_scale(vae: AutoencoderKL, scale: float, shift: float = 0.0) -> AutoencoderKL:
-    """Return a VAE for a program that normalizes latents by its own scale and shift: (m - shift) * scale.
+    """Return a VAE for programs that always normalize latents m to (m - shift) * scale.
 
-    If the VAE has other statistics, the result is a copy with the difference folded into its weights.
+    If the VAE's own scale or shift differs, the result is a copy with the difference folded into its weights.
     """
     mean, std = latent_statistics(vae)
     wanted_mean, wanted_std = torch.full_like(mean, shift), torch.full_like(std, 1 / scale)

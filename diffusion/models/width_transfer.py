@@ -28,8 +28,8 @@ def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> d
     Initial biases, which PyTorch also scales down with fan_in, are multiplied by ratio^(1/2). Biases and norms keep
     their learning rate. If both models have the same width, nothing changes.
 
-    The base may be on any device (`torch.device('meta')` allocates nothing). Factors are by parameter name with
-    `prefix`; parameters that are not listed have the factor 1. UserError means that more than the width differs.
+    The base may be on any device (`torch.device('meta')` allocates nothing). Returned factors are keyed by `prefix` +
+    parameter name; other parameters have the factor 1. Raises UserError if the models differ in more than width.
     """
     shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
     if shapes.keys() != dict(model.named_parameters()).keys():

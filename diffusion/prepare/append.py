@@ -99,7 +99,7 @@ def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> 
     if lines:
         raise UserError(
             f'out: {dataset.folder} was prepared with other settings:\n  ' + '\n  '.join(lines) + '\n'
-            'leave them out to use those of the dataset, or prepare a separate dataset with another out'
+            "leave these settings out to use the dataset's, or prepare a separate dataset with another out"
         )
 
 

@@ -88,7 +88,7 @@ class PartJob:
     folder: Path
     """Output folder of the part; exists only when complete."""
     url: str | None = None
-    """Object store URL to which the part's shards, then its tables, are uploaded; None leaves them in the folder."""
+    """Object store URL to which the part's shards, then its tables, are uploaded; if None, they stay in `folder`."""
     stored: Mapping[str, int] | None = None
     """Sizes of the objects at `url` by name, if an earlier start or another machine converted the part."""
 

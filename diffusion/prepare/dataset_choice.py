@@ -334,7 +334,7 @@ def _others(
 
 
 def saved_files(state: bytes, where: str) -> tuple[list[str], str | None]:
-    """Return a saved dataset's Arrow files in order, and its split, from its state.json."""
+    """Return the names of the Arrow files of a saved dataset, in order, and its split; `state` is its state.json."""
     try:
         content: dict[str, Any] = json.loads(state)
         names = [str(each['filename']) for each in content['_data_files']]

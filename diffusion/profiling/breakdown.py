@@ -99,7 +99,7 @@ class _Stage:
 
 
 class Recorder:
-    """Timer for stages on a GPU: it records a CUDA event at the end of each stage and reads it later, without waiting.
+    """Timer of stages on a GPU: record a CUDA event at the end of each stage, and read events once they are complete.
 
     Attributes:
         on: True while recording.

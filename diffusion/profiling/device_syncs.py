@@ -48,9 +48,9 @@ class Site(NamedTuple):
 
 @contextmanager
 def find_waits() -> Iterator[Counter[Site]]:
-    """Context manager that counts device synchronizations by source line while it is active.
+    """Return a context manager that counts device synchronizations inside the context by source line.
 
-    Without a GPU, it counts operations that would synchronize if their tensors were on a GPU.
+    Without a GPU, operations are counted that would synchronize if their tensors were on a GPU.
     """
     found: Counter[Site] = Counter()
     with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found), _count_early_reads(found):

@@ -124,7 +124,7 @@ class _SharedMemory:
 
     @property
     def in_use(self) -> bool:
-        """True from a replayed forward pass until its backward pass has ended or its results have been dropped."""
+        """True while the backward pass of a replayed forward pass may still come; False once it ran or cannot run."""
         user = None if self._user is None else self._user()
         return user is not None and bool(user.waiting)
 
@@ -165,7 +165,7 @@ class _Pass:
         self.is_noted, self._replayed = True, None
 
     def run(self, block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block in this pass: record its arguments, or replay it."""
+        """Run a block in this pass: in the first pass record its arguments and run it normally, later replay it."""
         leaves = leaves_of(args, kwargs)
         if not self.is_noted:
             self._calls.append(_Call(block, plain, args, kwargs, self._memory))
@@ -275,8 +275,8 @@ class _Call:
         """Replay the backward pass, and return the gradients of the inputs and weights."""
         if self._versions != list(map(_version, self._outputs)):
             raise UserError(
-                f'speed.cuda_graphs: the output of {type(self.block).__name__} was changed in place, and its backward '
-                f'pass may need it. {TO_FIX}'
+                f'speed.cuda_graphs: the output of a {type(self.block).__name__} was changed in place, although the '
+                f"block's backward pass may need the original. {TO_FIX}"
             )
         for static, given in zip(self._output_gradients, gradients, strict=True):
             static.copy_(given)

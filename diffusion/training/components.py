@@ -67,7 +67,7 @@ def add_lora(recipe: Recipe, model: ComposerModel) -> None:
     """Add a recipe's LoRA to its model's denoiser, and freeze the denoiser's other weights.
 
     Raises:
-        UserError: The model has no denoiser or trains its text encoder, or a target matches no layer.
+        UserError: The model has no denoiser, the model trains its text encoder, or a LoRA target matches no layer.
     """
     assert recipe.lora is not None
     if not isinstance(model, LatentDiffusion):

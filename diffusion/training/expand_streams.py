@@ -79,7 +79,7 @@ def _fetched(stream: StreamConfig) -> Path:
     The list is downloaded at every start, since data may have been added; if the remote fails, an earlier copy is used.
     """
     if stream.remote is None or stream.local is None:
-        raise UserError('has a remote and no local; set local to a folder for the cache')
+        raise UserError('remote is set but local is not; set local to a folder for the downloaded files')
     path = Path(stream.local, BUCKETS)
     RemoteFolder(stream.remote, RetryPolicy(1 + stream.download_retry, stream.download_timeout)).refresh(BUCKETS, path)
     return path.parent

@@ -146,7 +146,7 @@ def with_denoiser(model: object, start: InitFrom) -> LatentDiffusion:
     """Return the model; raise UserError if it has no denoiser."""
     if isinstance(model, LatentDiffusion):
         return model
-    raise UserError(f'{start.source}: only a model with a denoiser can start from it; use a checkpoint of a run')
+    raise UserError(f'{start.source}: this model has no denoiser for these weights; use a checkpoint of a run')
 
 
 def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | None) -> dict[str, Tensor]:

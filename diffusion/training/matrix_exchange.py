@@ -40,8 +40,8 @@ def layout_of(weight: Tensor) -> Layout:
     sharded = [number for number, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(sharded) > 1 or any(not weight.placements[number].is_shard(0) for number in sharded):
         raise UserError(
-            f'muon: a weight of shape {list(weight.shape)} has placements {weight.placements}, but Muon needs whole '
-            'rows on one dimension of the mesh; shard with fully_shard alone, or use AdamW'
+            f'muon: a weight of shape {list(weight.shape)} has placements {weight.placements}, but Muon needs weights '
+            'sharded by rows over one mesh dimension; shard with fully_shard alone, or use AdamW'
         )
     # Let all replicas of a hybrid mesh compute the same results: an exchange between them would use the slower network.
     group = weight.device_mesh.get_group(sharded[0]) if sharded else None

@@ -226,7 +226,7 @@ class Muon(Optimizer):
             raise UserError('muon: parts require a group with algorithm muon, and one number per weight')
         for number, shape in zip(parts, shapes, strict=True):
             if number < 1 or shape[0] % number:
-                raise UserError(f'muon: a weight of shape {list(shape)} does not divide into {number} matrices of rows')
+                raise UserError(f'muon: the rows of a weight {list(shape)} do not divide into {number} equal matrices')
         self._parts[len(self.param_groups)] = tuple(parts)
 
     @torch.no_grad()

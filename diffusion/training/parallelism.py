@@ -119,7 +119,7 @@ class _Touch(nn.Module):
 def average_gradients_on_cpu(model: nn.Module) -> None:
     """Make FSDP2 average gradients over ranks on CPUs, where it would sum them; call once after wrapping the model.
 
-    A model that is on a GPU or has no modules wrapped by FSDP2 is not changed.
+    If the model is on a GPU, or FSDP2 wraps none of its modules, nothing is changed.
     """
     # FSDP2 requests ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large
     # (measured with torch 2.7.0 and 2.14.1). Adam's updates do not depend on this scale and hide the problem, but

@@ -1,4 +1,4 @@
-"""Changes when a run resumes: compare its recipe with that of its checkpoint, and describe its learning rate."""
+"""Changes when a run resumes: compare the recipe with the checkpoint's, and describe the learning rate."""
 
 import logging
 from collections.abc import Mapping

@@ -235,6 +235,8 @@ def run_check(options: CheckOptions) -> int:
         raise RecipeError(absent, options.recipe)
     for warning in warnings:
         print(f'# warning: {warning}')
+    for note in recipe.not_inherited:
+        print(f'# note: {note}')
     if recipe.missing or absent:
         print(f'# {options.recipe}: valid, but incomplete; before it can run it needs')
         for problem in [*recipe.missing, *absent]:

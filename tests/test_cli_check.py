@@ -66,6 +66,15 @@ def test_valid_recipe_is_printed_and_timed(write, capsys):
     assert note == '# not looked at: data in object stores (streams.a); add --data' and ': ok, checked in ' in last
 
 
+def test_settings_that_another_component_does_not_inherit_are_noted(write, capsys):
+    write(GOOD.replace('tiny,', 'tiny, caption_dropout: 0.3, block_out_channels: [32],'), 'base.yaml')
+    path = write('extends: base.yaml\nmodel: {name: tiny_prx}')
+    notes = [line for line in output_of(capsys, 'check', path, '--quiet').splitlines() if line.startswith('# note')]
+    defaults = 'so its defaults apply; set them here to change that'
+    assert notes == [f'# note: model: tiny_prx does not inherit caption_dropout from tiny, {defaults}']
+    assert '# note' not in output_of(capsys, 'check', path, '--quiet', 'model.caption_dropout=0.3')
+
+
 def test_number_of_gpus_is_checked_on_request(write, capsys):
     words = ['check', write(GOOD), 'global_batch=1536', '--gpus', '96', '--quiet']
     output_of(capsys, *words)

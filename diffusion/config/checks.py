@@ -116,6 +116,25 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
     }
 
 
+def not_inherited(recipe: Recipe, dropped: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Return the settings that a component would also take from the component of another name that it replaces.
+
+    Args:
+        dropped: The replaced components of extended recipes, by path; see `interpolation.Resolved`.
+    """
+    found = []
+    for where, kind, component in _components(recipe):
+        old = dropped.get(where)
+        if old is None or registry.unknown(kind, component.name):
+            continue
+        defaults = {each.name: each.default for each in registry.signature(kind, component.name).parameters}
+        keys = [key for key in defaults.keys() & old if key not in component.kwargs and old[key] != defaults[key]]
+        if keys:
+            what = f'{component.name} does not inherit {", ".join(sorted(keys))} from {old["name"]}'
+            found.append(Problem(where, f'{what}, so its defaults apply; set them here to change that'))
+    return found
+
+
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Return a recipe's mistakes beyond wrong types, such as values out of range; skip values that are still ???."""
     # The checks test types because a value may be ???, or None if its type was wrong. Both are reported elsewhere.

@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -44,6 +44,8 @@ class Resolved:
     key of the file, so it has the same meaning in another file."""
     unset: dict[KeyPath, tuple[str, ...]]
     """Names of the unset environment variables that each value needs."""
+    dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Components of extended files, by path such as `model`, that were replaced by one of another `name`."""
 
 
 def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:

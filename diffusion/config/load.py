@@ -15,6 +15,7 @@ from diffusion.config.checks import (
     check_components,
     check_recipe,
     keyword_types,
+    not_inherited,
 )
 from diffusion.config.device_checks import check_devices
 from diffusion.config.interpolation import KeyPath, Resolved, dotted
@@ -128,6 +129,7 @@ def load(
         hidden = [Problem(each.where, _hide(each, resolved.from_environment, raw)) for each in problems]
         raise RecipeError(hidden, path)
     recipe.missing = gather.missing
+    recipe.not_inherited = not_inherited(recipe, resolved.dropped)
     return recipe
 
 

@@ -402,6 +402,8 @@ class Recipe:
     """The keywords of composer.Trainer that no other section sets, such as max_duration and precision."""
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
     """The values that are still ???, if `load` accepted them; not a key of a recipe."""
+    not_inherited: list[Problem] = field(default_factory=list, repr=False, compare=False)
+    """The settings of extended recipes that do not apply, since a component has another name; not a key of a recipe."""
     from_environment: dict[KeyPath, Interpolation] = field(default_factory=dict, repr=False, compare=False)
     """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Write this
     text to files instead of the value, which may be a secret (`load.to_yaml`); not a key of a recipe."""

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,9 @@ def merge_and_resolve(
     if isinstance(overrides, str):  # a string is also a sequence, of characters
         raise UnreadableYAML(f'overrides: {overrides!r} is one string; pass a list of them: [{overrides!r}]')
     merged: dict[str, Any] = {}
+    dropped: dict[str, dict[str, Any]] = {}
     for content in contents:
-        _drop_renamed(merged, content)
+        dropped |= _drop_renamed(merged, content, '')
         merged = _merged(merged, content, '')
     for override in overrides:
         if not isinstance(override, str):
@@ -162,7 +164,7 @@ def merge_and_resolve(
             raise UnreadableYAML(f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba')
         _update(merged, override, key.strip(), _value(override, value))
     try:
-        return resolve(merged, os.environ if environ is None else environ)
+        return replace(resolve(merged, os.environ if environ is None else environ), dropped=dropped)
     except InvalidInterpolation as error:
         raise UnreadableYAML(str(error)) from error
 
@@ -228,15 +230,18 @@ def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
     return int(part)
 
 
-def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Empty, in place, each component of `earlier` whose `name` differs in `later`: its keywords no longer apply."""
+def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """Empty, in place, each component of `earlier` whose `name` differs in `later`; return their old contents by path."""
+    dropped = {}
     for key, new in later.items():
         old = earlier.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
+            path = f'{where}.{key}'.removeprefix('.')
             if 'name' in new and new['name'] != old.get('name', key):
-                earlier[key] = {}
+                earlier[key], dropped[path] = {}, {'name': key} | old
             else:
-                _drop_renamed(old, new)
+                dropped |= _drop_renamed(old, new, path)
+    return dropped
 
 
 def _value(override: str, text: str) -> Any:

@@ -50,7 +50,7 @@ def write(tmp_path):
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
 def test_shipped_recipe_loads_and_reads_back_equal_after_it_was_saved(path, tmp_path):
     recipe = load(path, allow_missing=True)
-    assert recipe.name == path.stem
+    assert recipe.name == path.stem and recipe.not_inherited == []
     head = path.read_text().split('\n\n')[0]
     assert all(f'# {word}:' in head for word in ('Cost', 'Result', 'Command'))
     if 'pretrained' in registry.signature('model', recipe.model.name).names():

@@ -231,7 +231,7 @@ def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Empty, in place, each component of `earlier` whose `name` differs in `later`; return their old contents by path."""
+    """Empty, in place, each component of `earlier` whose `name` differs in `later`; return their contents by path."""
     dropped = {}
     for key, new in later.items():
         old = earlier.get(key)

@@ -117,6 +117,8 @@ def run_launch(options: LaunchOptions) -> int:
             if isinstance(found, JobEstimate):
                 warnings |= dict.fromkeys(found.warnings)
                 problems += found.problems
+        if options.dry_run:
+            warnings |= dict.fromkeys(checked.data_problems())
         lines = estimates_table(checked.jobs, estimates)
         lines += [f'submit: {" ".join(command)}' for command in rendered.commands]
         lines += [f'note: {note}' for note in rendered.notes]

@@ -1,5 +1,6 @@
 """Load and validate job specs, so that mistakes are found before anything is submitted."""
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.config.interpolation import Interpolation, KeyPath, Resolved, dotted, escaped
-from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
+from diffusion.config.load import Recipe, RecipeError, check_devices, check_paths, read_values
 from diffusion.config.load import load as load_recipe
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean, join
 from diffusion.config.secrets import has_secret_name, secret_format, secret_problems
@@ -28,9 +29,25 @@ class CheckedSpec:
     spec: JobSpec
     backend: Backend
     jobs: tuple[Job, ...]
+    recipes: tuple[Recipe, ...]
+    """The recipe of each job."""
     gpu: GPU | None
     missing_secrets: tuple[Problem, ...]
     """Secrets that must be set before the jobs can be submitted."""
+
+    def data_problems(self) -> list[str]:
+        """Return the problems of local data that `diffusion check` lists, for jobs that read this machine's files."""
+        folder = Path(self.spec.workdir or '.')
+        if self.spec.backend not in ('local', 'slurm') or self.spec.image is not None or not folder.is_dir():
+            return []
+        found, written = [], list[str]()
+        with contextlib.chdir(folder):
+            for job, recipe in zip(self.jobs, self.recipes, strict=True):
+                # An earlier stage writes the checkpoint or the latents that a later one reads.
+                problems = [each for each in check_paths(recipe) if not any(place in each.what for place in written)]
+                found += [f'{job.name}: {problem}' for problem in problems]
+                written.append(recipe.precompute.out if recipe.task == 'precompute' else recipe.run_place)
+        return found
 
 
 def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -66,7 +83,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
     gpu, problems = _find_gpu(spec)
     if gpu is not None:
         spec = replace(spec, gpu=gpu.name)  # use the normalized name, by which backends look up instance types
-    jobs, mistakes = _make_jobs(spec)
+    jobs, recipes, mistakes = _make_jobs(spec)
     backend = backend_of(spec.backend)
     problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
     if problems:
@@ -77,7 +94,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
         for name, source in spec.secrets.items()
         if source is None and not present.get(name)
     )
-    return CheckedSpec(spec, backend, tuple(jobs), gpu, missing)
+    return CheckedSpec(spec, backend, tuple(jobs), tuple(recipes), gpu, missing)
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
@@ -189,12 +206,12 @@ def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
     return gpu, []
 
 
-def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
-    """Return the jobs of all stages of a job spec, and the mistakes found in their recipes."""
+def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
+    """Return the jobs of all stages of a job spec, their recipes, and the mistakes found in these."""
     stages = spec.stages or {'main': JobStage()}
     jobs: list[Job] = []
+    recipes: list[Recipe] = []
     mistakes: list[Problem] = []
-    run_folders: list[str] = []
     for name, stage in stages.items():
         where = join(f'stages.{name}' if spec.stages else '', 'recipe')
         path = stage.recipe or spec.recipe or ''
@@ -202,7 +219,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
         # A later stage starts from the previous stage's weights unless it sets init_from. The previous stage's run
         # folder is known already, although that stage has not run yet.
         if jobs and 'init_from' not in overrides:
-            overrides['init_from'] = run_folders[-1]
+            overrides['init_from'] = _run_folder(recipes[-1])
         words = override_words(overrides)
         nodes, limit = stage.nodes or spec.nodes, stage.time_limit or spec.schedule.time_limit
         try:
@@ -215,7 +232,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
             continue
         problems += _variables_not_set(recipe.from_environment, spec)
         mistakes += [Problem(where, f'{path}: {problem}') for problem in problems]
-        run_folders.append(_run_folder(recipe))
+        recipes.append(recipe)
         jobs.append(
             Job(
                 name=f'{spec.name}-{name}' if spec.stages else spec.name,
@@ -230,7 +247,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
                 spec=spec,
             )
         )
-    return jobs, mistakes
+    return jobs, recipes, mistakes
 
 
 def _variables_not_set(from_environment: Mapping[KeyPath, Interpolation], spec: JobSpec) -> list[Problem]:

@@ -122,6 +122,27 @@ def test_dry_run_prints_the_first_line_of_the_plan(write_spec, capsys):
     )
 
 
+def test_dry_run_warns_of_local_data_that_no_earlier_stage_writes(write_spec, tmp_path, capsys):
+    latents = {'name': 'trained', 'init_from': None, 'streams.openmoji.local': 'data/openmoji-latents/openmoji'}
+    job = {
+        'stages': {'encode': {'overrides': {'task': 'precompute'}}, 'train': {'overrides': latents}},
+        'overrides': {'precompute.out': 'data/openmoji-latents'},
+        'workdir': str(tmp_path),
+    }
+    assert main(['launch', str(write_spec('local', **job)), '--dry-run']) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if 'index.json' in line]
+    missing = 'openmoji.local: data/openmoji/64px has no index.json'
+    assert [line.rpartition('; is it')[0] for line in warnings] == [
+        f'warning: job-encode: precompute.streams.{missing}',
+        f'warning: job-train: eval_streams.{missing}',
+    ]
+    assert (
+        main(['launch', str(write_spec('slurm', image='x/y', mounts={str(tmp_path): '/home'}, **job)), '--dry-run'])
+        == 0
+    )
+    assert 'index.json' not in capsys.readouterr().out, 'the image may have the data'
+
+
 def test_dry_run_of_an_evaluation_has_no_cost_and_no_advice(capsys):
     assert main(['launch', 'yamls/launch/evaluate-kubernetes.yaml', '--dry-run']) == 0
     out = capsys.readouterr().out

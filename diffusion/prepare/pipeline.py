@@ -385,8 +385,8 @@ class Preparation:
     def put_in_place(self, report: PrepareReport) -> None:
         """Move the complete datasets to the outputs, given the report; idempotent."""
         # Move the training set last, so that it never exists without its held-out images. If it replaces an existing
-        # training set, first move the old one away, since it may contain images that are now held out. Test the
-        # report, not the settings, which may have changed since an earlier start that was killed here.
+        # training set, first move the old one away, since it may contain images that are now held out. The report
+        # tells if there are held-out images; the settings may have changed since an earlier start was killed here.
         if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()

@@ -218,8 +218,8 @@ class PrepareSettings:
         if self.is_remote:
             return f'{self.out.rstrip("/")}-held-out'
         out = Path(self.out)
-        # Resolve symbolic links: the work folder must be beside the link's target, since the dataset is renamed from
-        # there.
+        # Resolve symbolic links: the work folder must be beside the link's target, since the dataset is moved from
+        # there by a rename.
         out = out.resolve() if out.is_symlink() or out.name in ('', '..') else out
         return f'{out}-held-out'
 

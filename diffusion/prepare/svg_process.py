@@ -50,7 +50,7 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     """
     check(svg)
     text = svg.decode('utf-8-sig')
-    # Without width and height of a frame, resvg allocates whatever size the drawing claims.
+    # First render into a small frame: without a frame, resvg allocates whatever size the drawing claims.
     width, height = struct.unpack_from('>II', rendered(text, FIRST_SIDE), 16)  # the size in the PNG's header
     # Subtract one, because the small rendering's size is rounded and an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))

@@ -157,7 +157,7 @@ def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
 def _death_message(worker: _Worker) -> str:
     note, code = worker.note, worker.stop() or 0
     if not note and code > 0:
-        # a new process imports the caller's script, which must not start another preparation
+        # The process died while importing the caller's script, which must not start another preparation on import.
         return (
             f'{worker.job.name}: its process ended with status {code} before it began, with the traceback above; a '
             "script that prepares data must do so below `if __name__ == '__main__':`"

@@ -193,7 +193,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 def _check_notify(notify: NotifyConfig, gather: Gatherer) -> None:
     for key, name in (('webhook', notify.webhook), ('command', notify.command)):
-        # Do not quote the value: a pasted URL is a secret, and this message may end up in a log.
+        # Do not quote the value: if it is a pasted URL, it is a secret, and this message may end up in a log.
         if isinstance(name, str) and name != MISSING and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', name):
             what = 'is not the name of an environment variable; export the value in one, such as NOTIFY_'
             gather.problem(f'notify.{key}', f'{what}{key.upper()}, and write its name here')
@@ -405,7 +405,7 @@ def _check_speed(speed: SpeedConfig, parallelism: ParallelismConfig, gather: Gat
 
 
 def _check_trainer(task: str, trainer: Mapping[str, Any], gather: Gatherer) -> None:
-    # Composer accepts upper and lower case.
+    # Composer accepts these values in upper and lower case.
     device, precision = (str(trainer.get(key) or '').lower() for key in ('device', 'precision'))
     for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
         if value not in ('', MISSING, *known):

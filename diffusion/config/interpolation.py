@@ -75,8 +75,8 @@ def escaped(value: Any) -> Any:
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
-    # OmegaConf halves the backslashes before `${`, and an odd number of them escapes it: double those in the text and
-    # add one.
+    # OmegaConf halves the backslashes before `${`, which is escaped if their number is odd: double the backslashes of
+    # the text and add one.
     is_literal = isinstance(value, str) and not isinstance(value, Interpolation)
     return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if is_literal else value
 

@@ -117,7 +117,7 @@ def _copy_first_samples(url: str, folder: Path, retry: RetryPolicy) -> None:
         shards = json.loads((folder / INDEX).read_bytes())['shards']
         entry = next(each for each in shards if each['samples'])
         name = entry['raw_data']['basename']
-        # An index from a store is untrusted: write only into the folder.
+        # Do not trust an index from a store: its file names must not lead outside the folder.
         if entry['zip_data'] is not None or PurePosixPath(name).name != name:
             return
         (count,) = struct.unpack('<I', object_store.read(f'{url}/{name}', span=(0, 4), retry=retry))

@@ -66,7 +66,7 @@ class RunContent:
 def last_validation(metrics: bytes) -> tuple[int, float] | None:
     """Return batch and value of the last validation loss in the end of a metrics file, or None if it has none."""
     for line in reversed(metrics.splitlines()):
-        # Parse only lines with such a name: most of the lines have the metrics of a batch.
+        # Parse only lines that contain `metrics/`: most of the others have the metrics of a single batch.
         for values in parse_json_lines(line) if b'"metrics/' in line else ():
             found = [value for name, value in values.items() if _VALIDATION.fullmatch(name)]
             if found and isinstance(values.get('step'), int) and isinstance(found[0], float):

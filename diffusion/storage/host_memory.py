@@ -19,7 +19,7 @@ def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Pa
 
 def _reclaimable(statistics: Path) -> int:
     """Return the bytes of cached files that count as used by a container but are freed when memory is needed."""
-    # Count these as available: otherwise, a run that writes checkpoints would soon seem to be out of memory.
+    # Count these bytes as available: otherwise, a run that writes checkpoints would soon seem to be out of memory.
     line = re.search(r'^inactive_file (\d+)$', statistics.read_text(), re.MULTILINE) if statistics.exists() else None
     return int(line[1]) if line else 0
 

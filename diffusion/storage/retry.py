@@ -224,7 +224,7 @@ def _status(error: BaseException) -> int | None:
     response = getattr(error, 'response', None)
     if isinstance(response, dict):  # an error from botocore
         return response.get('ResponseMetadata', {}).get('HTTPStatusCode')
-    for holder in (error, response):  # errors of Azure and Google; their response elsewhere
+    for holder in (error, response):  # Azure's and Google's errors have a status, or else the response
         for name in ('status_code', 'status', 'code'):
             value = getattr(holder, name, None)
             if isinstance(value, int):

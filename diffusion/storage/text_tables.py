@@ -37,7 +37,7 @@ def csv_rows(
         check: Called with the column names before the first row; raises an error for a missing column.
     """
     with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
-        if sys.version_info < (3, 11):  # csv rejects NUL before 3.11; `is_misread` accepts both
+        if sys.version_info < (3, 11):  # csv rejects NUL: pass a surrogate, for `is_misread`
             lines = (line.replace('\0', '\udc80') for line in lines)
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)  # pyright: ignore[reportArgumentType]
         try:

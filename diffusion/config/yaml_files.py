@@ -79,7 +79,7 @@ def _resolved(path: Path) -> Path:
 
 
 def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+    """Return the mapping in a YAML file. Error messages do not suggest `extended_by`, the file that extends it.
 
     Raises:
         UnreadableYAML: The path is wrong, or the file is not a YAML mapping or has duplicate keys.

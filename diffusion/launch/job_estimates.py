@@ -76,7 +76,7 @@ def _over_time_limit(job: Job, planned: PhasePlan) -> tuple[list[str], bool]:
 
 
 def estimates_table(jobs: Sequence[Job], estimates: Sequence[JobEstimate | str]) -> list[str]:
-    """Return the lines of a table with a row per job, and of the faster settings."""
+    """Return the lines of a table with one row per job, followed by the price and by faster settings, if any."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'time', 'GPU-hours', 'dollars']]
     for job, found in zip(jobs, estimates, strict=True):
         gpus = f'{job.nodes * job.spec.gpus_per_node} x {job.spec.gpu}' if job.spec.gpu else 'none'

@@ -104,8 +104,8 @@ class JobSpec:
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables; must not contain secrets."""
     secrets: dict[str, str | None] = field(default_factory=dict)
-    """Secret environment variables by name, with the source of each value for the backend. Null means the environment
-    in which the job is submitted."""
+    """Secret environment variables by name, with the source from which the backend reads each value. Null means the
+    environment in which the job is submitted."""
     mounts: dict[str, str] = field(default_factory=dict)
     """Mounts as `FOLDER_ON_NODE: SOURCE`, with a source such as /shared/runs, pvc://claim or s3://bucket/runs."""
     restart: Restart = field(default_factory=Restart)

@@ -234,7 +234,7 @@ def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
 
 
 def missing_kernels_message(gpu: str, capability: Capability, architectures: Iterable[str], version: str) -> str | None:
-    """Return a message if none of the architectures of a build of torch runs on a GPU, else None."""
+    """Return a message if a build of torch with code for these architectures does not run on a GPU, else None."""
     names = tuple(architectures)
     if has_kernels(capability, names):
         return None

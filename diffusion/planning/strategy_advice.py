@@ -40,9 +40,9 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     microbatches = -(-share // setup.microbatch)
     reductions = 1 if phase.speed(settings.strategy).reduce_once else microbatches
-    gathers = reductions  # forward passes; after a microbatch without a reduction, weights stay gathered
+    gathers = reductions  # in forward passes; weights stay gathered after a microbatch without reduction
     if settings.reshard_after_forward:
-        gathers += microbatches  # backward passes
+        gathers += microbatches  # in backward passes
     gathered = gathers * gathered_width * (trained + phase.model.frozen_denoiser_parameters)
     reduced = reductions * reduced_width * trained
     across = 2 * _ring(settings.replicas) * reductions * reduced_width * trained / shards

@@ -393,7 +393,7 @@ def _fraction_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
     starts = [each.first for each in later if each.first is not None]
     if attempt.first is None or attempt.last is None or attempt.last == attempt.first or not starts:
         return 0.0
-    # Use the earliest start of all later attempts: an older checkpoint repeats batches of several attempts.
+    # Use the earliest start of all later attempts: resuming from an old checkpoint repeats batches of several attempts.
     kept = min(max(min(starts), attempt.first), attempt.last)
     return (attempt.last - kept) / (attempt.last - attempt.first)
 

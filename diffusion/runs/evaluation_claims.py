@@ -69,7 +69,7 @@ class EvaluationClaims:
         self._lease_seconds, self._job = lease_seconds, job
 
     def tries(self) -> dict[str, int]:
-        """Return the number of each checkpoint's newest claim, which is the number of tries so far, by checkpoint."""
+        """Return the number of tries so far of each checkpoint, which is the number in the name of its newest claim."""
         found: dict[str, int] = {}
         for name in self._files.list(EVALUATIONS).files:
             if claim := _CLAIM.fullmatch(name):

@@ -64,7 +64,7 @@ class NodeStatus:
     written: float = 0.0
 
     def silent_seconds(self, modified: float | None) -> float:
-        """Return the time since the node's last batch; `modified` is the time of the file, or None if unknown."""
+        """Return the time since the node's last batch; `modified` is when the file was written, None if unknown."""
         same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
         written = self.written if modified is None else modified
         age = time.monotonic() - self.written_at if same_clock else time.time() - written

@@ -295,7 +295,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
         # time, which is from another machine's clock.
         now, current = time.monotonic(), lock.poll(content)
         if current is not None and not current.readable:
-            # Count no time in which the storage does not respond: the owner cannot refresh the lock then either.
+            # Do not count time in which the storage does not respond: the owner cannot refresh the lock then either.
             changed = time.monotonic()
             if now - responded > STALE_SECONDS:
                 raise OSError(f'{lock.path}: cannot be read for {STALE_SECONDS:.0f} s')

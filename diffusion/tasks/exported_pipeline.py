@@ -86,7 +86,7 @@ class ExportedPipeline:
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:
-    """Return a noise scheduler of another class with the same noise schedule as a pipeline's scheduler."""
+    """Return a noise scheduler of the class `name` with the same noise schedule as a pipeline's `scheduler`."""
     config = dict(scheduler.config) | {'_class_name': type(scheduler).__name__}
     if not is_flow_scheduler(config):
         return scheduler_class(name).from_config(scheduler.config)

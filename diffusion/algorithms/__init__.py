@@ -1,1 +1,1 @@
-"""Composer algorithms: weight averaging and low-precision normalization."""
+"""Composer algorithms, such as weight averaging, gradient clipping and low-precision normalization."""

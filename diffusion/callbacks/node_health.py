@@ -178,7 +178,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Of these, only memory errors are faults: remapped rows are repaired memory, programs can cause Xids.
+                # Only memory errors count as faults here: remapped rows are repaired memory, programs can cause Xids.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -219,7 +219,7 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Return the Xid count, {} if unsupported. Unless a new Xid is pending, first wait `seconds` or for `done`."""
+        """Return the Xid count, {} if unsupported; if no new Xid is pending, first wait `seconds` or until `done`."""
         if self._events is None:
             done.wait(seconds)
             return {}
@@ -284,7 +284,7 @@ def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, 
 
 
 def worst_of_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the worst value of each metric over the rows of all ranks, and its rank."""
+    """Return the worst value of each metric over the rows of all ranks, and the rank that has this value."""
     found: dict[str, float] = {}
     for name, worst in WORST.items():
         values = [(row[name], rank) for rank, row in enumerate(rows) if not math.isnan(row[name])]

@@ -174,7 +174,7 @@ class Preemption(Callback):
 
     def _saved_batch(self, state: State) -> int | None:
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
-        # The batch of the checkpoint that the run resumed from, `_first_batch`, is saved too.
+        # `_first_batch` counts as saved too: the run started with its checkpoint, or with batch 0.
         batches = [each.last_checkpoint_batch.value for each in savers if each.last_checkpoint_batch is not None]
         return max([*batches, self._first_batch]) or None
 
@@ -211,7 +211,7 @@ def save_now(state: State, logger: Logger, *, notice_seconds: float | None = Non
     """Save a checkpoint immediately, unless this batch already has one; a collective.
 
     Returns the path or remote name of the newest checkpoint, or None if the run saves no resumable checkpoints.
-    `notice_seconds` is the time until this process is killed, None if unknown on this rank. If it only suffices to
+    `notice_seconds` is the time until this process is killed, None if unknown on this rank. If there is only time to
     complete a running background save, the newest checkpoint is that of an earlier batch.
     """
     # A saver that only saves weights does not count: a run cannot resume from its files.

@@ -1,4 +1,4 @@
-"""Callbacks that keep status files up to date, for `diffusion status`, and heartbeats that reveal hangs."""
+"""Callbacks that update the status files read by `diffusion status`, and the heartbeat files that reveal hangs."""
 
 import time
 from collections.abc import Callable

@@ -43,7 +43,7 @@ from diffusion.storage.places import LocalPlace, is_url
 log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""A downloaded checkpoint that has been unused for this long is removed when another one of its run is downloaded."""
+"""A downloaded checkpoint unused for this long is removed when another checkpoint of the same run is downloaded."""
 RENEWAL_SECONDS = 60.0
 """Interval at which a claim is rewritten."""
 LEASE_SECONDS = 600.0

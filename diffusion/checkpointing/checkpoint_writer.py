@@ -142,7 +142,7 @@ class SaveInProgress:
             self._collect(state, sharded_tensors=sharded_tensors, buffers=buffers)
 
     def write(self) -> None:
-        """Write this rank's files and store them; not a collective. Errors are raised later, by `publish`."""
+        """Write this rank's files and upload them to the storage; no collective. `publish` raises any error later."""
         rank = dist.get_global_rank()
         try:
             if self._copies is not None:
@@ -271,7 +271,7 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a substitute for the module `pickle` that pauses to let training run, and caches reductions by `id`."""
+    """Return a substitute for `pickle` that pauses to let training run, and caches `__reduce_ex__` of tensors."""
 
     class Pickler(pickle.Pickler):
         # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us (half of that if

@@ -312,7 +312,7 @@ class Checkpointer(CheckpointSaver):
     def _try_to_save(
         self, state: State, logger: Logger, *, in_background: bool = False, made_room: bool = False
     ) -> None:
-        """Save now or start a background save; on a full disk, make room once, if not `made_room`. A collective."""
+        """Save now or start a background save; on a full disk, make room and retry unless `made_room`. A collective."""
         began = time.monotonic()
         try:
             save = self._write(state, in_background=in_background)

@@ -110,7 +110,7 @@ class AutoInterval(TimedInterval):
         chosen = [0.0]
         if dist.get_global_rank() == 0:
             stall, mtbf_hours = self._stall or FIRST_STALL_SECONDS, self._mtbf_hours()
-            # A background save blocks training only briefly, but the next save must wait until it is complete.
+            # Make the interval longer than a background save, since the next save must wait until it is complete.
             shortest = SAVES_PER_INTERVAL * (self._duration or 0.0)
             chosen = [max(chosen_interval(stall=stall, mtbf=3600 * mtbf_hours), shortest)]
             if abs(chosen[0] - self.seconds) > LOGGED_CHANGE * self.seconds:

@@ -313,7 +313,7 @@ class SnapshotBuffers:
         return torch.empty(0, dtype=view.dtype).set_(block.untyped_storage(), 0, view.shape, strides)
 
     def _end_preparation(self) -> None:
-        """Stop the thread of `prepare` after the memory that it is touching, and wait for it."""
+        """Stop the thread of `prepare` once it has touched its current piece of memory, and wait for it."""
         if self._preparing is not None:
             self._needed_now.set()
             self._preparing.join()

@@ -53,7 +53,7 @@ class PrivateName:
             for part in filter(None, (*owner.split('.'), *self.name.split('.'))):
                 found = getattr(found, part)
         except (ModuleNotFoundError, AttributeError) as error:
-            # If the package is not installed or lacks a dependency, an ordinary ImportError is raised.
+            # Let an ordinary ImportError through if the package is not installed or lacks a dependency.
             inside = '.' in str(error.name) and f'{module}.'.startswith(f'{error.name}.')
             if isinstance(error, ModuleNotFoundError) and not inside:
                 raise

@@ -19,7 +19,7 @@ from diffusion.planning.gpus import missing_kernels_message
 
 
 def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
-    """Set the timeout of a group's collectives. Only PyTorch 2.7 needs this function: its own one is private."""
+    """Set the timeout of a group's collectives. Only needed for PyTorch 2.7, whose own function is private."""
     set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
     set_timeout(timeout, group)
 

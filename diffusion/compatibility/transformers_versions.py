@@ -86,7 +86,7 @@ def word_model(tokenizer: CLIPTokenizer) -> BPE:
 
 
 def clip_features(output: Any) -> Tensor:
-    """Return the features [B, D] from CLIP's output, which transformers 5 wraps in an object and transformers 4 not."""
+    """Return the features [B, D] from CLIP's output: transformers 5 wraps them in an object, version 4 does not."""
     return output if isinstance(output, Tensor) else output.pooler_output
 
 

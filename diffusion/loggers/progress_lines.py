@@ -99,7 +99,7 @@ class ConsoleLines(LoggerDestination):
             self._report(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        # Do not log for a Trainer without max_duration, which only evaluates: its program shows the metrics.
+        # A Trainer without max_duration only evaluates: the program that created it shows the metrics itself.
         if dist.get_global_rank() == 0 and state.dataloader_label is not None and state.max_duration is not None:
             metrics = state.eval_metrics.get(state.dataloader_label, {})
             figures = ', '.join(f'{name}={float(metric.compute()):.4f}' for name, metric in metrics.items())

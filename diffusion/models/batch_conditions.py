@@ -27,7 +27,10 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the mask, bool [B, L], of text stored without padding, else None; UserError if masks are not used."""
+    """Return the mask of text that is stored without padding, bool [B, L], or None if padding is stored too.
+
+    Raises UserError for a mask without `mask_padding`: the model would need the padding that is not stored.
+    """
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
         raise UserError(

@@ -53,7 +53,7 @@ def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str
 
 
 def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
-    """Check that a repository's denoiser has this architecture; return the bytes of its weights not in the cache."""
+    """Check that a repository's denoiser has the same architecture; return the bytes of weights not in the cache."""
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
     subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
     check_settings(
@@ -63,7 +63,7 @@ def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> 
 
 
 def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
-    """Raise UserError unless a diffusers folder has weight files of a denoiser with this class and architecture."""
+    """Raise UserError unless a folder has weight files of a denoiser of the same class and architecture."""
     found = denoiser_folder(denoiser, folder)
     check_settings(denoiser, found / 'config.json')
     _weight_files(found)

@@ -185,7 +185,7 @@ def _size(repository: str, path: str, commit: str) -> int:
 
 @contextlib.contextmanager
 def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
-    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` is advice without the Hub."""
+    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` is other advice."""
     failed = f'{what} could not be loaded from the Hugging Face Hub'
     try:
         yield

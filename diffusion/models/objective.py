@@ -173,7 +173,7 @@ def interpolate(latents: Tensor, noise: Tensor, *, time: Tensor) -> Tensor:
 
 
 def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor | None = None) -> Tensor:
-    """Return the training target, [B, C, H, W], by path and prediction type; only v_prediction needs `alpha_bar`."""
+    """Return the target of the denoiser's prediction, [B, C, H, W]; only `v_prediction` needs `alpha_bar`."""
     if objective.prediction_type == 'epsilon':
         return noise
     if objective.prediction_type == 'sample':

@@ -178,7 +178,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
 
 
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
-    """Return CLIP's tensors with OpenCLIP's names and shapes; the last layer is repeated until there are `layers`."""
+    """Return CLIP's tensors with OpenCLIP's names and shapes; `layers`, if given, repeats the last layer up to it."""
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
     own: int = encoder.config.num_hidden_layers  # type: ignore[assignment,union-attr]
@@ -208,7 +208,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
                     )
     names = _by_stem(state, MMDIT_LAYERS, MMDIT_BLOCK)
     found |= {original: state[name] for name, original in names.items()}
-    # The last norms have scale, then shift in diffusers, but shift, then scale in the original code.
+    # Swap the halves of the last norms' weights: scale and shift in diffusers, shift and scale in the original code.
     last = f'joint_blocks.{len(transformer.transformer_blocks) - 1}.context_block.adaLN_modulation.1'
     for stem in ('final_layer.adaLN_modulation.1', last):
         for leaf in ('weight', 'bias'):

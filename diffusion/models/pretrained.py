@@ -72,7 +72,7 @@ _checked: list[str] | None = None
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Context in which `load_pretrained` loads no weights: it builds models from configurations, on torch's device."""
+    """Context in which `load_pretrained` builds models from configurations, without weights, on the default device."""
     global _without_weights
     before, _without_weights = _without_weights, True
     try:

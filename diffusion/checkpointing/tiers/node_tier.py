@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 """Environment variable that names this node's failure domain, such as its rack."""
 EXCHANGE_FAILED = errno.EPROTO
-"""Error number for a failed exchange with a peer, which may leave messages in the tier's group that nobody received."""
+"""Error number for a failed exchange with a peer: the tier is dropped, since messages may be left in its group."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
 STALE_SECONDS = 3600.0
@@ -46,8 +46,8 @@ class NodeTier:
     Args:
         folder: The run's folder on this node; it must not be on a file system shared by nodes.
         replicate: True keeps a copy of each file on another node.
-        recipe_text: The resolved recipe. When resuming from a checkpoint with another recipe, each node gets all of the
-            checkpoint's files.
+        recipe_text: The resolved recipe. If the checkpoint to resume from was saved with another recipe, each node gets
+            all of the checkpoint's files.
     """
 
     def __init__(self, name: str, folder: Path, run_id: str, *, replicate: bool = False, recipe_text: str = '') -> None:

@@ -24,7 +24,7 @@ from diffusion.storage.direct_file import open_for_writing
 CHUNK_BYTES = 16 * 2**20
 TIMEOUT = timedelta(minutes=10)
 """Maximum wait for a message from a peer, which may still be writing its own files. Once the Trainer has been built,
-the recipe's timeout for collectives replaces it."""
+the recipe's timeout for collectives replaces this one."""
 _GOOD, _BAD = 1, 0
 
 
@@ -52,7 +52,7 @@ def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: i
         return None
     ring = sorted(range(len(nodes)), key=lambda node: (domains[node], node))
     sizes = [list(domains).count(domain) for domain in set(domains)]
-    # A single domain says nothing about failures: the next node is as good as any.
+    # If all nodes are in one domain, no node is a better choice than the next one.
     shift = 1 if len(sizes) == 1 else min(max(sizes), len(nodes) // 2)
     own = next(place for place, node in enumerate(ring) if rank in nodes[node])
     position = nodes[ring[own]].index(rank)

@@ -96,7 +96,7 @@ def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[
 
 
 def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
-    """Return this node's receipt of a checkpoint of this run; None if there is none or it is damaged."""
+    """Return this node's receipt of a checkpoint; None if it is missing or damaged, or belongs to another run."""
     try:
         receipt = checkpoint_store.parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
     except (DamagedCheckpoint, OSError) as error:
@@ -107,7 +107,7 @@ def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
-    """Verify a tier's checkpoint, give each node the files it needs, and return the folder; None if this fails."""
+    """Verify a tier's checkpoint and give each node its files; return the folder, None on failure. A collective."""
     began = time.monotonic()
     checkpoint = tier.folder / checkpoint_name(candidate.batch)
     name = tier.name_of(candidate.batch)
@@ -197,8 +197,8 @@ def plan_transfers(
 ) -> list[_Transfer]:
     """Return the transfers that give each node its missing files, in an order that is equal on all ranks.
 
-    The first rank of each node sends and receives; `held` has each node's intact files under that rank. If several
-    nodes have a file, they take turns sending it.
+    The first rank of each node sends and receives; `held` maps this rank to the node's intact files. If several nodes
+    have a file, they take turns sending it.
     """
     transfers: list[_Transfer] = []
     for node in nodes:

@@ -6,6 +6,7 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -238,6 +239,11 @@ class LatentDiffusion(ComposerModel):
     def text(self) -> TextConditioner:
         """The text encoders, trained or frozen."""
         return self.text_encoder if self.train_text_encoder else self._frozen['text']  # type: ignore[return-value]
+
+    @property
+    def ignores_padding(self) -> bool:
+        """True if the text embeddings of padding have no effect, so that stored text leaves them out."""
+        return self.mask_padding and not self.adapter.reads_padding
 
     @property
     def latent_grid(self) -> LatentGrid:
@@ -543,7 +549,7 @@ class LatentDiffusion(ComposerModel):
             condition = self._condition(self._tokens(prompts), sizes=sizes)
             if guidance_scale > 1:
                 # Compute the unconditional and the conditional prediction in one pass with twice the batch size.
-                unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
+                unconditional = self._unconditional(negative_prompt, condition)
                 condition = unconditional.followed_by(condition)
 
         denoise = guided_denoiser(
@@ -618,7 +624,7 @@ class LatentDiffusion(ComposerModel):
         """Return the denoiser's conditioning inputs for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
         text = stored_text(batch, takes_pooled=self.denoiser_sizes.pooled_width is not None)
-        mask = stored_mask(batch, mask_padding=self.mask_padding)
+        mask = stored_mask(batch, mask_padding=self.ignores_padding)
         sizes = image_sizes(batch) if self.adapter.takes_sizes else None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
@@ -706,11 +712,12 @@ class LatentDiffusion(ComposerModel):
             self._empty_text = self.embed(self.empty_ids[None])
         return self._empty_text
 
-    def _unconditional(self, negative_prompt: str, count: int, *, sizes: Tensor | None) -> Condition:
-        """Return guidance's unconditional condition; an empty prompt is embedded like a dropped caption in training."""
-        dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
-        keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
-        return self._condition(self._tokens([negative_prompt] * count), keep, sizes=sizes)
+    def _unconditional(self, negative_prompt: str, condition: Condition) -> Condition:
+        """Return guidance's unconditional condition for prompts; an empty one is a dropped caption, as in training."""
+        if self.caption_dropout_mode == 'zeros' and not negative_prompt:
+            pooled = None if condition.pooled is None else torch.zeros_like(condition.pooled)
+            return replace(condition, embeds=torch.zeros_like(condition.embeds), pooled=pooled)
+        return self._condition(self._tokens([negative_prompt] * len(condition)), sizes=condition.sizes)
 
     def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Return the denoiser's prediction for noisy latents [B, C, H, W] at timesteps [B] of the noise schedule."""

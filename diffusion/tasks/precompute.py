@@ -181,7 +181,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             dtype=settings.dtype,
             crop=settings.crop if settings.crop == 'center' else f'random, {settings.min_crop_scale}, {recipe.seed}',
             text=model.text if settings.latents == 'image+text' else None,
-            text_padding='removed' if settings.latents == 'image+text' and model.mask_padding else 'kept',
+            text_padding='removed' if settings.latents == 'image+text' and model.ignores_padding else 'kept',
             captions=settings.captions,
             image_sizes=model.adapter.takes_sizes,
         )
@@ -364,7 +364,7 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
     """Return the text encoders' outputs for each sample's captions, by column, with one array per sample.
 
     The arrays are embeddings [captions, L, D] and, if the encoders provide it, pooled text [captions, P]. If the model
-    masks padding, the arrays are the embeddings without padding [sum of lengths, D], and the captions' lengths.
+    ignores padding, the arrays are the embeddings without padding [sum of lengths, D], and the captions' lengths.
     """
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
     outputs = [model.embed(part) for part in flat.split(settings.batch_size)]
@@ -373,7 +373,7 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
         tensors[batch_keys.TEXT_POOLED] = torch.cat([cast(torch.Tensor, output.pooled) for output in outputs])
     ends = np.cumsum([len(texts) for texts in captions])[:-1]
     columns = {name: np.split(tensor.cpu().numpy().astype(settings.dtype), ends) for name, tensor in tensors.items()}
-    if model.mask_padding:
+    if model.ignores_padding:
         masks = np.split(model.text.padding_mask(flat).cpu().numpy(), ends)
         columns[batch_keys.TEXT_EMBEDS] = [
             embeds[mask] for embeds, mask in zip(columns[batch_keys.TEXT_EMBEDS], masks, strict=True)
@@ -412,7 +412,7 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
         columns[batch_keys.TEXT_EMBEDS] = f'ndarray:{settings.dtype}'
         if model.text.pooled_width is not None:
             columns[batch_keys.TEXT_POOLED] = f'ndarray:{settings.dtype}'
-        if model.mask_padding:
+        if model.ignores_padding:
             columns[TEXT_LENGTHS] = 'ndarray:int32'
     if model.adapter.takes_sizes:
         columns[batch_keys.IMAGE_SIZES] = f'ndarray:int32:{SIZES}'

@@ -147,7 +147,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(
-            model.vae, model.text, train_text_encoder=model.train_text_encoder, mask_padding=model.mask_padding
+            model.vae, model.text, train_text_encoder=model.train_text_encoder, mask_padding=model.ignores_padding
         )
         if model.image_encoder is not None:
             loader.dataset.check_features(model.image_encoder, token_side=model.token_side)

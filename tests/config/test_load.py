@@ -110,7 +110,7 @@ REQUIRED = {
     'ema': {'half_life': '1ba'},
     'image_grid': {'prompts': ['a house']},
     'prometheus_file': {'path': 'metrics.prom'},
-    **{name: {'revision': '0123456789' * 4} for name in ('prx', 'mmdit')},
+    **{name: {'revision': '0123456789' * 4} for name in ('prx', 'mmdit', 'i1')},
 }
 """Keywords without which a component cannot be loaded."""
 
@@ -396,7 +396,7 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']
 
 
-@pytest.mark.parametrize('name', ['prx', 'mmdit'])
+@pytest.mark.parametrize('name', ['prx', 'mmdit', 'i1'])
 def test_pretrained_repository_needs_a_revision(write, tmp_path, monkeypatch, name):
     def missing(**keywords):
         try:
@@ -405,7 +405,7 @@ def test_pretrained_repository_needs_a_revision(write, tmp_path, monkeypatch, na
             return {problem.where: problem.what for problem in error.problems}['model.revision']
         return ''
 
-    assert re.match('is missing; give the commit of [Ps]', missing())
+    assert re.match('is missing; give the commit of [Psg]', missing())
     assert 'if it is a local folder, write model.pretrained=./org/name' in missing(pretrained='org/name')
     given = [{'revision': COMMIT}, {'revision': '???'}, {'pretrained': None}, {'pretrained': './org/name'}]
     assert not any(missing(**keywords) for keywords in given)

@@ -28,7 +28,7 @@ def test_sd2_has_the_published_parameters_and_flops():
     assert model.text_encoder_flops / 1e9 == pytest.approx(45.13, abs=0.005)
 
 
-LARGE = {'sdxl', 'mmdit', 'prx', 'tiny_sdxl', 'tiny_mmdit'}
+LARGE = {'sdxl', 'mmdit', 'prx', 'i1', 'tiny_sdxl', 'tiny_mmdit'}
 
 
 @pytest.mark.parametrize(

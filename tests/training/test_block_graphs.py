@@ -18,6 +18,7 @@ from diffusion.config.load import load
 from diffusion.config.recipe import SpeedConfig, effective_parts
 from diffusion.errors import UserError
 from diffusion.models.activation_memory import blocks_of
+from diffusion.models.families.i1.builder import tiny_i1
 from diffusion.models.families.mmdit.builder import tiny_mmdit
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -71,6 +72,8 @@ def make(request, make_model, small_vae) -> Callable[[], LatentDiffusion]:
             model = make_model()
         elif request.param == 'mmdit':
             model = tiny_mmdit(vae=str(small_vae), caption_dropout=0.0, **MMDIT)
+        elif request.param == 'i1':
+            model = tiny_i1(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **PRX | {'depth': 3})
         else:
             model = tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **PRX)
         for weight in model.denoiser.parameters():
@@ -107,7 +110,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], device: str, *, ha
 
 @pytest.mark.parametrize(
     ('make', 'half'),
-    [pytest.param('unet', True, marks=pytest.mark.slow), ('mmdit', False), ('prx', True)],
+    [pytest.param('unet', True, marks=pytest.mark.slow), ('mmdit', False), ('prx', True), ('i1', False)],
     indirect=['make'],
 )
 def test_training_is_the_same_with_graphs(make, graphs, device, half):

@@ -33,6 +33,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         'mmdit': {'name': 'tiny_mmdit', 'depth': 2, 'dual_attention_blocks': 1, 'patch_size': 2, 'text_width': 32},
         'prx': {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'patch_size': 2, 'text_width': 32},
         'latents': {'train_text_encoder': False},
+        'i1': {'name': 'tiny_i1', 'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'patch_size': 2, 'text_width': 32},
     },
     'ranks': {
         '1': {},
@@ -66,6 +67,7 @@ ENDS_AT = {'within an epoch': '2ba', 'last batch of an epoch': '3ba', 'end of an
 ROWS = (
     *('000001101', '011211110', '022300000', '033121000', '101110000', '110320000', '123200111', '132011011'),
     *('202220110', '213020001', '220111111', '231301111', '303310011', '312101010', '321020100', '330200000'),
+    *('401200010', '410311101', '423020111', '432101000'),
 )
 """Number of the level of each factor, for every run."""
 

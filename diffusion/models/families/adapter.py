@@ -124,6 +124,8 @@ class DenoiserAdapter(ABC):
     """True if the denoiser's timesteps are in [0, 1]; False if they are steps of the noise schedule, 0 to T."""
     takes_text_mask: ClassVar[bool]
     """True if the denoiser can mask the padding of captions; False if padding is part of its input."""
+    reads_padding: ClassVar[bool] = False
+    """True if the output depends on the embeddings of masked padding, so that stored text needs them."""
     takes_sizes: ClassVar[bool] = False
     """True if the denoiser is conditioned on image sizes, `Condition.sizes`."""
     fused_projections: ClassVar[Mapping[str, int]] = {}

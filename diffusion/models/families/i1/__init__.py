@@ -1,0 +1,24 @@
+"""i1: a transformer without timestep input, with long skips and a learned null caption (Zeng et al. 2026)."""
+
+from diffusion.config.families import Family, Miniature
+
+FAMILY = Family(
+    models={
+        'i1': 'diffusion.models.families.i1.builder:i1',
+        'tiny_i1': 'diffusion.models.families.i1.builder:tiny_i1',
+    },
+    denoiser_class='I1Transformer2DModel',
+    adapter='diffusion.models.families.i1.denoiser:I1',
+    single_file=False,
+    licenses={
+        'google/t5gemma-2b-2b-ul2-it': {
+            'license': 'other',
+            'license_name': 'gemma',
+            'license_link': 'https://ai.google.dev/gemma/terms',
+        }
+    },
+    miniature=Miniature('tiny_i1', {'hidden_size': 32, 'num_heads': 2, 'depth': 3}),
+    parameters={'latents': 1_034_264_432},
+    sides=(256, 512, 1024),
+    side_step=16,
+)

@@ -58,7 +58,7 @@ def prefetch_one(
 ) -> Iterator[Item]:
     """Yield the finished items in order, starting the work on the next item before each yield.
 
-    `start` returns immediately, and `finish` waits. If `items` raises an exception, the items before it come first.
+    `start` returns immediately, and `finish` waits. If `items` raises, all earlier items are yielded before the error.
     """
     # Holds the item in progress, if any: empty before the first item.
     started: list[Started] = []

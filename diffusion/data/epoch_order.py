@@ -57,7 +57,7 @@ def evaluation_order(samples: Sequence[NDArray[np.int64]], *, ranks: int, batch_
 
 
 class OccurrenceSpanner(Spanner):
-    """Streaming's lookup of the shard and row of a sample, extended to accept numbered ids."""
+    """Streaming's class that finds the shard and row of a sample id; this one also accepts numbered ids."""
 
     def __init__(self, spanner: Spanner) -> None:
         self.__dict__.update(vars(spanner))

@@ -25,7 +25,7 @@ from diffusion.storage.host_memory import available_memory
 log = logging.getLogger(__name__)
 
 ORDER_BYTES = 8
-"""Bytes of shared memory per sample of an epoch on every machine, for Streaming's sample order."""
+"""Bytes of shared memory that Streaming's sample order takes on each machine, per sample of an epoch."""
 SHUFFLE_BYTES = 72
 """Bytes of memory per sample that the process needs to create an epoch's sample order; measured with 10 M samples."""
 SHARD_SHM_BYTES = 17
@@ -149,7 +149,7 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem if `cache_limit` is smaller than the shards in use at a time (fatal) or than a shuffle block."""
+    """Yield a problem if `cache_limit` cannot hold the shards in use at a time (fatal) or those shuffled together."""
     dataset = loader.dataset
     if dataset.cache_budget is None:
         return

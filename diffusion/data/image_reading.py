@@ -113,7 +113,7 @@ def read_image(
         try:
             return read(encoded)
         except Exception:
-            # Pillow refuses a PNG with large or damaged text chunks. These are not needed: read it again without them.
+            # Pillow refuses a PNG with large or damaged text chunks. Read the PNG again without these unneeded chunks.
             file, profile = without_texts(encoded) if encoded.startswith(PNG_START) else (encoded, None)
             if file == encoded:
                 raise

@@ -173,7 +173,7 @@ def _shortened(line: str, width: int, font: Any) -> str:
 
 
 def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
-    """Return figures as HTML with embedded images; `side` is their display size, None their own resolution."""
+    """Return figures as HTML with embedded images, shown at `side` pixels or, if None, at their own resolution."""
     blocks = []
     for figure in figures:
         images = ''.join(_html_image(image, side) for image in figure.images)

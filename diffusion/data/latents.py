@@ -30,7 +30,7 @@ from diffusion.models.vae import Vae, latent_statistics
 MANIFEST = 'manifest.json'
 VERSION = 2
 TEXT_LENGTHS = 'text_lengths'
-"""Column with the number of tokens per caption, present if text embeddings are stored without padding."""
+"""Column with the number of tokens of each caption; only if text embeddings are stored without padding."""
 
 
 @dataclass(frozen=True)

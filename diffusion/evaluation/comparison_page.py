@@ -101,7 +101,7 @@ TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
 JPEG_QUALITY = 92
 MAX_ASPECT_RATIO_ERROR = 0.02
-"""Two images may be stretched to the same size if their aspect ratios differ by at most this fraction."""
+"""Maximum relative difference of two images' aspect ratios; such images are stretched to the same size."""
 MOSAIC_CELLS = 14
 """Number of cells along the longer side of a damaged image."""
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]

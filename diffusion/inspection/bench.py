@@ -76,7 +76,7 @@ def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20
 
 
 def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
-    """Print each loading stage's time; return samples/s on one core and the GPU's demand, or why it is unknown."""
+    """Print each loading stage's time; return samples/s on one core, and the GPU's demand or why that is unknown."""
     dataset = build_dataset(
         recipe, streams=recipe.streams, component=recipe.dataset, batch_size=recipe.global_batch, shuffle=False
     )

@@ -52,8 +52,8 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The signed 64-bit product wraps around, which keeps its bits correct; the mask removes the copied sign bits
-        # after the shift.
+        # The signed product wraps around, but its 64 bits are those of the unsigned product. Shifting right copies the
+        # sign bit; the mask removes the copies.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -157,7 +157,7 @@ def _pairs(even: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
 def box_muller(uniforms: Tensor, angles: Tensor) -> Tensor:
     """Return normal numbers [B, 2 K] from numbers in (0, 1] and angles, [B, K] each (Box and Muller 1958)."""
     radius = uniforms.log().mul_(-2.0).sqrt_()
-    # Write in place: on a GPU, small draws cost time per kernel, and there are six here.
+    # Write in place to launch only six GPU kernels: for few numbers, each launch costs more time than its arithmetic.
     normals = torch.empty((*angles.shape, 2), dtype=angles.dtype, device=angles.device)
     torch.cos(angles, out=normals[..., 0])
     torch.sin(angles, out=normals[..., 1])
@@ -277,7 +277,7 @@ def _blocks(count: int) -> int:
 
 
 def epoch_word(epoch: Words, occurrence: Words) -> Words:
-    """Return the counter word for an epoch and the number of earlier copies of the sample in it."""
+    """Return the counter word for a sample's `occurrence` in an epoch: the number of its earlier copies there."""
     return epoch + (occurrence << 16)
 
 

@@ -25,7 +25,7 @@ ENCODERS: dict[str, type[PreTrainedModel]] = {
     'dinov2_with_registers': Dinov2WithRegistersModel,
     'dinov3_vit': DINOv3ViTModel,
 }
-"""Image encoders by `model_type` in their configuration; their last output tokens are those of the patches."""
+"""Classes of image encoders, by the `model_type` of their configuration; their output ends with the patch tokens."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 

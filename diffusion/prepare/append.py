@@ -1,7 +1,7 @@
 """Add a delivery of images to a finished dataset with new shards and indexes; old shards stay unchanged.
 
 The delivery is converted in a work folder, as for a new dataset, and compared with the dataset's images. Its shards and
-tables are then put into the dataset. They take effect when the record (`dataset_record`) and after it the indexes are
+tables are then put into the dataset. They take effect when first the record (`dataset_record`) and then the indexes are
 replaced. If the process is killed, each bucket is either in the old or in the new state, and running the same command
 again finishes the work. If another process changes the dataset meanwhile, the comparison is repeated.
 """

@@ -73,7 +73,7 @@ class PartCounts:
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Skipped files by suffix: neither images nor files that belong to an image; they do not count as inputs."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Decoder messages with the number of images for each, by rejection reason."""
+    """For each rejection reason, the decoders' messages, each with its number of images."""
     repaired: NamedCount = field(default_factory=NamedCount)
 
 

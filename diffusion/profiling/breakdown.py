@@ -58,7 +58,7 @@ class Timeline:
         return previous
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that times a nested stage; it does nothing during an evaluation or checkpoint."""
+        """Return a context manager that counts time towards a stage; without effect in evaluations and checkpoints."""
         return _Stage(self, name)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -162,7 +162,7 @@ class Collected(NamedTuple):
     """This device's tensors of a parameter group, as collected by an earlier step."""
 
     state: Any
-    """The optimizer's `state` at that time; loading a checkpoint replaces the object."""
+    """The optimizer's `state` at that time. Loading a checkpoint replaces it, so the tensors are collected again."""
     weights: list[Tensor]
     shards: list[Tensor]
     """Local shards of `weights`; the same list object as `weights` if none is a DTensor."""

@@ -212,7 +212,7 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
 
 
 def evaluation_dataset(recipe: Recipe) -> Component:
-    """Return the dataset component for evaluation: `eval_dataset`, or `dataset` without random crops and captions."""
+    """Return the dataset component for evaluation: `eval_dataset` or, if not set, `dataset` without random choices."""
     if recipe.eval_dataset is not None:
         return recipe.eval_dataset
     fixed = registry.signature('dataset', recipe.dataset.name).accepted(DETERMINISTIC)

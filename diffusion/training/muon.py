@@ -331,7 +331,7 @@ def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Ten
 
 
 def _size(weight: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a weight as a matrix; for a DTensor, those of the whole matrix."""
+    """Return the numbers of rows and columns of a weight as a matrix: of the whole weight, also if it is sharded."""
     return weight.shape[0], math.prod(weight.shape[1:])
 
 

@@ -106,7 +106,7 @@ class InRunEvaluation(Callback):
             try:
                 write_results(self.run_dir, name, results)
             except OSError as error:
-                log.error('%s: the results are not written (%s); they are %s', name, error, json.dumps(metrics))
+                log.error('%s: the results could not be written (%s): %s', name, error, json.dumps(metrics))
         share = self._seconds / max(self._seconds, time.monotonic() - self._began)
         log.info(
             '%s: evaluated in %.0f s, during which no GPU trained; evaluations took %.1f%% of the time so far',

@@ -256,7 +256,7 @@ def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', '
         return _read_mmdit(denoiser, file, which)
     if not isinstance(denoiser, UNet2DConditionModel):
         raise UserError(
-            f'{file}: this layout is known for U-Nets and Stable Diffusion 3 only; use a folder of diffusers'
+            f'{file}: only U-Nets and Stable Diffusion 3 can be read from a single file; use a folder of diffusers'
         )
     with open_safetensors(file) as opened:
         names = renamed(denoiser, [*opened.keys()], file, which)

@@ -88,7 +88,9 @@ def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[
                     own.add(_Candidate(receipt['batch'], receipt['save']))
                 else:
                     log.warning(
-                        '%s: not used, since the checkpoint before it, ba%d, no longer exists', checkpoint, base
+                        "%s: not used, since ba%d, the checkpoint before it, was deleted from the run's storage",
+                        checkpoint,
+                        base,
                     )
         except OSError as error:
             log.warning('%s: cannot be read (%s)', tier.folder, error)

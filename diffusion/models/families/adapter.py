@@ -194,8 +194,8 @@ class DenoiserAdapter(ABC):
         scale = model.objective.noise_scale
         if scale != 1:
             raise UserError(
-                f'export: trained with noise_scale {scale}, but a {pipeline} starts from standard normal noise; draw '
-                'with task=generate'
+                f'export: trained with noise_scale {scale}, but a {pipeline} starts from standard normal noise; '
+                'generate images with task=generate'
             )
 
     def predict(self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:

@@ -174,7 +174,7 @@ def test_checkpoint_that_followed_a_removed_one_is_not_used(cluster):
     cluster.kill(path, [0])
     shutil.rmtree(cluster.run_folder(path) / 'ba3')
     output = cluster.run(path, [0], 'trainer.max_duration=2ba')
-    assert 'not used, since the checkpoint before it, ba3, no longer exists' in output
+    assert "not used, since ba3, the checkpoint before it, was deleted from the run's storage" in output
     assert 'resumed from' not in output
 
 

@@ -80,7 +80,11 @@ class MMDiT(DenoiserAdapter):
         if not isinstance(text, Sd3TextConditioner):
             raise UserError(f'export: the text encoders are not an Sd3TextConditioner, which a {name} needs')
         if model.caption_dropout_mode == 'zeros':
-            log.warning('export: trained with zeros for dropped captions; a %s uses the empty caption instead', name)
+            log.warning(
+                'export: trained with zeros for dropped captions, but a %s uses the empty caption; its images will '
+                'differ',
+                name,
+            )
         if text.t5 is None:
             log.info(
                 'export: the model has no T5, so load it with %s.from_pretrained(FOLDER, text_encoder_3=None, '
@@ -88,7 +92,7 @@ class MMDiT(DenoiserAdapter):
                 name,
             )
         if text.t5_length != PIPELINE_TEXT_LENGTH:
-            log.info('export: call the pipeline with max_sequence_length=%d', text.t5_length)
+            log.info('export: call the pipeline with max_sequence_length=%d, as in training', text.t5_length)
         # FlowMatchEulerDiscreteScheduler only supports velocities.
         takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
         scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'

@@ -97,7 +97,10 @@ class PRX(DenoiserAdapter):
                 'will differ'
             )
         if model.caption_dropout_mode == 'zeros':
-            log.warning('export: trained with zeros for dropped captions; a PRXPipeline uses the empty caption instead')
+            log.warning(
+                'export: trained with zeros for dropped captions, but a PRXPipeline uses the empty caption; its images '
+                'will differ'
+            )
         with without_own_deprecations():
             if isinstance(model.vae, PixelSpace):
                 return _pixel_pipeline(model)
@@ -115,7 +118,7 @@ def _latent_pipeline(model: Any) -> Any:
 
     log.info(
         'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no punctuation), '
-        'and with use_resolution_binning=False unless the side is 256, 512 or 1024 px'
+        'and with use_resolution_binning=False unless the image side is 256, 512 or 1024 px'
     )
     # FlowMatchEulerDiscreteScheduler only supports velocities.
     takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
@@ -141,9 +144,10 @@ def _pixel_pipeline(model: Any) -> Any:
     if not model.objective.is_flow or model.objective.prediction_type != 'sample':
         raise UserError(
             f'export: a PRXPixelPipeline samples a flow by x-prediction, but this model has path '
-            f'{model.objective.path} and prediction_type {model.objective.prediction_type}; draw with task=generate'
+            f'{model.objective.path} and prediction_type {model.objective.prediction_type}; generate images with '
+            'task=generate'
         )
-    log.info('export: call the pipeline with use_resolution_binning=False unless the side is 1024 px')
+    log.info('export: call the pipeline with use_resolution_binning=False unless the image side is 1024 px')
     velocity = replace(model.objective, prediction_type='velocity')  # the pipeline converts predictions to velocities
     return PRXPixelPipeline(
         transformer=model.denoiser,

@@ -56,7 +56,8 @@ class CrossAttentionUNet(DenoiserAdapter):
             )
         if model.caption_dropout_mode == 'zeros':
             log.warning(
-                'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
+                'export: trained with zeros for dropped captions, but the diffusers pipeline uses the empty caption; '
+                'its images will differ'
             )
         # This pipeline does not support diffusers' schedulers for flow matching.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)

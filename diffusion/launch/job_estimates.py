@@ -64,7 +64,7 @@ def requeues(job: Job) -> bool:
 
 
 def _over_time_limit(job: Job, planned: PhasePlan) -> tuple[list[str], bool]:
-    """Return a message if a job is planned to exceed its time limit, and False if the limit ends it for good."""
+    """Return a message if a job is planned to exceed its time limit, and True if it can finish despite the limit."""
     hours, limit = planned.expected.hours, job.time_limit_seconds
     if limit is None or hours <= limit / 3600:
         return [], True

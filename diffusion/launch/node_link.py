@@ -25,7 +25,7 @@ CONNECT_SECONDS = 900.0
 """Time within which all nodes must have connected; the slowest may have to pull its image first."""
 RETRY_SECONDS = 1.0
 AGREE_SECONDS = 90.0
-"""Maximum time between the ends of the ranks on any two nodes; longer than `workers.KILL_SECONDS`."""
+"""Maximum time from when one node has ended its ranks until all nodes have; longer than `workers.KILL_SECONDS`."""
 _MAX_BYTES = 65536
 _END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
 _KEYS: dict[str, dict[str, type]] = {

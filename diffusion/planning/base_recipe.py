@@ -14,7 +14,7 @@ from diffusion.planning.throughput import Assumptions
 
 SMALL = 'small'
 FINE_TUNING_IMAGES = 2_000
-"""Minimum number of images to fine-tune all weights. The model would memorize fewer; a LoRA changes it less."""
+"""Minimum number of images to fine-tune all weights. A model would memorize fewer images, so train a LoRA then."""
 FROM_SCRATCH_IMAGES = 1_000_000
 """Minimum number of images to train a large model from scratch, as many as in PRX's published baseline."""
 BATCHES_PER_EPOCH = 8
@@ -132,7 +132,7 @@ def _fitted(name: str, reason: str, size: int, count: int, gpu: GPU | None, gpus
 
 
 def _global_batch(limit: int, gpus: int) -> int:
-    """Return the largest global batch of at most `limit` with a power of two images per GPU, or 1 image per GPU."""
+    """Return the largest global batch up to `limit` with a power of two images per GPU; at least 1 image per GPU."""
     per_gpu = 1
     while 2 * per_gpu * gpus <= limit:
         per_gpu *= 2

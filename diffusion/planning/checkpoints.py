@@ -23,7 +23,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 MOST_TIME_SAVING = 0.05
 """Upper bound on the fraction of time spent in saves with `trainer.save_interval: auto`."""
 PRIOR_HOURS = 24.0
-"""Maximum weight of the failure rate assumed before a run, as the number of hours of training that weigh the same."""
+"""Maximum weight of the failure rate assumed before a run: it counts as much as this many hours of training."""
 RESTART_SECONDS = 600.0
 """Assumed time from a failure to the next batch: detection, node replacement, startup, loading."""
 SHORT_RUN_SAVES = 10
@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """Optimal save interval of a training phase, and its goodput: the fraction of time left by saves and failures."""
+    """Optimal save interval of a training phase, and its goodput, the fraction of time spent on training."""
 
     mtbf_hours: float
     stall_seconds: float

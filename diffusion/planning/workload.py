@@ -69,7 +69,7 @@ class Phase:
         return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """Return the `speed` settings on GPUs for a strategy (default: the recipe's), with unsupported ones off."""
+        """Return `speed` settings on GPUs. Those that `strategy` (default: the recipe's) does not support are off."""
         return effective_parts(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:

@@ -254,7 +254,7 @@ def _check_clocks(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 def _check_speed(
     check: str, ranks: Sequence[RankMeasurements], figures: Sequence[float | None], unit: str, limits: CollectiveLimits
 ) -> list[Finding]:
-    """Return a failure per rank below the required fraction of the median, or one pass; empty if not measured."""
+    """Return a failure per rank below the required fraction of the median, or else one pass; empty if not measured."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []

@@ -102,7 +102,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
-    """Check that this node can write to the run's folder or, for a run in a bucket, to a local folder and bucket."""
+    """Check that this node can write to the run's folder; for a run in a bucket, to a local folder and the bucket."""
     marker = recipe.run_dir / marker_name()
     try:
         recipe.run_dir.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
 
 
 def storage_problem(function: Callable[[], object], seconds: float | None = None) -> str:
-    """Call a function that uses shared storage, at most `seconds` (None: STORAGE_SECONDS); return its error or ''."""
+    """Call a function on shared storage for at most `seconds` (default: STORAGE_SECONDS); return its error or ''."""
 
     def run() -> str:
         try:

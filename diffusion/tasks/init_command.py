@@ -28,7 +28,7 @@ LONGEST_PROMPT = 300
 SMALL_MINUTES, SMALL_IMAGES = 10, 51_200
 """Minutes in which diffusion:small trains on this number of images, on two CPU cores (0.5 CPU seconds per batch)."""
 CHECKS = 4
-"""Number of validations, of image grids and of saves in a run that is shorter than the shipped recipe."""
+"""Number of validations, of image grids and of saves in a run that is shorter than the shipped recipe's."""
 
 
 @dataclass

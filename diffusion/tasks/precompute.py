@@ -64,7 +64,7 @@ class StageOutput:
     """Output folder of one stage (one stream and image shape), and the state for resuming the stage."""
 
     final: Place
-    """Final output folder. A local folder gets its name when complete; an object store gets the index last."""
+    """Final output folder. A local one gets this name when complete; in an object store, the index is written last."""
     begun: Place
     """Folder with the state of an unfinished job: the job's plan, and the index entries of finished shards."""
     shards: ShardWriter

@@ -30,7 +30,7 @@ ACCELERATORS = {
     'v100-16gb': 'V100',
 }
 KILLED = 137
-"""Exit status of nodes that SkyPilot kills because another node ended. Retrying it would restart all failed jobs."""
+"""Exit status of nodes that SkyPilot kills because another node ended. Retrying 137 would restart all failed jobs."""
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """TREAD: during training, random image tokens skip most transformer blocks (Krause et al. 2025, arXiv 2501.04765)."""
 
 import logging
+from dataclasses import asdict
 
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from diffusion.config.declarations import applied_on_resume
-from diffusion.config.model_checks import UNROUTED_BLOCKS, route_problems
+from diffusion.config.model_checks import UNROUTED_BLOCKS, route_problems, routed_alignment_problem
 from diffusion.errors import UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.token_routing import Route, TokenRouter
@@ -76,6 +77,10 @@ class TREAD(Algorithm):
         end = depth - UNROUTED_BLOCKS if self.end is None else self.end
         for key, problem in route_problems(self.start, end, self.fraction, depth=depth).items():
             raise UserError(f'tread.{key}: {problem}')
+        alignment = model.representation_alignment
+        problem = alignment and routed_alignment_problem(asdict(alignment), self.start, end)
+        if problem:
+            raise UserError(f'tread: {problem}')
         self._model = model
         self._router = model.route_tokens(Route(self.start, end, self.fraction))
         log.info('tread: %g%% of the image tokens skip blocks %d to %d', 100 * self.fraction, self.start, end - 1)

@@ -93,17 +93,18 @@ def _has_type_of(default: Any, value: Any) -> bool:
 
 
 ALIGNMENT = 'representation_alignment'
+PROJECTIONS = ('mlp', 'conv')
 
 
 def _check_alignment(model: Component) -> list[Problem]:
     values, settings = (registry.settings_of('model', model, key) for key in (None, ALIGNMENT))
     if not isinstance(values.get(ALIGNMENT), Mapping) or not settings:
         return []
-    depth = values.get('depth')
-    numbers = [settings[key] for key in ('block', 'weight', 'hidden_size')]
+    depth, gamma = values.get('depth'), settings['spatial_norm']
+    numbers = [*(settings[key] for key in ('block', 'weight', 'hidden_size')), 0 if gamma is None else gamma]
     problems = {}
     if all(isinstance(each, int | float) for each in numbers):
-        problems = alignment_problems(*numbers, depth=depth if isinstance(depth, int) else None)
+        problems = alignment_problems(settings, depth=depth if isinstance(depth, int) else None)
     return [Problem(f'model.{ALIGNMENT}.{key}', problem) for key, problem in problems.items()]
 
 
@@ -114,9 +115,10 @@ def no_features_problem(stream: str) -> str:
     )
 
 
-def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
+def alignment_problems(settings: Mapping[str, Any], *, depth: int | None) -> dict[str, str]:
     """Return error messages for representation alignment, by key; `depth` is the number of blocks, None if unknown."""
     problems = {}
+    block, weight, hidden_size = (settings[key] for key in ('block', 'weight', 'hidden_size'))
     if block < 0 or (depth is not None and block >= depth):
         known = '' if depth is None else f' to {depth - 1}'
         problems['block'] = f'the denoiser has no block {block}; use the index of a block, from 0{known}'
@@ -124,7 +126,22 @@ def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: in
         problems['weight'] = f'{weight} is not positive; use 0.5, or no representation_alignment'
     if hidden_size < 1:
         problems['hidden_size'] = f'{hidden_size} is not positive; 2048 is the default'
+    if settings['projection'] not in PROJECTIONS:
+        problems['projection'] = f'{settings["projection"]!r}; use one of {", ".join(PROJECTIONS)}'
+    if settings['spatial_norm'] is not None and not 0 <= settings['spatial_norm'] <= 1:
+        problems['spatial_norm'] = f'{settings["spatial_norm"]} is not a fraction in [0, 1]; 1 is the published value'
     return problems
+
+
+def routed_alignment_problem(alignment: Mapping[str, Any], start: int, end: int) -> str | None:
+    """Return an error message if blocks start, ..., end - 1 of a route drop tokens that a convolution needs."""
+    block = alignment['block']
+    if alignment['projection'] != 'conv' or not start <= block < end:
+        return None
+    return (
+        f'the route drops tokens in block {block}, which model.{ALIGNMENT} aligns by a convolution over all tokens; '
+        f'use projection: mlp, or a block before {start} or from {end} on'
+    )
 
 
 PERCEPTUAL_LOSSES = 'perceptual_losses'
@@ -312,7 +329,12 @@ def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, st
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
         return {}  # another check reports values of a wrong type
-    return route_problems(start, end, fraction, depth=depth)
+    problems = route_problems(start, end, fraction, depth=depth)
+    alignment = registry.settings_of('model', model, ALIGNMENT)
+    if alignment and isinstance(model.kwargs.get(ALIGNMENT), Mapping) and isinstance(alignment['block'], int):
+        problem = routed_alignment_problem(alignment, start, end)
+        problems |= {} if problem is None else {'': problem}
+    return problems
 
 
 def _contrastive_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, str]:

@@ -73,14 +73,21 @@ class AlignmentCounter(AuxiliaryCounter):
         encoder: Sizes of the image encoder, as in its config.json; `model_type` is one of `ENCODERS`.
         hidden_size: Width of the MLP's hidden layers.
         pixels_per_token: Side of an image token in pixels.
+        projection: `conv` for a convolution instead of the MLP.
     """
 
     def __init__(
-        self, *, encoder: Mapping[str, Any], hidden_size: int, token_width: int, pixels_per_token: int
+        self,
+        *,
+        encoder: Mapping[str, Any],
+        hidden_size: int,
+        token_width: int,
+        pixels_per_token: int,
+        projection: str = 'mlp',
     ) -> None:
         with torch.device('meta'):
             self.encoder = _feature_encoder(encoder)
-            self.projector = FeatureProjector(token_width, hidden_size, self.encoder.width)
+            self.projector = FeatureProjector.of(projection, token_width, hidden_size, self.encoder.width)
         self.token_width = token_width
         self.side = pixels_per_token
 
@@ -101,7 +108,7 @@ class AlignmentCounter(AuxiliaryCounter):
         height, width = self._grid(shape)
 
         def tokens(batch: int) -> Inputs:
-            return (torch.empty(batch, height * width, self.token_width),), {}
+            return (torch.empty(batch, height * width, self.token_width), (height, width)), {}
 
         return count_activations(self.projector, tokens, precision.partition('+')[0])
 

@@ -124,7 +124,7 @@ def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
 
 def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
     """Return the FLOPs (three passes) of training a FeatureProjector, which may be sharded, on a number of tokens."""
-    weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
+    weights = sum(each.numel() for each in projector.parameters() if each.ndim > 1)
     return 3 * 2 * weights * tokens
 
 

@@ -34,7 +34,13 @@ from diffusion.models.objective import (
 )
 from diffusion.models.perceptual_losses import check_perceptual, load_perceptual_loss
 from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, epoch_word, random_bits
-from diffusion.models.representation_alignment import FeatureEncoder, alignment_losses, build_alignment
+from diffusion.models.representation_alignment import (
+    FeatureEncoder,
+    FeatureProjector,
+    alignment_losses,
+    build_alignment,
+    normalized_over_tokens,
+)
 from diffusion.models.sampler import (
     LatentGrid,
     as_captions,
@@ -222,12 +228,13 @@ class LatentDiffusion(ComposerModel):
 
     def _scale_for_width(self, base: ModelMixin) -> dict[str, float]:
         factors = scale_for_width(self.denoiser, base, prefix='denoiser.')
-        if self.representation_alignment is not None:
+        if (settings := self.representation_alignment) is not None:
             # The projector's first layer reads the denoiser's tokens, so muP's rules treat it as an output layer.
-            width, first = self.adapter.sizes(base).token_width, self.feature_projector[0]
-            assert width is not None and isinstance(first, nn.Linear)
-            narrow = nn.Linear(width, first.out_features, device='meta')
-            factors |= scale_for_width(first, narrow, prefix='feature_projector.0.')
+            width, encoder = self.adapter.sizes(base).token_width, self.image_encoder
+            assert width is not None and encoder is not None
+            with torch.device('meta'):
+                narrow = FeatureProjector.of(settings.projection, width, settings.hidden_size, encoder.width)
+            factors |= scale_for_width(self.feature_projector[0], narrow[0], prefix='feature_projector.0.')
         return factors
 
     @property
@@ -685,10 +692,14 @@ class LatentDiffusion(ComposerModel):
                 'model.representation_alignment needs one; use a dataset of images, precompute the latents again with '
                 'this model, or set model.representation_alignment: null'
             )
+        settings = self.representation_alignment
+        if settings is not None and settings.spatial_norm is not None:
+            features = normalized_over_tokens(features, settings.spatial_norm)
         # Blocks on the router's route only see the tokens that are kept.
         routed = self.router is not None and tokens.shape[1] < features.shape[1]
         kept = self.router.kept if routed and self.router is not None else None
-        return alignment_losses(self.feature_projector(tokens), features, kept)
+        height, width = (side // self.denoiser_sizes.patch for side in self._latent_size_of(batch))
+        return alignment_losses(self.feature_projector(tokens, (height, width)), features, kept)
 
     def _predicted_latents(self, outputs: Denoised, latents: Tensor, timesteps: Tensor) -> Tensor:
         """Return the clean latents [B, C, H, W] implied by predictions of x or of a flow's velocity."""

@@ -6,7 +6,7 @@ of a token, F width of the encoder's features.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -45,11 +45,16 @@ class RepresentationAlignment:
     Cost: one forward pass of the encoder per image, and its memory. PRX reported 3.46 instead of 3.95 batches per
     second with DINOv3. With this setting, `task: precompute` stores the features next to the latents, so that training
     needs no encoder.
+
+    iREPA (Singh et al. 2025, arXiv 2512.10794) is `projection: conv` with `spatial_norm: 1.0`: the MLP becomes a 3x3
+    convolution over the grid of tokens, and the targets y are normalized over the tokens of an image, per channel:
+
+        y_n <- (y_n - gamma * mean over n of y_n) / (std over n of y_n + 1e-6)
     """
 
     encoder: str
-    """Image encoder: a folder, or a repository on the Hub, with a DINOv2 or DINOv3 ViT, such as
-    facebook/dinov2-base."""
+    """Image encoder: a folder, or a repository on the Hub, with a DINOv2 or DINOv3 ViT, such as facebook/dinov2-base,
+    or facebook/dinov3-vitl16-pretrain-lvd1689m, which is downloaded only after its license is accepted on the Hub."""
     revision: str | None = None
     """Commit of the repository `encoder`."""
     block: int = 7
@@ -57,10 +62,16 @@ class RepresentationAlignment:
     weight: Annotated[float, LOSS] = 0.5
     """Weight of the loss (lambda in the paper); the default is the paper's."""
     hidden_size: int = 2048
-    """Width of the MLP's two hidden layers; the default is the authors'."""
+    """Width of the MLP's two hidden layers; the default is the authors'. A convolution has no hidden layers."""
+    projection: str = 'mlp'
+    """Trained projection from tokens to features: `mlp`, applied to each token, or `conv`, a 3x3 convolution, which
+    needs all tokens and therefore a block outside TREAD's route."""
+    spatial_norm: float | None = None
+    """Strength gamma, in [0, 1], of the spatial normalization of the features; iREPA's default is 1. None turns it
+    off."""
 
     def __post_init__(self) -> None:
-        for key, problem in alignment_problems(self.block, self.weight, self.hidden_size, depth=None).items():
+        for key, problem in alignment_problems(asdict(self), depth=None).items():
             raise UserError(f'representation_alignment.{key}: {problem}')
 
 
@@ -103,6 +114,11 @@ class FeatureEncoder(nn.Module):
 class FeatureProjector(nn.Sequential):
     """Trained MLP that maps tokens, width D, to features, width F: three layers with SiLU, as in the authors' code."""
 
+    @classmethod
+    def of(cls, projection: str, width: int, hidden_size: int, features: int) -> 'FeatureProjector':
+        """Return the projector with this value of `RepresentationAlignment.projection`, with random weights."""
+        return ConvolutionProjector(width, features) if projection == 'conv' else cls(width, hidden_size, features)
+
     def __init__(self, width: int, hidden_size: int, features: int) -> None:
         super().__init__(
             nn.Linear(width, hidden_size),
@@ -111,6 +127,20 @@ class FeatureProjector(nn.Sequential):
             nn.SiLU(),
             nn.Linear(hidden_size, features),
         )
+
+    def forward(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Return predicted features [B, N, F] of tokens [B, N, D] on a grid of h x w cells."""
+        return super().forward(tokens)
+
+
+class ConvolutionProjector(FeatureProjector):
+    """iREPA's projector: one 3x3 convolution, with zeros around the grid."""
+
+    def __init__(self, width: int, features: int) -> None:
+        nn.Sequential.__init__(self, nn.Conv2d(width, features, kernel_size=3, padding=1))
+
+    def forward(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        return self[0](tokens.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)
 
 
 class TokenCapture:
@@ -152,12 +182,11 @@ def build_alignment(
     if family.token_blocks is None or width is None:
         raise UserError(f'representation_alignment: a {type(denoiser).__name__} has no image tokens; use a transformer')
     blocks = family.token_blocks.of(denoiser)
-    problems = alignment_problems(settings.block, settings.weight, settings.hidden_size, depth=len(blocks))
-    for key, problem in problems.items():
+    for key, problem in alignment_problems(asdict(settings), depth=len(blocks)).items():
         raise UserError(f'representation_alignment.{key}: {problem}')
     if encoder is None:
         encoder = load_feature_encoder(settings.encoder, settings.revision, where='representation_alignment.encoder')
-    projector = FeatureProjector(width, settings.hidden_size, encoder.width)
+    projector = FeatureProjector.of(settings.projection, width, settings.hidden_size, encoder.width)
     return encoder, projector, TokenCapture(family.token_blocks, blocks[settings.block])
 
 
@@ -172,6 +201,13 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
         code = '' if 'auto_map' not in config else ' with code of its own (auto_map), which is not run'
         raise UserError(f'{where}: {source} {what}{code}; use one of {", ".join(ENCODERS)}')
     return FeatureEncoder(load_pretrained(ENCODERS[kind], source, **options))
+
+
+def normalized_over_tokens(features: Tensor, gamma: float) -> Tensor:
+    """Return features [B, N, F] minus gamma times their mean over the N tokens, divided by their standard deviation."""
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    std, mean = torch.std_mean(features, dim=1, keepdim=True)
+    return (features - gamma * mean) / (std + 1e-6)
 
 
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:

@@ -79,6 +79,8 @@ class AlignmentCosts(CountedCosts):
             'token_width': model.facts['token_width'],
             'pixels_per_token': model.facts['pixels_per_patch'],
         }
+        if settings['projection'] != 'mlp':
+            kwargs['projection'] = settings['projection']
         super().__init__(ModelKey('representation_alignment', kwargs))
         self.block: int = settings['block']
 

@@ -45,14 +45,14 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
 def make_prx(small_vae, encoders):
     """Function that builds a PRX of 3 blocks whose parameters are all random, aligned after block 1."""
 
-    def make(encoder: str | None = 'dinov2', **settings: Any) -> LatentDiffusion:
+    def make(encoder: str | None = 'dinov2', alignment: Any = None, **settings: Any) -> LatentDiffusion:
         torch.manual_seed(0)
         sizes = {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'text_width': 32, 'text_layers': 1}
-        alignment = encoder and RepresentationAlignment(str(encoders[encoder]), block=1, hidden_size=48)
+        kwargs = {'block': 1, 'hidden_size': 48, **(alignment or {})}
         model = tiny_prx(
             vae=str(small_vae),
             caption_dropout=0.0,
-            representation_alignment=alignment or None,
+            representation_alignment=RepresentationAlignment(str(encoders[encoder]), **kwargs) if encoder else None,
             **{**sizes, **settings},  # type: ignore[arg-type]
         )
         torch.manual_seed(1)
@@ -79,27 +79,48 @@ def reference_similarity(model: LatentDiffusion, batch: Any, tokens: torch.Tenso
     with torch.no_grad():
         features = dino(pixels).last_hidden_state[:, first:]
     assert features.shape[1] == 48
-    layers: Any = model.feature_projector
-    one, _, two, _, three = layers
+    assert model.representation_alignment is not None
+    if (gamma := model.representation_alignment.spatial_norm) is not None:
+        center = features.sum(dim=1, keepdim=True) / 48
+        variance = ((features - center) ** 2).sum(dim=1, keepdim=True) / 47
+        features = (features - gamma * center) / (variance.sqrt() + 1e-6)
     results = []
     for i in range(len(tokens)):
         cells = range(48) if kept is None else kept[i].tolist()
         cosines = []
         for place, cell in enumerate(cells):
-            hidden = functional.silu(one.weight @ tokens[i, place] + one.bias)
-            hidden = functional.silu(two.weight @ hidden + two.bias)
-            found, wanted = three.weight @ hidden + three.bias, features[i, cell]
+            found, wanted = reference_projection(model.feature_projector, tokens[i], place), features[i, cell]
             cosines.append((found @ wanted) / (found.norm() * wanted.norm()))
         results.append(torch.stack(cosines).mean())
     return torch.stack(results)
 
 
+def reference_projection(projector: Any, tokens: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the predicted feature of one token of an image, [F]; a convolution sees a grid of 8 x 6 tokens."""
+    if len(projector) == 1:
+        (layer,) = projector
+        row, column = divmod(place, 6)
+        found = layer.bias
+        for i, j in ((i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)):
+            if 0 <= row + i < 8 and 0 <= column + j < 6:
+                found = found + layer.weight[:, :, i + 1, j + 1] @ tokens[(row + i) * 6 + column + j]
+        return found
+    one, _, two, _, three = projector
+    hidden = functional.silu(one.weight @ tokens[place] + one.bias)
+    hidden = functional.silu(two.weight @ hidden + two.bias)
+    return three.weight @ hidden + three.bias
+
+
 @pytest.mark.parametrize(
-    ('encoder', 'routed'),
-    [pytest.param('dinov2', False, marks=pytest.mark.slow), ('dinov3', True)],
+    ('encoder', 'routed', 'settings'),
+    [
+        pytest.param('dinov2', False, {}, marks=pytest.mark.slow),
+        ('dinov3', True, {'spatial_norm': 1.0}),
+        ('dinov3', False, {'projection': 'conv', 'spatial_norm': 0.6}),
+    ],
 )
-def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, routed):
-    model, plain = make_prx(encoder), make_prx(None)
+def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, routed, settings):
+    model, plain = make_prx(encoder, settings), make_prx(None)
     batch = batch_of(model, THREE, height=64, width=48)
     route = Route(0, 2, 0.25)
     if routed:
@@ -187,7 +208,9 @@ def test_flops_include_encoder_and_projection(make_prx):
     model, plain = make_prx(), make_prx(None)
     batch = batch_of(model, THREE, height=64, width=48)
     added = (model.flops_per_batch(batch) - plain.flops_per_batch(batch)) // 3
+    convolution = make_prx(alignment={'projection': 'conv'}).flops_per_batch(batch) - model.flops_per_batch(batch)
     projection = 3 * 2 * 48 * (32 * 48 + 48 * 48 + 48 * 32)
+    assert convolution == 3 * (3 * 2 * 48 * 9 * 32 * 32 - projection)
     # 49 tokens in two layers of width 32 with MLPs of width 128, and the patches of 14 px.
     linear = 2 * 2 * 49 * (4 * 32 * 32 + 2 * 32 * 128) + 2 * 48 * 32 * 3 * 14 * 14
     attention = 2 * 2 * 2 * 49 * 49 * 32
@@ -210,6 +233,11 @@ def test_wrong_settings_are_refused(encoders, write_recipe, small_vae, pictures)
         representation_alignment={'encoder': folder, 'block': 2, 'weight': -1}
     )
     assert 'representation_alignment: unknown key' in message(name='tiny', representation_alignment={})
+    conv = {'encoder': folder, 'block': 2, 'projection': 'conv'}
+    assert "projection: 'cnn'; use one of mlp, conv" in message(representation_alignment=conv | {'projection': 'cnn'})
+    assert 'spatial_norm: 2.0 is not a fraction' in message(representation_alignment=conv | {'spatial_norm': 2.0})
+    with pytest.raises(UserError, match='algorithms.tread: the route drops tokens in block 2, .* before 2 or from 3'):
+        load(write_recipe(model={'name': 'tiny_prx', 'representation_alignment': conv}, algorithms={'tread': {}}))
     with pytest.raises(UserError, match='hidden_size: 0 is not positive'):
         RepresentationAlignment(folder, hidden_size=0)
     unet = tiny(vae=str(small_vae), block_out_channels=[32], text_layers=1).denoiser
@@ -226,10 +254,11 @@ def test_other_encoders_are_refused(make_prx, tmp_path):
         build_alignment(RepresentationAlignment('/nowhere/at/all', block=1), prx.denoiser, prx.adapter, width=32)
 
 
-def test_first_layer_of_the_projection_is_an_output_layer_for_mup(make_prx):
+@pytest.mark.parametrize('alignment', [{}, {'projection': 'conv'}])
+def test_first_layer_of_the_projection_is_an_output_layer_for_mup(make_prx, alignment):
     """Its input is as wide as the denoiser, and its output is not."""
     sizes = {'hidden_size': 64, 'num_heads': 4}
-    plain, scaled = make_prx(**sizes), make_prx(**sizes, mup_base_width=16)
+    plain, scaled = (make_prx(alignment=alignment, **sizes, **base) for base in ({}, {'mup_base_width': 16}))
     before, after = (dict(model.feature_projector.named_parameters()) for model in (plain, scaled))
     scales = {'0.weight': 0.5, '0.bias': 2.0}
     for name, parameter in after.items():

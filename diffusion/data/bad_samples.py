@@ -39,7 +39,7 @@ def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples:
 
 @dataclass
 class SampleCounts:
-    """Counts of samples that a run has loaded (including replaced ones) and replaced so far, summed over all ranks."""
+    """Number of samples that a run has loaded so far, and how many of these it replaced, summed over all ranks."""
 
     served: int = 0
     replaced: int = 0

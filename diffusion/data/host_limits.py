@@ -193,7 +193,7 @@ def warn_about_leftovers() -> None:
 
 
 def unmapped_files(folder: Path) -> list[Path]:
-    """Return this user's Streaming files in shared memory that no visible process has mapped, left by killed runs."""
+    """Return files that killed runs left in shared memory: this user's Streaming files that no visible process maps."""
     # Streaming names its files by a six-digit number per dataset, such as 000003_locals.
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_owned(path)]
     # Do not use the pattern */maps: it lists each process's folder, and fails if a process ends meanwhile.

@@ -102,8 +102,8 @@ class BucketedLoader(StreamingDataLoader):
         # PyTorch's timeout is used only for polling: `_next_batch` catches it, checks for failures, and calls next()
         # again.
         poll_seconds = min(timeout or math.inf, POLL_SECONDS) if num_workers else 0
-        # PyTorch draws a seed each time it starts the workers, and a resume starts them once more. Give it a separate
-        # generator, so that the random numbers of dropout layers do not depend on how often workers were started.
+        # PyTorch draws a seed each time it starts the workers, and a resume starts them once more. Let it draw from a
+        # separate generator, so that dropout layers get the same numbers however often workers were started.
         settings = {'collate_fn': dataset.image_block.collate, 'generator': torch.Generator()} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=poll_seconds, **settings)
         if stratified and not dataset.elastic:

@@ -143,8 +143,8 @@ def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
 
 def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> DecodedCrop | None:
     """Decode the crop of a JPEG with libjpeg-turbo, or return None if Pillow must decode the image."""
-    # Leave unusual images to `decode`, which decides if they are damaged: other formats, rotation, color spaces other
-    # than sRGB, CMYK, oversized images, and files that libjpeg-turbo rejects.
+    # Leave unusual images (other formats, rotated, not sRGB, CMYK, oversized, rejected by libjpeg-turbo) to `decode`,
+    # which either reads them or reports them as damaged.
     if not encoded.startswith(JPEG_START) or not _is_upright_srgb(encoded):
         return None
     try:

@@ -152,7 +152,7 @@ class VerifiedStream(Stream):
             shard_cache.touch(path)
 
     def fetch_sidecar(self, name: str) -> Path:
-        """Download a small file next to the shards again, such as manifest.json, and return its path."""
+        """Download a small file that is stored beside the shards, such as manifest.json; return its local path."""
         path = self.folder / name
         if self.source is not None:
             try:

@@ -71,7 +71,7 @@ class ComparisonKey:
 
 
 def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[Pair]:
-    """Return one pair per prompt plus the attention checks, in random order and with random sides.
+    """Return one pair per prompt plus the attention checks; their order and the images' positions are random.
 
     `rng` should be `secrets.SystemRandom()`, which cannot be predicted from the page.
     """

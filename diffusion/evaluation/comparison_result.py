@@ -244,7 +244,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
 
 
 def result_text(result: ComparisonResult, difference: float) -> str:
-    """Return the result as text, with the answers needed to show a preference of 0.5 + `difference`."""
+    """Return the result as text, with the number of answers needed to show a preference of 0.5 + `difference`."""
     header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'people', 'prompts', 'agreement')
     rows = {QUESTIONS[question]: _row(found) for question, found in result.preferences.items()}
     lines = [f'A: {result.a}', f'B: {result.b}', '']

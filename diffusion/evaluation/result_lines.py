@@ -13,7 +13,7 @@ MAX_EARLIER = 5
 
 
 def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, Any]]:
-    """Return the results of a run's last evaluations of the same weights before a batch, newest first."""
+    """Return the results of the last MAX_EARLIER evaluations before a batch, newest first, without other weights."""
     names = (name for name in files.list(EVALUATIONS).files if name.startswith('ba') and name[2:-5].isdigit())
     batches = sorted((each for name in names if (each := int(name[2:-5])) < batch), reverse=True)
     paths = [f'{EVALUATIONS}/ba{each}.json' for each in batches[:MAX_EARLIER]]

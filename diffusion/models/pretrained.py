@@ -307,7 +307,7 @@ def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
 
 
 def tiny_clip_config(*, width: int, layers: int, max_length: int, **more: Any) -> CLIPTextConfig:
-    """Return the configuration for a small CLIP text encoder with `clip_tokenizer` and attention heads of width 32."""
+    """Return the configuration of a small CLIP text encoder for `clip_tokenizer`, with attention heads of width 32."""
     return CLIPTextConfig(
         hidden_size=width,
         intermediate_size=4 * width,

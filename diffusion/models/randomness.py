@@ -289,6 +289,6 @@ def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> t
 
 
 def draws_for(ids: Sequence[int], *, seed: int, device: torch.device | str = 'cpu') -> Draws:
-    """Return a source of random numbers keyed only by ids, without epoch and batch, as for image generation."""
+    """Return a source of random numbers that depend only on seed and ids, for generating images outside of training."""
     sample_id = torch.tensor(list(ids), dtype=torch.int64, device=device)
     return Draws(seed, sample_id, torch.zeros_like(sample_id), torch.zeros_like(sample_id))

@@ -45,7 +45,7 @@ class SingleFile:
     architecture: str
 
     def save(self, path: Path, *, dtype: torch.dtype, title: str, objective: Objective, resolution: int) -> None:
-        """Write the file, which should not exist; title, prediction type and resolution in pixels go to the header."""
+        """Write a new file at `path`; title, prediction type and resolution in pixels are stored in its header."""
         tensors: Tensors = {}
         written: set[int] = set()
         for name, each in self.tensors.items():
@@ -135,7 +135,7 @@ def _vae(vae: Any, scale: float, shift: float = 0.0) -> Tensors:
 
 
 def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
-    """Return a pipeline's text encoder; raise UserError unless it is a CLIP model, which programs recognize."""
+    """Return a pipeline's text encoder; raise UserError unless it is a CLIP model, which single files must have."""
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection):
         raise UserError(
             f'export: a single file has a CLIP text encoder, but this model has a {type(encoder).__name__}; export a '

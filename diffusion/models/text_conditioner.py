@@ -282,7 +282,7 @@ class TextConditioner(nn.Module):
 
 
 def _freeze_unused_layer(encoder: Any) -> None:
-    """Freeze the last layer and final norm of a CLIP encoder without projection: the penultimate layer is used."""
+    """Freeze a CLIP encoder's last layer and final norm, whose output is unused, except if it has a projection."""
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection) or not encoder.config.num_hidden_layers:
         raise UserError(
             f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'

@@ -28,7 +28,7 @@ class Route:
     """Fraction of the image tokens that skip the blocks."""
 
     def tokens(self, count: int) -> int:
-        """Return how many of a sample's `count` image tokens the blocks of the route process, at least one."""
+        """Return how many of a sample's `count` image tokens do not skip the route's blocks, at least one."""
         return max(1, count - round(self.fraction * count))
 
     def tokens_after(self, block: int, count: int) -> int:
@@ -36,7 +36,7 @@ class Route:
         return self.tokens(count) if self.start <= block < self.end else count
 
     def kept(self, draws: Draws, count: int) -> Tensor:
-        """Return the indices of the kept tokens, drawn at random per sample, ascending [B, K], out of `count`."""
+        """Return the ascending indices of each sample's kept tokens, drawn at random from `count` tokens, [B, K]."""
         order = draws.words(Purpose.ROUTING, count).argsort(dim=1, stable=True)
         return order[:, : self.tokens(count)].sort(dim=1).values
 

@@ -25,7 +25,7 @@ NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
 """Problems of rows that give no valid path of an image inside the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
-"""Name that stands for the .txt file among the caption columns; other names are keys of the .json file."""
+"""Name in `caption_columns` that selects the .txt file beside an image; other names are keys of its .json file."""
 
 
 @dataclass(frozen=True)

@@ -215,5 +215,5 @@ def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarr
 
 
 def key_hashes(keys: Iterable[str]) -> np.ndarray:
-    """Return hashes of keys to compare them by, uint64: XXH3 of their UTF-8 bytes."""
+    """Return the hash of each key, by which keys are compared, uint64: XXH3 of its UTF-8 bytes."""
     return np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)

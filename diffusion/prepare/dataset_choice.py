@@ -44,7 +44,7 @@ class DatasetListing:
     """All files that are not hidden."""
     hidden: list[PassedOver]
     path: str
-    """Path or pattern within the dataset given by the user; empty means the whole dataset."""
+    """Path or pattern that the user gave, relative to the dataset; empty means the whole dataset."""
     hub: Hub
     card: dict[str, Any]
 
@@ -127,7 +127,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
-"""File suffixes of each layout; suffixes of images depend on the settings."""
+"""File suffixes of each file layout, such as `parquet`; those of image files (`folder`) depend on the settings."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 """Suffixes of tables that contain no images, though they may contain image URLs."""
 STATE = 'state.json'

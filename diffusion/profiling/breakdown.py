@@ -149,8 +149,8 @@ def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> 
         host: Host seconds in each stage.
         device: GPU seconds in each stage for some of the batches; None without a GPU.
     """
-    # Take the stages in WAITS from the host's clock, and divide the remaining time in proportion to the GPU's: on the
-    # host, a backward pass only takes as long as launching its kernels.
+    # Take the stages in WAITS from the host's clock, and divide the remaining time among the other stages in proportion
+    # to their GPU times. Their host times would mislead: a backward pass takes only as long as launching its kernels.
     total = sum(host.values())
     if not total:
         return dict.fromkeys(STAGES, 0.0)

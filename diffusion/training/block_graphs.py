@@ -422,7 +422,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]
 
 
 def signature(leaves: Sequence[Any]) -> Signature:
-    """Return a key that is equal if arguments can share a graph: values, or shapes, strides and dtypes of tensors."""
+    """Return a key that is equal for arguments that can share a graph: properties of tensors, text of other values."""
     return tuple(
         (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, Tensor) else repr(each)
         for each in leaves
@@ -435,5 +435,5 @@ _TENSOR = object()
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Return zeros with the same strides; they require gradients if the tensor does."""
+    """Return zeros with the tensor's shape and strides, which require gradients if the tensor does."""
     return torch.zeros_like(tensor).requires_grad_(tensor.requires_grad)

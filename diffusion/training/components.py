@@ -111,8 +111,8 @@ def build_dataset(
         'shuffle_seed': recipe.seed if settings.shuffle_seed is None else settings.shuffle_seed,
         'shuffle_block_size': settings.shuffle_block_size,
         'num_canonical_nodes': settings.num_canonical_nodes if elastic else None,
-        # Both methods give the same order for a single stream. But per_stream drops samples that do not fill a batch,
-        # and with workers Streaming warns about that even if it drops none.
+        # For a single stream, `random` and `per_stream` give the same order, but `per_stream` drops samples that do not
+        # fill a batch, and with workers Streaming warns about that even if none are dropped.
         'batching_method': settings.batching_method if len(streams) > 1 else 'random',
         'epoch_size': settings.epoch_size if elastic else None,
         'elastic': elastic,
@@ -201,7 +201,7 @@ def build_loader(
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
-    """Return a run's seed and a fingerprint of the training data, which must not change when the run resumes."""
+    """Return a run's seed and a fingerprint of its training data; both must stay the same when the run resumes."""
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
     # The fingerprint is saved in every checkpoint, so it contains the name of an environment variable, not its value.

@@ -93,7 +93,7 @@ def source_of(start: InitFrom) -> 'Checkpoint | OriginalFile | DiffusersModel':
 
 
 class Checkpoint(NamedTuple):
-    """Path or URL of a checkpoint, or of a run, from which the newest checkpoint is read."""
+    """Path or URL of a checkpoint, or of a run; for a run, its newest checkpoint is read."""
 
     start: InitFrom
 

@@ -29,7 +29,7 @@ from diffusion.storage.places import is_url
 _MAX_DETAIL = 300
 """Maximum length of an error message in the record, in characters."""
 INTERRUPT_SECONDS = 1.0
-"""Maximum time for recording a second Ctrl-C, and for its message, because the process must end immediately."""
+"""Maximum time for recording a second Ctrl-C, and again for sending a message about it: the process must end soon."""
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Load and validate job specs, so that mistakes are found before anything is submitted."""
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -40,13 +39,16 @@ class CheckedSpec:
         folder = Path(self.spec.workdir or '.')
         if self.spec.backend not in ('local', 'slurm') or self.spec.image is not None or not folder.is_dir():
             return []
-        found, written = [], list[str]()
-        with contextlib.chdir(folder):
+        found, written, here = [], list[str](), Path.cwd()
+        os.chdir(folder)  # `contextlib.chdir` needs Python 3.11
+        try:
             for job, recipe in zip(self.jobs, self.recipes, strict=True):
                 # An earlier stage writes the checkpoint or the latents that a later one reads.
                 problems = [each for each in check_paths(recipe) if not any(place in each.what for place in written)]
                 found += [f'{job.name}: {problem}' for problem in problems]
                 written.append(recipe.precompute.out if recipe.task == 'precompute' else recipe.run_place)
+        finally:
+            os.chdir(here)
         return found
 
 

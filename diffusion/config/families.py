@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusion.config.signatures import source_file
+from diffusion.config.signatures import ADDRESS, source_file
+from diffusion.errors import UserError
 
 PACKAGE = 'diffusion.models.families'
 
@@ -70,6 +71,11 @@ class Family:
     """Image sides in pixels for which the package includes precomputed FLOPs and memory."""
     side_step: int = 8
     """Number of pixels by which image sides must be divisible."""
+
+    def __post_init__(self) -> None:
+        for where, address in {**({'adapter': self.adapter} if self.adapter else {}), **self.models}.items():
+            if not isinstance(address, str) or not ADDRESS.fullmatch(address):
+                raise UserError(f"Family: {where}: {address!r} is not an address; write 'module:name'")
 
     @property
     def loads_lora(self) -> bool:

@@ -6,7 +6,6 @@ that `diffusion check` finds a typo without importing torch.
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
@@ -17,7 +16,16 @@ from diffusion.config.families import Family, add, built_in
 from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value
-from diffusion.config.signatures import Parameter, Signature, SourceText, of_object, of_source, simple_type
+from diffusion.config.signatures import (
+    ADDRESS,
+    Parameter,
+    Signature,
+    SourceText,
+    of_object,
+    of_source,
+    simple_type,
+    source_file,
+)
 from diffusion.errors import UserError
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -123,11 +131,16 @@ def register(kind: str, name: str, target: Any) -> None:
 
 
 def _check_address(where: str, target: Any) -> None:
-    """Raise UserError unless a target is a class or a function, or has the form of an address."""
-    is_address = isinstance(target, str) and re.fullmatch(r'[\w.]+:\w+', target)
+    """Raise UserError unless a target is a class or a function, or the address of one in an existing module."""
+    is_address = isinstance(target, str) and ADDRESS.fullmatch(target)
     if not is_address and not (callable(target) and hasattr(target, '__name__')):
         way_out = "pass the class or function itself, or its address 'module:attribute'"
         raise UserError(f'{where}: {target!r} is not a component; {way_out}')
+    if is_address and (module := target.partition(':')[0]) not in sys.modules:
+        try:
+            source_file(module)
+        except UserError as error:
+            raise UserError(f'{where}: {error}') from None
 
 
 def register_family(family: Family) -> None:
@@ -140,8 +153,6 @@ def register_family(family: Family) -> None:
     """
     if not isinstance(family, Family):
         raise UserError(f'register_family: {family!r} is not a family; pass diffusion.Family(...)')
-    if family.adapter:
-        _check_address('register_family: adapter', family.adapter)
     for name, target in family.models.items():
         register('model', name, target)
     add(family)

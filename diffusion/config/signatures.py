@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from diffusion.config.declarations import (
 from diffusion.config.schema import doc_strings
 from diffusion.errors import UserError
 
+ADDRESS = re.compile(r'[\w.]+:\w+')
+"""Pattern of the address of a class or function, `module:name`."""
 # Types of YAML values. Values of keywords with any other type are not checked.
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 

@@ -10,6 +10,7 @@ import pytest
 from commands import modules_of
 
 from diffusion.config import registry
+from diffusion.config.families import Family
 from diffusion.config.recipe import Component
 from diffusion.config.registry import build, check_keywords, register, resolve, signature
 from diffusion.config.schema import fits
@@ -121,14 +122,24 @@ def test_missing_values_are_not_type_errors():
     [
         ('no_such_package.parts:Foo', r'no_such_package.parts: the package no_such_package cannot be found; install'),
         ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: .*nothing.py does not exist; register it'),
-        ('diffusion.models.families.sd2.builder:Foo', r'diffusion.models.families.sd2.builder defines no Foo'),
     ],
 )
-def test_target_without_source_is_reported_as_a_problem(target, message):
-    register('model', 'lost', target)
-    with pytest.raises(ValueError, match=message):
+def test_registering_an_address_in_a_missing_module_is_an_error(target, message):
+    with pytest.raises(ValueError, match=f"^register: model 'lost': {message}"):
+        register('model', 'lost', target)
+
+
+def test_missing_attribute_of_a_module_is_reported_as_a_problem():
+    register('model', 'lost', 'diffusion.models.families.sd2.builder:Foo')
+    with pytest.raises(ValueError, match=r'diffusion.models.families.sd2.builder defines no Foo'):
         signature('model', 'lost')
     assert problems('model', 'lost', {})[0].startswith('here: ')
+
+
+def test_family_without_addresses_is_an_error():
+    for values, where in (({'models': {'zz': 'a.b'}}, 'zz: '), ({'adapter': 'a.b'}, 'adapter: ')):
+        with pytest.raises(ValueError, match=f"^Family: {where}'a.b' is not an address; write 'module:name'"):
+            Family(**values)
 
 
 def test_unknown_name_error_suggests_the_nearest():

@@ -24,7 +24,7 @@ from diffusion.evaluation.evaluated_checkpoint import (
 )
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
-from diffusion.evaluation.metrics import DISTANCES, TextImageScore, build_network
+from diffusion.evaluation.metrics import DISTANCES, TextImageScore, build_networks
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
 from diffusion.runs.evaluation_claims import EVALUATIONS
@@ -117,11 +117,10 @@ class ImageMetrics:
         prompts = self._prompts(checkpoint)
         texts = [each.text for each in prompts]
         self._check_count(len(texts))
-        networks = {IMAGE_METRICS[name].network: None for name in self.metrics}
         device = checkpoint.model.device
         built: dict[str, FeatureNetwork | TextImageScore] = {}
         with checkpoint.raise_together('image_metrics: the networks were not loaded'):
-            built = {name: build_network(name, self.sources).to(device) for name in networks}
+            built = {name: each.to(device) for name, each in build_networks(self.metrics, self.sources).items()}
         extractors = {name: each for name, each in built.items() if isinstance(each, FeatureNetwork)}
         scorers = {name: each for name, each in built.items() if isinstance(each, TextImageScore)}
         references: dict[str, Tensor] = {}

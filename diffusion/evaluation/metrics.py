@@ -231,9 +231,35 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
             return Dino(repository, revision)
         return Clip(repository, revision, resize='clean' if name == 'clip_fid' else 'bicubic')
     except (UserError, ExternalError) as error:
-        metrics = ', '.join(each for each, info in IMAGE_METRICS.items() if info.network == name)
-        what = f'networks.{name}: {error}. To use a copy of this network: --network {name}=PATH. Needed by {metrics}'
+        what = f'networks.{name}: {error}. To use a copy of this network: --network {name}=PATH'
         raise (UserError if isinstance(error, UserError) else ExternalError)(what) from error
+
+
+def build_networks(metrics: Sequence[str], sources: Mapping[str, str]) -> dict[str, FeatureNetwork | TextImageScore]:
+    """Load the networks of some metrics, by name; `sources` is as in `build_network`.
+
+    Raises:
+        UserError: Networks cannot be loaded; the message has the metrics that need them, and how to leave these out.
+        ExternalError: The same, if a network cannot be downloaded.
+    """
+    built: dict[str, FeatureNetwork | TextImageScore] = {}
+    errors: dict[str, UserError | ExternalError] = {}
+    for name in dict.fromkeys(IMAGE_METRICS[metric].network for metric in metrics):
+        try:
+            built[name] = build_network(name, sources)
+        except (UserError, ExternalError) as error:
+            errors[name] = error
+            if isinstance(error, ExternalError):  # do not wait minutes for each further download
+                break
+    if not errors:
+        return built
+    lines, without = [], [metric for metric in metrics if IMAGE_METRICS[metric].network not in errors]
+    for name, error in errors.items():
+        needing = ', '.join(metric for metric in metrics if IMAGE_METRICS[metric].network == name)
+        lines.append(f'{needing} cannot be computed: {error}')
+    if without:
+        lines.append(f'To compute the other metrics only: --metrics {",".join(without)}')
+    raise type(error)('\n  '.join(lines)) from error
 
 
 def _split(source: str) -> tuple[str, str | None]:

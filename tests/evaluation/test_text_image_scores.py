@@ -8,7 +8,7 @@ from small_networks import write_clip
 from transformers import CLIPModel, CLIPProcessor
 
 from diffusion.errors import UserError
-from diffusion.evaluation.metrics import TextImageScore, build_network
+from diffusion.evaluation.metrics import TextImageScore, build_network, build_networks
 
 PROMPTS = ['a red cube', 'seven ducks ' * 60, '']
 
@@ -72,3 +72,13 @@ def test_pick_score_is_the_scaled_cosine(clip):
 def test_networks_that_cannot_be_had_are_named(name, sources, message):
     with pytest.raises(UserError, match=message):
         build_network(name, sources)
+
+
+def test_metrics_without_their_networks_can_be_left_out(clip):
+    metrics, sources = ['fid', 'clip_score', 'recall', 'pick_score'], {'inception': 'gone.pth', 'clip_score': str(clip)}
+    with pytest.raises(UserError) as caught:
+        build_networks(metrics, sources)
+    first, second, way_out = str(caught.value).split('\n  ')
+    assert first.startswith('fid, recall cannot be computed: networks.inception: gone.pth: does not exist')
+    assert second.startswith('pick_score cannot be computed: networks.pick_score: has no default')
+    assert way_out == 'To compute the other metrics only: --metrics clip_score'

@@ -181,6 +181,8 @@ class SpeedConfig:
     trained. Null means that each microbatch is encoded separately."""
 
 
+MAX_GRAPH_SHAPES = 4
+"""Maximum number of image shapes with `speed.cuda_graphs`; each needs memory for inputs and outputs of all blocks."""
 SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
 """Names of the `speed` settings that can be on or off."""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from diffusion.config.checks import check_recipe
-from diffusion.config.recipe import Recipe
+from diffusion.config.recipe import MAX_GRAPH_SHAPES, Recipe
 from diffusion.planning.memory import largest_microbatch
 from diffusion.planning.strategy_advice import Fit, changed_parallelism, recommended
 from diffusion.planning.throughput import Assumptions, planned_speed
@@ -13,8 +13,6 @@ from diffusion.planning.workload import Phase
 WORTH_CHANGING = 0.05
 """Minimum fraction of time that suggested settings must save; estimates of throughput are no more accurate."""
 EQUALLY_FAST = 0.01
-MAX_GRAPH_SHAPES = 4
-"""Maximum number of image shapes with CUDA graphs of the model's blocks: `MAX_SHAPES` in training/block_graphs.py."""
 
 
 def faster_phase(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Phase | None:

@@ -236,7 +236,8 @@ def _headline(report: RunReport, recorded: list[Attempt]) -> str:
         return report.state
     if not recorded:
         return 'ended'
-    return f'ended, {attempts.describe_attempt(recorded[-1].cause, recorded[-1].detail)}'
+    description = attempts.describe_attempt(recorded[-1].cause, recorded[-1].detail)
+    return f'ended, {description.removeprefix("ended ")}'
 
 
 def last_loss(metrics: Path) -> tuple[int, float] | None:

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from diffusion.compatibility.private_names import private_attribute, tree_flatten, tree_unflatten
+from diffusion.config.recipe import MAX_GRAPH_SHAPES
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
-MAX_SHAPES = 4
-"""Maximum number of captured input shapes; each needs memory for the inputs and outputs of all blocks."""
 TO_FIX = 'To fix: speed.cuda_graphs=false'
 
 Signature = tuple[object, ...]
@@ -36,8 +35,8 @@ class BlockGraphs:
 
     For each input shape, the first forward pass runs normally and records the blocks' arguments. Before the second
     pass, the forward and backward pass of each block are captured; from then on they are replayed. Three kinds of
-    passes never use graphs: passes without gradients, on a CPU, or with input shapes after the first MAX_SHAPES. The
-    kernels are the same with and without graphs.
+    passes never use graphs: passes without gradients, on a CPU, or with input shapes after the first MAX_GRAPH_SHAPES.
+    The kernels are the same with and without graphs.
 
     A graph reads and writes fixed memory addresses. Weights should be changed in place, as optimizers do; if they have
     moved, the graphs are captured again. The next forward pass overwrites the tensors returned by a block.
@@ -79,10 +78,10 @@ class BlockGraphs:
         key = signature(leaves)
         found = self._passes.get(key)
         if found is None or not found.is_noted:  # not noted: the pass that recorded the arguments failed, so repeat it
-            if key in self._passes or len(self._passes) < MAX_SHAPES:
+            if key in self._passes or len(self._passes) < MAX_GRAPH_SHAPES:
                 self._passes[key] = self._current = _Pass(self._memory)
             else:
-                self._say(f'more than {MAX_SHAPES} shapes of inputs: other shapes run without graphs')
+                self._say(f'more than {MAX_GRAPH_SHAPES} shapes of inputs: other shapes run without graphs')
         elif self._memory.in_use:
             self._say(
                 'a forward pass begins before the backward pass of the last one has ended: it runs without graphs'

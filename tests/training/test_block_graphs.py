@@ -161,7 +161,7 @@ def test_weights_that_have_moved_are_captured_again(make_model, graphs, device, 
 def test_shapes_beyond_the_limit_run_without_graphs_and_gradients_need_memory_once_for_all_shapes(
     make_model, graphs, device, caplog, monkeypatch
 ):
-    monkeypatch.setattr(block_graphs, 'MAX_SHAPES', 2)
+    monkeypatch.setattr(block_graphs, 'MAX_GRAPH_SHAPES', 2)
     model = make_model().to(device)
     found = graphs(model.denoiser)
     for size in (1, 1, 2, 2, 3, 3):
@@ -206,7 +206,7 @@ def two_blocks(graphs, device) -> TwoBlocks:
     [
         ([1, 0], lambda hidden: hidden, r'runs Linear with other arguments, or in another order.*cuda_graphs=false'),
         ([0, 1], lambda hidden: hidden[:1], 'other arguments'),
-        ([0, 1], lambda hidden: hidden.mul_(2), 'the output of Linear was changed in place'),
+        ([0, 1], lambda hidden: hidden.mul_(2), 'the output of a Linear was changed in place'),
     ],
     ids=['order', 'arguments', 'in place'],
 )

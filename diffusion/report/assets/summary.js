@@ -16,7 +16,7 @@ function stateText(run) {
   if (state === 'silent') return `silent, no batch for ${formatDuration(silent_seconds)}`;
   if (state !== 'ended') return state;
   const attempt = run.attempts.at(-1);
-  return attempt ? `ended, ${attempt.reason}` : cause ? `ended, ${cause}` : 'ended';
+  return attempt ? `ended, ${attempt.reason.replace(/^ended /, '')}` : cause ? `ended, ${cause}` : 'ended';
 }
 
 function stateBadge(run) {

@@ -80,7 +80,7 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
                 MDSReader.from_json('', '', entry)
                 counts = entry['samples'], entry['raw_data']['bytes']
                 if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
-                    raise ValueError(f'samples or bytes of a shard are not in [0, 2**31): {counts}')
+                    raise ValueError(f'the numbers of samples and bytes of a shard are not in [0, 2**31): {counts}')
     except (OSError, UserError) as error:
         raise UserError(
             f'{source.url}: cannot read index.json ({error}); check the path or URL, and your access to it'

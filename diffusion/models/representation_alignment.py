@@ -58,7 +58,7 @@ class RepresentationAlignment:
     revision: str | None = None
     """Commit of the repository `encoder`."""
     block: int = 7
-    """Index (from 0) of the block whose output is aligned. 7 is the paper's encoder depth of 8."""
+    """Index (from 0) of the block whose output is aligned; 7 is the 8th block, as in the paper (encoder depth 8)."""
     weight: Annotated[float, LOSS] = 0.5
     """Weight of the loss (lambda in the paper); the default is the paper's."""
     hidden_size: int = 2048

@@ -146,9 +146,9 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove the work of an earlier start that had equal settings, but another list of parts to convert.
+        """Remove the work of an earlier start that had equal settings, but other parts to convert or package versions.
 
-        The list differs if the input has changed since, or if the dataset now has some of the parts.
+        The parts differ if the input has changed since, or if the dataset now has some of them.
         """
         if not self.work.plan.exists():
             return

@@ -241,7 +241,7 @@ class _Call:
         outputs = self._forward()
         if not all(each.requires_grad for each in outputs):
             raise UserError(
-                f'speed.cuda_graphs: {type(self.block).__name__} returns a tensor without gradients. {TO_FIX}'
+                f'speed.cuda_graphs: {type(self.block).__name__} returns a tensor that requires no gradients. {TO_FIX}'
             )
         self._output_gradients = [torch.zeros_like(each) for each in outputs]
         self._backward()

@@ -164,7 +164,7 @@ def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | No
             stored, own = getattr(loaded.config, name, None), getattr(encoder.config, name, None)
             if stored != own:
                 raise UserError(
-                    f'{source}: {name} of {subfolder} is {stored}, expected {own}; adapt the model settings'
+                    f'{source}: {name} of {subfolder} is {stored}, but the model has {own}; adapt the model settings'
                 )
         weights |= _prefixed(f'text_encoder.encoders.{index}.', loaded.state_dict())
     return weights

@@ -67,9 +67,9 @@ def muon_groups(model: nn.Module, *, convolutions: bool = True, split_projection
     }
     if not matrices:
         raise UserError(
-            f'muon: {type(model).__name__} has no blocks with trained matrices; set `fsdp_wrap_fn` on the module that '
-            'has them, a function that returns True for a block, pass parameter groups of your own, or use optimizer '
-            'adamw'
+            f'muon: {type(model).__name__} has no blocks with trained matrices; set `fsdp_wrap_fn`, a function that '
+            'returns True for a block, on the module that contains the blocks; or pass parameter groups of your own; '
+            'or use optimizer adamw'
         )
     others = [each for each in model.parameters() if each.requires_grad and id(each) not in matrices]
     fused = fused_projections(model) if split_projections else {}

@@ -84,7 +84,7 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     saved = recipe_values(read_yaml(place))
     if saved.unknown:
         log.warning(
-            '%s: written by another version; settings are not compared if this version does not know them: %s',
+            '%s: written by another version; settings that this version does not know are not compared: %s',
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
@@ -120,7 +120,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
     found = [each for each in by_name if each.key not in from_variable - by_value]
     fixed = [each for each in variables if rule_of(each).effect is Effect.FIXED]
     if fixed:
-        log.warning('set by environment variables, whose values are not compared on resume: %s', ', '.join(fixed))
+        log.warning('values set by environment variables are not compared on resume: %s', ', '.join(fixed))
     return found
 
 

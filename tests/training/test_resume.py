@@ -213,7 +213,7 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     assert len(resumed.history) == 1, 'earlier changes are kept'
     (folder / 'recipe.yaml').write_text(text.replace('num_workers', 'workers'))
     compare_with_checkpoint(recipe, folder / 'ba4')
-    assert 'does not know them: loader.workers' in caplog.text
+    assert 'does not know are not compared: loader.workers' in caplog.text
     (folder / 'recipe.yaml').unlink()
     assert compare_with_checkpoint(recipe, folder / 'ba4').changes == ()
     assert 'no recipe.yaml next to the checkpoint, so its model, optimizer and other settings cannot' in caplog.text

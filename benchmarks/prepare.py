@@ -67,7 +67,7 @@ def compare_pixels(paths: Sequence[Path], size: int) -> str:
         target = covering_size(whole.width, whole.height, shape)
         small = shrink(whole.image, target)
         fast.append(psnr(small, shrink(scaled.image, target)))
-        file = io.BytesIO(encode(small, lossless=False, jpeg_quality=QUALITY))
+        file = io.BytesIO(encode(small, kind='jpeg', quality=QUALITY))
         compressed.append(psnr(small, Image.open(file)))
     ratio = f'Peak signal-to-noise ratio to the resized image, medians of {len(paths)} images'
     return f'{ratio}: {np.median(fast):.1f} dB with --fast-jpeg, {np.median(compressed):.1f} dB after JPEG {QUALITY}'

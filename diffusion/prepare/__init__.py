@@ -12,11 +12,13 @@ Modules, in the order of the data flow:
 | | `folder_source` | image files in a folder; `caption_files` reads captions from tables, or beside an image |
 | | `webdataset` | tar files from img2dataset; `tar_reading` reads a damaged tar up to the damage |
 | | `parquet` | Parquet and Arrow files with an image column; `image_table` finds the columns and reads the rows |
+| | `tfrecord` | TFRecord files; `tfrecord_reading` checks and parses their records |
 | | `huggingface_source` | a split of a Hugging Face dataset, read with the readers above |
 | | `dataset_choice` | chooses what to read of a dataset: configuration, layout and split |
 | | `dataset_splits` | finds configurations and splits in a dataset's card, or by names of folders and files |
 | | `hub_repository` | lists and downloads a Hub dataset's files at one commit |
 | | `openmoji` | emoji from an installed package, rendered at each size |
+| | `caption_table` | joins captions from tables to the images of another source by key |
 | | `file_listing` | lists and sorts files in a local folder or an object store |
 | | `extra_columns` | converts metadata to JSON types; computes columns with a user's function |
 | plan | `input_plan` | settings, versions and parts, fixed before work starts; divides parts among jobs |

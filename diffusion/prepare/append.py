@@ -75,7 +75,7 @@ def append(
     check_same_settings(settings, dataset)
     dataset.folder.check_conditions()
     with work.locked(share):
-        source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
+        source = source or settings.open_source()
         work.check_kind(is_append=True)
         return _Addition(settings, source, run, work, dataset).execute(share)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.prepare.extra_columns import read_columns
+from diffusion.prepare.extra_columns import json_value, read_columns
 from diffusion.prepare.filters import usable_captions
 from diffusion.prepare.image_table import row_values
 from diffusion.prepare.source import CaptionText, Entry, Unfit, captions_in, captions_of_columns, texts_of
@@ -26,6 +26,10 @@ NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
 """Name in `caption_columns` that selects the .txt file beside an image; other names are keys of its .json file."""
+
+Wanted = tuple[Sequence[str], Sequence[str]]
+"""Possible names of the column with keys or paths, and the caption columns; without these, the common names."""
+Rows = Iterator[tuple[str, dict[str, Any] | None]]
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,41 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
     The imagefolder names `file_name` and `text` are accepted too. A row without a usable caption or path has `problem`
     set. Rows of a JSONL file may lack some of `caption_columns`. Without `caption_columns`, the common names are used.
     """
-    wanted = (FILE_COLUMNS, caption_columns or CAPTION_COLUMNS)
-    columns: dict[str, None] = {}
-    for where, row in _rows(file, caption_columns):
-        columns |= dict.fromkeys(row or ())
+    for where, row in _checked_rows(file, (FILE_COLUMNS, caption_columns)):
         unreadable = CaptionRow(where, 'None', [], {}, [], 'not_json')
         yield unreadable if row is None else _caption_row(where, row, caption_columns)
-    for names in wanted:
+
+
+def read_keyed_captions(
+    file: Path, key_columns: Sequence[str], caption_columns: Sequence[str]
+) -> Iterator[tuple[str, str | None, list[Any], list[str]]]:
+    """Yield (position, key, captions, column of each caption) for each row of a table; the key may be None.
+
+    The key is in the first of `key_columns` that exists. Empty `caption_columns` stand for the common names.
+    """
+    for where, row in _checked_rows(file, (key_columns, caption_columns)):
+        values = row or {}
+        key = values.get(_column(values, key_columns) or '')
+        captions, names = _captions_of(values, caption_columns)
+        yield where, None if key in (None, '') else str(key), [json_value(text) for text in captions], names
+
+
+def _checked_rows(file: Path, wanted: Wanted) -> Rows:
+    """Yield the rows of a table; raise UserError if no row has one of the key columns, or a caption column."""
+    columns: dict[str, None] = {}
+    for where, row in _rows(file, wanted):
+        columns |= dict.fromkeys(row or ())
+        yield where, row
+    for names in (wanted[0], wanted[1] or CAPTION_COLUMNS):
         if columns and _column(columns, names) is None:
             raise UserError(f'{file.name}: has no column {_either(names)}, only {list(columns)}; rename one')
+
+
+def _captions_of(row: dict[str, Any], caption_columns: Sequence[str]) -> tuple[list[Any], list[str]]:
+    if caption_columns:
+        return captions_of_columns(row, caption_columns)
+    caption = _column(row, CAPTION_COLUMNS)
+    return [] if caption is None else texts_of(row[caption]), []
 
 
 def _caption_row(where: str, row: dict[str, Any], caption_columns: Sequence[str]) -> CaptionRow:
@@ -70,10 +100,7 @@ def _caption_row(where: str, row: dict[str, Any], caption_columns: Sequence[str]
     # If a row has both `caption` and `captions`, the one that is not read does not become metadata.
     used = {image, 'caption', 'captions', *(caption_columns or [caption])}
     others = {name: value for name, value in row.items() if name not in used}
-    if caption_columns:
-        captions, names = captions_of_columns(row, caption_columns)
-    else:
-        captions, names = [] if caption is None else texts_of(row[caption]), []
+    captions, names = _captions_of(row, caption_columns)
     path = None if image is None else row[image]
     problem = _path_problem(path) or _caption_problem(captions)
     names = names if len(caption_columns) > 1 else []
@@ -108,11 +135,11 @@ def _column(row: Container[str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str]], None]:
+def _check(wanted: Wanted, where: str) -> Callable[[Sequence[str]], None]:
     """Return a function that raises an error if a table lacks a required column."""
 
     def check(columns: Sequence[str]) -> None:
-        for names in (FILE_COLUMNS, *([(name,) for name in caption_columns] or [CAPTION_COLUMNS])):
+        for names in (wanted[0], *([(name,) for name in wanted[1]] or [CAPTION_COLUMNS])):
             if _column(columns, names) is None:
                 other = len(columns) == 1 and next((each for each in ';\t|' if each in columns[0]), None)
                 way_out = f'separate its cells with commas, not with {other!r}' if other else 'rename the right one'
@@ -121,9 +148,9 @@ def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str
     return check
 
 
-def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def _rows(file: Path, wanted: Wanted) -> Rows:
     """Yield (position, columns) for each row; the columns are None if a line of a JSONL file is not a JSON object."""
-    readers: dict[str, Callable[[Path, Sequence[str]], Iterator[tuple[str, dict[str, Any] | None]]]] = {
+    readers: dict[str, Callable[[Path, Wanted], Rows]] = {
         '.csv': _csv_rows,
         '.jsonl': _jsonl_rows,
         '.parquet': _parquet_rows,
@@ -132,16 +159,16 @@ def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dic
         raise UserError(f'--captions: {file} is neither .csv nor .jsonl nor .parquet')
     if not file.is_file():
         raise UserError(f'--captions: {file} does not exist')
-    return readers[file.suffix.lower()](file, caption_columns)
+    return readers[file.suffix.lower()](file, wanted)
 
 
-def _csv_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(file: Path, wanted: Wanted) -> Rows:
     # Keep bytes that are not UTF-8 as surrogates; `_caption_problem` rejects such rows.
-    check = _check(caption_columns, f'{file.name} line 1')
+    check = _check(wanted, f'{file.name} line 1')
     return csv_rows(file, file.name, check=check, errors='surrogateescape')
 
 
-def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def _jsonl_rows(file: Path, wanted: Wanted) -> Rows:
     found = False
     with file.open(encoding='utf-8-sig', errors='surrogateescape') as lines:
         for number, line in enumerate(lines, start=1):
@@ -157,18 +184,18 @@ def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, A
                 row, problem = None, f'is not JSON ({error})'
             # If the first line is not valid, the file is not a JSONL file at all.
             if problem and not found:
-                raise UserError(f'{where}: {problem}; write one object with `file` and `caption` per line')
+                raise UserError(f'{where}: {problem}; write one object with `{wanted[0][0]}` and `caption` per line')
             found = True
             yield where, None if problem else row
 
 
-def _parquet_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path, wanted: Wanted) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(file)
-        _check(caption_columns, file.name)(table.schema_arrow.names)
+        _check(wanted, file.name)(table.schema_arrow.names)
         number = 0
         for batch in table.iter_batches():
             for row in row_values(batch):

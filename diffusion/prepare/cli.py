@@ -18,6 +18,7 @@ SOURCES = {
     'folder': 'prepare image files with captions in .txt files, a CSV or a JSONL',
     'webdataset': 'prepare tar files of images and captions written by img2dataset',
     'parquet': 'prepare Parquet files with an image column',
+    'tfrecord': 'prepare TFRecord files with an image feature, such as those of TensorFlow Datasets',
     'huggingface': 'prepare a split of a Hugging Face dataset, from the Hub or a folder',
     'openmoji': 'prepare emoji rendered at any size, captioned with their names',
 }

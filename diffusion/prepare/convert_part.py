@@ -27,6 +27,7 @@ from diffusion.prepare.process_sample import (
     THUMBNAIL_SIDE,
     Buckets,
     Candidate,
+    Recoding,
     decode_entry,
     make_samples,
     sample_columns,
@@ -75,6 +76,7 @@ class PartCounts:
     details: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each rejection reason, the decoders' messages, each with its number of images."""
     repaired: NamedCount = field(default_factory=NamedCount)
+    recoded: Recoding = field(default_factory=Recoding)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ class PartJob:
                 counts.columns.update(computed)
                 with self._naming(entry):
                     try:
-                        samples = make_samples(candidate, computed, settings=self.settings, buckets=buckets)
+                        samples = make_samples(
+                            candidate, computed, settings=self.settings, buckets=buckets, recoding=counts.recoded
+                        )
                     except Unfit as unfit:
                         reject(entry, row, unfit)
                         continue
@@ -287,6 +291,7 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
     content = read_json(folder / COUNTS_FILE)
     content['rejected'], content['columns'] = Counter(content['rejected']), set(content['columns'])
     content['passed_over'] = {kind: NamedCount(**files) for kind, files in content['passed_over'].items()}
+    content['recoded'] = Recoding(**content.get('recoded', {}))
     return PartCounts(part.size, **content | {'repaired': NamedCount(**content['repaired'])})
 
 

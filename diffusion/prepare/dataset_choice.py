@@ -27,6 +27,7 @@ from diffusion.prepare.folder_source import METADATA_FILES, texts_beside
 from diffusion.prepare.hub_repository import Hub, is_on_hub, parse_name
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
 from diffusion.prepare.source import PassedOver, is_hidden
+from diffusion.prepare.tfrecord import is_tfrecord
 from diffusion.storage.places import is_url
 
 CARD = 'README.md'
@@ -107,7 +108,9 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
 
 def _check_folder(location: str) -> None:
     """Raise UserError if a location is not a folder, or is the Hub's cache of a repository instead of its files."""
-    is_elsewhere = (is_pattern(location) or is_url(location)) and not location.startswith(('http://', 'https://'))
+    is_elsewhere = ('{' in location or is_pattern(location) or is_url(location)) and not location.startswith(
+        ('http://', 'https://')
+    )
     if not os.path.exists(location) and not is_elsewhere:
         raise UserError(
             f'{location}: is neither a folder nor the name of a dataset on the Hub; use ORG/NAME, '
@@ -124,10 +127,12 @@ def _check_folder(location: str) -> None:
 LAYOUTS: dict[str, tuple[str, ...]] = {
     'parquet': (parquet.SUFFIX,),
     'webdataset': webdataset.SUFFIXES,
+    'tfrecord': (),
     'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
-"""File suffixes of each file layout, such as `parquet`; those of image files (`folder`) depend on the settings."""
+"""File suffixes of each file layout, such as `parquet`. Those of images (`folder`) depend on the settings;
+TFRecords have other names."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 """Suffixes of tables that contain no images, though they may contain image URLs."""
 STATE = 'state.json'
@@ -161,6 +166,7 @@ class Chooser:
     config: str | None
     image_suffixes: tuple[str, ...]
     caption_suffix: str = 'txt'
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
 
     def choose(self) -> Choice:
         dataset = self.dataset
@@ -168,7 +174,7 @@ class Chooser:
         if not files:
             what = 'no file matches' if dataset.path else 'is empty'
             raise UserError(f'{self.location}: {what}; see the files of {dataset.title}')
-        found = self._saved(files) or self._by_names(files)
+        found = (self._saved(files) if 'arrow' in self.layouts else None) or self._by_names(files)
         names = {file.name for file in files}
         found.others.extend(PassedOver(file.name, 'other path') for file in dataset.files if file.name not in names)
         return found
@@ -274,13 +280,17 @@ class Chooser:
 
         Image files without captions are used only if there is no other layout.
         """
-        found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
+        found = {layout: data for layout in self.layouts if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
             beside = texts_beside(found['folder'], files, self.caption_suffix)
             if not beside and not any(map(is_metadata, files)):
                 del found['folder']
         if found:
             return max(found, key=lambda layout: sum(file.size for file in found[layout]))
+        if self.layouts == ('tfrecord',):
+            other = next((file.name for file in files if '.array_record' in file.name), None)
+            found = f'; it has {other}, which `tfds build --file_format=tfrecord` writes as TFRecords' if other else ''
+            raise UserError(f'{self.location}: has no TFRecord files (.tfrecord, .tfrecord-00000-of-00008){found}')
         for file in files:
             if file.name.lower().endswith(TABLE_SUFFIXES):
                 self._refuse_table(file)
@@ -290,7 +300,7 @@ class Chooser:
                 f'{self.location}: has its images in {archive}; download it with `hf download`, unpack it, and give '
                 'the folder to `diffusion prepare huggingface` or `diffusion prepare folder`'
             )
-        raise UserError(f'{self.location}: has no Parquet files, tars, Arrow files or images')
+        raise UserError(f'{self.location}: has no Parquet files, tars, TFRecords, Arrow files or images')
 
     def _refuse_table(self, file: File) -> None:
         """Raise UserError if a table contains URLs instead of images."""
@@ -311,6 +321,8 @@ class Chooser:
         if layout == 'folder':
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
+        if layout == 'tfrecord':
+            return [file for file in files if is_tfrecord(file.name)]
         suffixes = LAYOUTS[layout]
         return [file for file in files if file.name.lower().endswith(suffixes) and not is_metadata(file)]
 

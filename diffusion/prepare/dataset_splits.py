@@ -1,8 +1,9 @@
 """Find a dataset's configurations and splits (train, validation, test) in its card or else in its file names.
 
 File names are interpreted as in the package `datasets`, by the first rule that applies to any file: files such as
-`data/NAME-00000-of-00002.parquet` belong to the split NAME; folders are named after splits (`test/0000.parquet`); files
-are named after splits (`images-val-0000.tar`). If no rule applies, all files are in the split `train`.
+`data/NAME-00000-of-00002.parquet` or, as TensorFlow Datasets writes them, `flowers-NAME.tfrecord-00000-of-00002` belong
+to the split NAME; folders are named after splits (`test/0000.parquet`); files are named after splits
+(`images-val-0000.tar`). If no rule applies, all files are in the split `train`.
 """
 
 import re
@@ -26,6 +27,7 @@ _SPLIT_OF_WORD = {word: split for split, words in KEYWORDS.items() for word in w
 # end.
 _WORD = re.compile(rf'(?:^|[-._ 0-9])({"|".join(sorted(_SPLIT_OF_WORD, key=len, reverse=True))})(?=$|[-._ 0-9])', re.I)
 _SHARDED = re.compile(r'data/([\w.]+)-\d{5}-of-\d{5}[^/]*')
+_TFDS = re.compile(r'(?:.*/)?[^/]*-(\w+)\.tfrecord-\d+-of-\d+(?:\.gz)?')
 _SHARD_START = re.compile(rf'({"|".join(_SPLIT_OF_WORD)})(?:[-_. ]?\d[^/]*)?\.(?:parquet|tar|tar\.gz|tgz|arrow)', re.I)
 Named = TypeVar('Named')
 
@@ -125,7 +127,7 @@ def group_by_split(
 
 
 def _sharded_split(path: str) -> str | None:
-    found = _SHARDED.fullmatch(path)
+    found = _SHARDED.fullmatch(path) or _TFDS.fullmatch(path)
     return None if found is None else found[1]
 
 

@@ -209,6 +209,8 @@ class FolderSource:
     def _entry(self, image: '_ImageFile') -> Entry:
         entry = Entry(image.key, metadata=image.metadata, problem=image.problem)
         entry.captions, entry.caption_columns = list(image.captions), list(image.caption_columns)
+        if self.caption_column == () and entry.problem == 'no_caption':  # the captions come from elsewhere
+            entry.problem = None
         if entry.problem is None:
             try:
                 entry.image = _read(image.url, image.size)

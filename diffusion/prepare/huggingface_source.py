@@ -1,7 +1,8 @@
 """Source for Hugging Face datasets on the Hub or in a local folder: one split of one configuration.
 
-The split's files are read by the readers of the other sources: Parquet files, webdataset tar files, image files with
-captions, or Arrow files written by `save_to_disk`. Files on the Hub are read at one fixed commit, one part at a time.
+The split's files are read by the readers of the other sources: Parquet files, webdataset tar files, TFRecord files,
+image files with captions, or Arrow files written by `save_to_disk`. Files on the Hub are read at one fixed commit, one
+part at a time.
 
 The package `datasets` is not used: it stops at the first damaged file, image or row, silently drops files that match no
 split and images not listed in any row, and needs another package per object store.
@@ -23,6 +24,7 @@ from diffusion.prepare.hub_repository import Hub, endpoint, is_on_hub, parse_nam
 from diffusion.prepare.image_table import ColumnNames
 from diffusion.prepare.parquet import arrow_entries, check_columns, images_of, parquet_entries, parquet_parts
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
+from diffusion.prepare.tfrecord import tfrecord_entries, tfrecord_parts
 from diffusion.prepare.webdataset import WebDatasetSource
 from diffusion.storage.places import is_url
 from diffusion.storage.retry import error_text
@@ -50,6 +52,9 @@ class HuggingFaceSource:
     caption_text: CaptionText = 'whole'
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
+    key_column: str | None = None
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    """Layouts to read; files of other layouts are skipped."""
     commit: str | None = None
     """Commit on the Hub, used instead of the revision in the location."""
 
@@ -59,7 +64,7 @@ class HuggingFaceSource:
 
     @property
     def _columns(self) -> ColumnNames:
-        return ColumnNames(self.image_column, self.caption_column)
+        return ColumnNames(self.image_column, self.caption_column, self.key_column)
 
     @property
     def _captions(self) -> dict[str, Any]:
@@ -82,10 +87,15 @@ class HuggingFaceSource:
     def parts(self) -> list[Part]:
         """List the dataset, choose the configuration and the split, and split its files into parts."""
         dataset = self._listing()
-        chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes, self.caption_suffix)
+        suffixes = self.image_suffixes, self.caption_suffix
+        chooser = Chooser(dataset, self.location, self.split, self.config, *suffixes, self.layouts)
         choice = chooser.choose()
+        missing: list[str] = []
         if choice.layout == 'folder':
             parts = list(self._image_parts(choice, dataset, chooser))
+        elif choice.layout == 'tfrecord':
+            parts, missing = tfrecord_parts(choice.files, dataset.files, dataset.read)
+            parts = with_passed_over(parts, [*dataset.hidden, *choice.others])
         else:
             suffix = LAYOUTS[choice.layout][0]
             for_file = parquet_parts if choice.layout == 'parquet' else lambda file: [single_file_part(file, suffix)]
@@ -93,7 +103,7 @@ class HuggingFaceSource:
             parts = with_passed_over(parts, [*dataset.hidden, *choice.others])
         if choice.layout == 'parquet':
             self._check_columns(choice.files[0])
-        notes = (f'{dataset.title}, split {choice.split}', *parts[0].notes)
+        notes = (f'{dataset.title}, split {choice.split}', *parts[0].notes, *missing)
         parts = [replace(parts[0], notes=notes, license=dataset.license), *parts[1:]]
         return [replace(part, where={'layout': choice.layout, **part.where}) for part in parts]
 
@@ -112,6 +122,9 @@ class HuggingFaceSource:
             if where['layout'] == 'webdataset':
                 tars = WebDatasetSource('', image_suffixes=self.image_suffixes, **self._captions)
                 yield from tars.read_tar(paths[file.url], where['stem'])
+                return
+            if where['layout'] == 'tfrecord':
+                yield from tfrecord_entries(paths[file.url], part, self._columns)
                 return
             on_hub = is_on_hub(file.url)
             images = partial(self._hub.read_beside, file.url) if on_hub else images_of(self.location, file.url)
@@ -134,7 +147,7 @@ class HuggingFaceSource:
         paired = texts_beside(images, dataset.files, self.caption_suffix)
         beside = [file for each in paired.values() for file in each.values()]
         metadata = _metadata_of(images, dataset.files)
-        if not beside and not metadata:
+        if not beside and not metadata and self.caption_column != ():
             names = {file.name for file in images}
             found = [file.name for file in dataset.files if file.name not in names][:3]
             raise UserError(

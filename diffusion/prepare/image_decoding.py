@@ -67,17 +67,22 @@ def decode_image(
     return replace(decoded, format='SVG', is_unmodified=False) if is_svg else decoded
 
 
-def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
-    """Encode an image, without its metadata, as PNG if `lossless`, otherwise as JPEG; the result is deterministic."""
+RESIZE_FILTERS = {'lanczos': Image.Resampling.LANCZOS, 'bilinear': Image.Resampling.BILINEAR}
+
+
+def encode(image: Image.Image, *, kind: str, quality: int) -> bytes:
+    """Encode an image without metadata as png, or at a quality from 1 to 100 as jpeg or webp; deterministic."""
     file = io.BytesIO()
     # Copy the image, because its `info` belongs to the caller.
     stripped = image.copy() if image.info else image
     stripped.info = {}  # without this, Pillow would write location, camera and comments to the file
-    if lossless:
+    if kind == 'png':
         stripped.save(file, 'PNG', compress_level=6)
+    elif kind == 'webp':
+        stripped.save(file, 'WEBP', quality=quality)
     else:
-        subsampling = '4:4:4' if jpeg_quality >= FULL_CHROMA_QUALITY else '4:2:0'
-        stripped.save(file, 'JPEG', quality=jpeg_quality, subsampling=subsampling)
+        subsampling = '4:4:4' if quality >= FULL_CHROMA_QUALITY else '4:2:0'
+        stripped.save(file, 'JPEG', quality=quality, subsampling=subsampling)
     return file.getvalue()
 
 
@@ -89,10 +94,10 @@ def covering_size(width: int, height: int, shape: Shape) -> tuple[int, int]:
     return max(shape.width, round(width * scale)), max(shape.height, round(height * scale))
 
 
-def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Downscale an image to (width, height); return the same object if it already has this size."""
+def shrink(image: Image.Image, size: tuple[int, int], resize: str = 'lanczos') -> Image.Image:
+    """Downscale an image to (width, height) by a filter; return the same object if it already has this size."""
     if size == image.size:
         return image
     # With `reducing_gap`, Pillow first reduces by an integer factor, which is faster; according to Pillow's
     # documentation, the result is practically the same with a gap of 3.0 or more.
-    return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+    return image.resize(size, RESIZE_FILTERS[resize], reducing_gap=3.0)

@@ -34,7 +34,8 @@ class ColumnNames:
 
     image: str | None = None
     caption: str | Sequence[str] | None = None
-    """One column or several. With several, training chooses among their captions by weight."""
+    """One column or several. With several, training chooses among their captions by weight. Empty reads none."""
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
         )
     captions = tuple(
         _resolve_column(schema, name, CAPTION_COLUMNS, where, '--caption-column')
-        for name in column_list(names.caption) or [None]
+        for name in column_list(names.caption) or ([] if names.caption == () else [None])
     )
     key = _find_column(schema, (KEY_COLUMN,))
+    if names.key is not None:
+        key = _resolve_column(schema, names.key, (), where, '--key-column')
     taken = {image, *captions, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
     others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
     return Columns(image, captions, key, others, where)
@@ -120,7 +123,9 @@ def entry_of(
     elif URL.match(path):
         if isinstance(image, str):
             suffix = os.path.splitext(columns.where)[1]
-            raise UserError(download_first(columns.where, columns.image, columns.captions[0], suffix=suffix))
+            raise UserError(
+                download_first(columns.where, columns.image, next(iter(columns.captions), None), suffix=suffix)
+            )
         entry.problem = 'image_is_an_address'
     else:
         try:

@@ -52,6 +52,11 @@ class ParquetSource:
     image_column: str | None = None
     caption_column: str | Sequence[str] | None = None
     """Caption column(s), with strings or lists of strings."""
+    key_column: str | None = None
+
+    @property
+    def _columns(self) -> ColumnNames:
+        return ColumnNames(self.image_column, self.caption_column, self.key_column)
 
     def parts(self) -> list[Part]:
         """Split the input into parts for parallel jobs: files, or ranges of row groups of large files."""
@@ -59,14 +64,14 @@ class ParquetSource:
         if not is_pattern(self.location):
             refuse_mixed_splits(self.location, [file.name for file in files], 'parquet')
         if not is_url(files[0].url):
-            check_columns(files[0].url, ColumnNames(self.image_column, self.caption_column), files[0].url)
+            check_columns(files[0].url, self._columns, files[0].url)
         return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield one image with captions and metadata per row; see `parquet_entries`."""
-        names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
+        url = part.where['url']
         with local_copy(url, size=part.where['size']) as path:
-            yield from parquet_entries(path, part, names, images=images_of(self.location, url))
+            yield from parquet_entries(path, part, self._columns, images=images_of(self.location, url))
 
 
 def images_of(location: str, table: str) -> ReadImage:

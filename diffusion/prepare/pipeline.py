@@ -9,7 +9,7 @@ finish, or interruptions; only `date` and `seconds` in the report vary.
 """
 
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare import report_content
+from diffusion.prepare.caption_table import CaptionedSource
 from diffusion.prepare.catalog import HELD_OUT, REJECTED, TRAIN, Catalog
 from diffusion.prepare.convert_part import PartJob, read_counts
 from diffusion.prepare.counts_report import (
@@ -46,8 +47,8 @@ from diffusion.prepare.image_record import write_images
 from diffusion.prepare.input_plan import InputPlan, Piece, at_planned_version, pieces_of
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import ShardJob, output_of, plan_shards
-from diffusion.prepare.part_shards import list_stored
-from diffusion.prepare.process_sample import Buckets, sample_columns
+from diffusion.prepare.part_shards import list_stored, read_inputs
+from diffusion.prepare.process_sample import Buckets, Recoding, sample_columns
 from diffusion.prepare.report_content import CAPTIONS, caption_list, long_captions_note, statistics_of
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source, summed_counts, summed_details
@@ -85,7 +86,7 @@ def prepare(
     work = WorkFolder(settings.work_folder)
     with work.locked(share):
         work.check_kind(is_append=False)
-        source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
+        source = source or settings.open_source()
         return Preparation(settings, source, run, work).execute(share)
 
 
@@ -349,8 +350,11 @@ class Preparation:
             report.rejected, report.passed_over = catalog.rejected, summed_counts(each.passed_over for each in done)
             report.details = summed_details(each.details for each in done)
             report.repaired = summed_counts({'': each.repaired} for each in done).get('', report.repaired)
+            if isinstance(self.source, CaptionedSource):
+                report.passed_over |= self.source.table.unused(self.input_keys(plan))
             report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
             report.notes = self.notes(plan, report.passed_over, set().union(*(each.columns for each in done)))
+            report.notes += recoding_notes(self.settings, [each.recoded for each in done])
             long_captions = long_captions_note(report.statistics)
             report.notes += [] if long_captions is None else [long_captions]
             if columns := self.settings.source.caption_columns:
@@ -382,6 +386,12 @@ class Preparation:
         filters = self.settings.filters
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 
+    def input_keys(self, plan: InputPlan) -> Iterator[str]:
+        """Yield the keys of all inputs, rejected ones too, as in the source."""
+        for folder in self.folders(plan):
+            for key in read_inputs(folder, ['key'])['key'].to_pylist():
+                yield key.removeprefix(self.settings.key_prefix)
+
     def put_in_place(self, report: PrepareReport) -> None:
         """Move the complete datasets to the outputs, given the report; idempotent."""
         # Move the training set last, so that it never exists without its held-out images. If it replaces an existing
@@ -391,3 +401,16 @@ class Preparation:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()
         self.outputs[TRAIN].put_in_place()
+
+
+def recoding_notes(settings: PrepareSettings, measured: Sequence[Recoding]) -> list[str]:
+    """Return a note with the size and the error of lossless images that were stored in a lossy format."""
+    images = sum(each.images for each in measured)
+    if not images:
+        return []
+    png, stored = sum(each.png_bytes for each in measured), sum(each.stored_bytes for each in measured)
+    quality = sum(each.psnr_db for each in measured) / images
+    return [
+        f'PNG images are stored as {settings.lossless_format} of quality {settings.jpeg_quality}: {stored:,} instead '
+        f'of {png:,} bytes ({1 - stored / png:.0%} less) at {quality:.1f} dB PSNR, in a sample of {images} images'
+    ]

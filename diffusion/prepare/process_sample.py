@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from diffusion.config.image_shapes import STEP, Shape, parse_shape, sdxl_shapes, shape_for, square
@@ -88,7 +89,10 @@ PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})
 """Metadata columns to remove: img2dataset copies location, camera and owner from image files to them."""
 MAX_JPEG_SIDE = 65_500
 """Maximum side length of a JPEG in pixels (libjpeg's limit)."""
+MAX_WEBP_SIDE = 16_383
 THUMBNAIL_SIDE = 96
+MEASURED_IMAGES = 4
+"""Number of recoded images per part to measure."""
 
 
 def sample_columns(settings: PrepareSettings) -> dict[str, str]:
@@ -143,8 +147,35 @@ def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
     return largest
 
 
+@dataclass
+class Recoding:
+    """Measurements of some lossless images that are stored in another format than PNG."""
+
+    images: int = 0
+    png_bytes: int = 0
+    stored_bytes: int = 0
+    psnr_db: float = 0.0
+    """Sum over the images."""
+
+    def measure(self, image: Image.Image, encoded: bytes) -> None:
+        if self.images < MEASURED_IMAGES:
+            self.images += 1
+            self.png_bytes += len(encode(image, kind='png', quality=100))
+            self.stored_bytes += len(encoded)
+            before, after = (
+                np.asarray(each.convert('RGB'), np.float32) for each in (image, Image.open(io.BytesIO(encoded)))
+            )
+            # A difference of zero counts as 100 dB.
+            self.psnr_db += float(-10 * np.log10(max(1e-10, np.square((before - after) / 255).mean())))
+
+
 def make_samples(
-    candidate: Candidate, computed: Mapping[str, Any], *, settings: PrepareSettings, buckets: Buckets
+    candidate: Candidate,
+    computed: Mapping[str, Any],
+    *,
+    settings: PrepareSettings,
+    buckets: Buckets,
+    recoding: Recoding,
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return (bucket name, sample) per resolution, from small to large; the image is encoded separately for each."""
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
@@ -163,7 +194,7 @@ def make_samples(
     samples = []
     for size, shape in chosen:
         # Always resize from the original, so that a bucket's bytes do not depend on the other sizes.
-        encoded, (width, height) = _stored(entry.image, decoded, shape, settings)
+        encoded, (width, height) = _stored(entry.image, decoded, shape, settings, recoding)
         samples.append((buckets.name(size, shape), shared | {'image': encoded, 'width': width, 'height': height}))
     return samples
 
@@ -177,17 +208,21 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def _stored(
-    encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings
+    encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings, recoding: Recoding
 ) -> tuple[bytes, tuple[int, int]]:
     """Return the image file to store, either original or resized to its bucket, and its (width, height)."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)
     size = covering_size(decoded.width, decoded.height, shape)
-    image = decoded.image if keep_original else shrink(decoded.image, size)
-    if max(image.size) > MAX_JPEG_SIDE:
+    image = decoded.image if keep_original else shrink(decoded.image, size, settings.resize)
+    if max(image.size) > (MAX_WEBP_SIDE if decoded.lossless and settings.lossless_format == 'webp' else MAX_JPEG_SIDE):
         raise Unfit('too_long')
-    return encode(image, lossless=decoded.lossless, jpeg_quality=settings.jpeg_quality), image.size
+    kind = settings.lossless_format if decoded.lossless else 'jpeg'
+    stored = encode(image, kind=kind, quality=settings.jpeg_quality)
+    if decoded.lossless and kind != 'png':
+        recoding.measure(image, stored)
+    return stored, image.size
 
 
 def _metadata(columns: Mapping[str, Any], row: InputRow) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,15 +31,27 @@ from diffusion.storage.places import is_url
 
 SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),
-    'webdataset': ('location', 'caption_text', 'caption_suffix', 'caption_column'),
-    'parquet': ('location', 'image_column', 'caption_column'),
+    'webdataset': ('location', 'captions', 'captions_key', 'caption_text', 'caption_suffix', 'caption_column'),
+    'parquet': ('location', 'captions', 'captions_key', 'image_column', 'key_column', 'caption_column'),
+    'tfrecord': (
+        *('location', 'split', 'token_variable', 'captions', 'captions_key'),
+        *('image_column', 'key_column', 'caption_column'),
+    ),
     'huggingface': (
-        *('location', 'split', 'config', 'token_variable', 'image_column'),
+        *('location', 'split', 'config', 'token_variable', 'captions', 'captions_key', 'image_column', 'key_column'),
         *('caption_column', 'caption_text', 'caption_suffix'),
     ),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
 
+LATER_SETTINGS = {
+    'captions': None,
+    'captions_key': None,
+    'key_column': None,
+    'resize': 'lanczos',
+    'lossless_format': 'png',
+}
+"""Settings added after version 0.1 with defaults, which plans leave out: datasets prepared before can still grow."""
 OPENMOJI_SPLITS = ('all', 'train', 'heldout')
 NAMED_ASPECTS = ('none', 'sdxl')
 
@@ -47,43 +60,51 @@ NAMED_ASPECTS = ('none', 'sdxl')
 class SourceSettings:
     """Settings of the image source: kind, location, and options for each kind."""
 
-    kind: Literal['folder', 'webdataset', 'parquet', 'huggingface', 'openmoji']
+    kind: Literal['folder', 'webdataset', 'parquet', 'tfrecord', 'huggingface', 'openmoji']
     """folder: image files; webdataset: tar files from img2dataset; parquet: Parquet files with an image column;
-    huggingface: a split of a Hugging Face dataset, on the Hub or in a folder; openmoji: emoji from an installed
-    package, rendered at each size.
+    tfrecord: TFRecord files with an image feature, such as those of TensorFlow Datasets; huggingface: a split of a
+    Hugging Face dataset, on the Hub or in a folder; openmoji: emoji from an installed package, rendered at each size.
     """
     location: Annotated[str, Option('SRC', positional=True, files=True)] = ''
-    """Folder, file, pattern, or object store folder such as s3://bucket/laion; empty for openmoji. For huggingface:
-    org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder from `hf download` or
+    """Folder, file, pattern, or object store folder such as s3://bucket/laion; empty for openmoji. For huggingface and
+    tfrecord: org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder from `hf download` or
     `save_to_disk`."""
     captions: Annotated[str | None, FILE] = None
-    """folder only: a .csv file with columns file and caption, or a .jsonl file with file and caption or captions; the
-    names file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
-    metadata.jsonl or metadata.csv in the folder)."""
+    """folder: a .csv file with columns file and caption, or a .jsonl file with file and caption or captions; the names
+    file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
+    metadata.jsonl or metadata.csv in the folder). Other sources: tables with a key and captions in each row, which
+    replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern of them, in an object store
+    too, or a dataset on the Hub, such as hf://datasets/org/captions."""
+    captions_key: Annotated[str | None, Option('NAME')] = None
+    """Column of the tables in `captions` with the key of an image (default: key, __key__, image_id, id, file_name or
+    file)."""
     caption_text: CaptionText = 'whole'
     """folder, webdataset, huggingface: content of .txt files. whole: one caption, which may have several lines; lines:
     one caption per line, among which training chooses; first: only the first line is used."""
     caption_suffix: Annotated[str, Option('SUFFIX')] = 'txt'
     """folder, webdataset, huggingface: suffix of an image's text file, such as caption; case is ignored."""
     image_column: Annotated[str | None, Option('NAME')] = None
-    """parquet and huggingface: name of the image column (default: found by common names)."""
+    """parquet, huggingface, tfrecord: name of the image column or feature (default: found by common names)."""
+    key_column: Annotated[str | None, Option('NAME')] = None
+    """parquet, huggingface, tfrecord: column or feature with a unique key of the image (default: key, otherwise the
+    number of the row)."""
     caption_column: Annotated[str | list[str] | None, Option('NAME', repeated=True)] = None
     """Name of the caption column, or of several, among which training chooses by `dataset.caption_weights`: columns of
-    a table or caption file, or keys of the .json file beside an image, with txt for its .txt file (default: found by
-    common names)."""
+    a table or caption file, features of a record, or keys of the .json file beside an image, with txt for its .txt file
+    (default: found by common names)."""
     config: Annotated[str | None, Option('NAME')] = None
     """huggingface only: configuration to read (default: the dataset's default, or its only one)."""
     token_variable: Annotated[str | None, Option('NAME')] = None
-    """huggingface only: environment variable with a token for gated and private datasets (default: HF_TOKEN, or the
-    token saved by `hf auth login`)."""
+    """huggingface and tfrecord: environment variable with a token for gated and private datasets (default: HF_TOKEN, or
+    the token saved by `hf auth login`)."""
 
     select: Literal['distinct', 'named', 'all'] = 'distinct'
     """openmoji only. distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all
     emoji with names, except skin tones; all: everything, with the caption 'emoji' for unnamed emoji.
     """
     split: Annotated[str | None, Option('NAME')] = None
-    """huggingface: split to read; splits are never mixed (default: train, or the only one). openmoji: heldout has 1 in
-    16 families of variants, train the others (default: all)."""
+    """huggingface, tfrecord: split to read; splits are never mixed (default: train, or the only one). openmoji: heldout
+    has 1 in 16 families of variants, train the others (default: all)."""
     limit: int | None = None
     """openmoji only: maximum number of emoji (default: the whole selection)."""
     offset: int = 0
@@ -101,9 +122,24 @@ class SourceSettings:
     def title(self) -> str:
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
-    def open(self, *, sizes: Sequence[int], formats: Sequence[str] = ()) -> Source:
-        """Return the source; only openmoji uses `sizes`, and files of the optional `formats` also count as images."""
+    def open(self, *, sizes: Sequence[int], formats: Sequence[str] = (), work: Path | None = None) -> Source:
+        """Return the source; only openmoji uses `sizes`, and files of the optional `formats` also count as images.
+
+        The folder `work` (default: TMPDIR) gets an index of the tables in `captions`.
+        """
+        if self.captions is None or self.kind == 'folder':
+            return self._open(sizes, formats, self.caption_column)
+        from diffusion.prepare.caption_table import CaptionedSource, CaptionTable
+
+        columns, folder = tuple(column_list(self.caption_column)), work or Path(tempfile.gettempdir())
+        table = CaptionTable(self.captions, columns, self.captions_key, self.token_variable, folder)
+        return CaptionedSource(self._open(sizes, formats, ()), table)
+
+    def _open(self, sizes: Sequence[int], formats: Sequence[str], caption_column: str | Sequence[str] | None) -> Source:
         given: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS_OF_SOURCE[self.kind]}
+        if self.kind not in ('folder', 'openmoji'):
+            given['caption_column'] = caption_column
+            del given['captions'], given['captions_key']
         if 'caption_suffix' in given:
             given |= {'caption_suffix': self.caption_suffix.lower(), 'image_suffixes': image_suffixes(formats)}
         if self.kind == 'openmoji':
@@ -111,10 +147,10 @@ class SourceSettings:
 
             given['split'] = self.split or 'all'
             return OpenMojiSource(tuple(sizes), **given)
-        if self.kind == 'huggingface':
+        if self.kind in ('huggingface', 'tfrecord'):
             from diffusion.prepare.huggingface_source import HuggingFaceSource
 
-            return HuggingFaceSource(**given)
+            return HuggingFaceSource(**given | ({'layouts': ('tfrecord',)} if self.kind == 'tfrecord' else {}))
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 
@@ -183,7 +219,12 @@ class PrepareSettings:
     faster for camera photographs, and differences are smaller than JPEG's own loss. Pixel hashes and columns_from
     functions use the smaller image."""
     jpeg_quality: Annotated[int, Option('Q')] = 95
-    """Quality of stored JPEGs, 1 to 100; lossless images are stored as PNG."""
+    """Quality of stored JPEG and WebP images, 1 to 100."""
+    lossless_format: Literal['png', 'jpeg', 'webp'] = 'png'
+    """Format in which images of PNG and SVG files are stored: png keeps every pixel; jpeg and webp take less space, at
+    jpeg_quality. The report has the bytes saved and the PSNR of a sample."""
+    resize: Literal['lanczos', 'bilinear'] = 'lanczos'
+    """Filter for scaling down; both average over all pixels of the original, and lanczos is sharper."""
     duplicates: Literal['none', 'exact', 'near'] = 'none'
     """Duplicates to remove: none, exact (equal pixels), or near (also similar images)."""
     max_distance: int = 4
@@ -235,6 +276,9 @@ class PrepareSettings:
         out = Path(self.out).resolve()
         return out.with_name(f'{out.name}.work')
 
+    def open_source(self) -> Source:
+        return self.source.open(sizes=self.sizes, formats=self.formats, work=self.work_folder)
+
     def content_settings(self) -> dict[str, Any]:
         """Return the settings that affect the dataset's bytes; other settings may change when resuming."""
         values = dataclasses.asdict(self)
@@ -245,6 +289,10 @@ class PrepareSettings:
         if self.source.captions is not None:
             accepted -= {'caption_text', 'caption_suffix'}
         values['source'] = {name: value for name, value in values['source'].items() if name in accepted}
+        for section in (values, *([values['source']] if self.source.kind != 'folder' else [])):
+            for name in LATER_SETTINGS.keys() & section.keys():
+                if section[name] == LATER_SETTINGS[name]:
+                    del section[name]
         if self.source.kind == 'openmoji':
             values['source']['split'] = self.source.split or 'all'
         if not self.fills_every_bucket or len(self.sizes) == 1:
@@ -373,6 +421,10 @@ def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
 def _check_numbers(settings: PrepareSettings, gather: Gatherer) -> None:
     if settings.fast_jpeg and settings.store == 'original':
         gather.problem('fast_jpeg', 'has no use with store: original, which keeps the files; leave one of them out')
+    if settings.lossless_format != 'png' and settings.store == 'original':
+        gather.problem(
+            'lossless_format', 'has no use with store: original, which keeps the files; leave one of them out'
+        )
     ranges = {
         'workers': (1, 4096),
         'max_pixels': (1, 2**31),

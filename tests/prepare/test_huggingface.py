@@ -336,7 +336,7 @@ def test_captions_beside_images_are_found_whatever_the_case_of_suffixes(tmp_path
         ({'images.zip': b''}, None, r'has its images in images\.zip; download it'),
         ({'cats/1.png': b'', 'dogs/2.png': b''}, None, r'has images without captions; they need a metadata\.jsonl'),
         ({'cats/1.png': b'', 'meta.csv': b''}, None, r'or a \.txt or \.json beside each image; it has meta\.csv'),
-        ({'notes.txt': b''}, None, 'has no Parquet files, tars, Arrow files or images'),
+        ({'notes.txt': b''}, None, 'has no Parquet files, tars, TFRecords, Arrow files or images'),
     ],
 )
 def test_wrong_split_has_a_way_out(tmp_path: Path, files: dict[str, bytes], split: str | None, message: str) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from drawn import Backwards, DrawnSource, draw, encode, interrupted, run, samples, settings, snapshot
+from PIL import Image
 
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.prepare import convert_part as part_module
+from diffusion.prepare.image_decoding import decode_image
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
@@ -82,6 +85,42 @@ def test_store_original_keeps_bytes_unless_the_image_needs_correction(tmp_path: 
     stored = {sample['key']: sample for sample in samples(tmp_path / 'out/32px')}
     assert {key for key in found if stored[key]['image'] == found[key]} == {'plain', 'png'}
     assert all((sample['width'], sample['height']) == (64, 40) for sample in stored.values())
+
+
+def test_lossless_images_are_stored_as_chosen_and_a_sample_is_measured(tmp_path: Path) -> None:
+    class Drawings(DrawnSource):
+        def entry(self, key: str, number: int) -> Entry:
+            return Entry(key, encode(draw(number, width=64, height=48), 'PNG' if number else 'JPEG'), ['x'])
+
+    png, webp = (run(tmp_path / kind, Drawings(2, 6), sizes=[32], lossless_format=kind) for kind in ('png', 'webp'))
+    stored, recoded = (samples(tmp_path / kind / '32px') for kind in ('png', 'webp'))
+    assert [sample['image'][8:12] == b'WEBP' for sample in recoded] == [False, *[True] * 11]
+    pixels = [[decode_image(sample['image']).image for sample in found[1:]] for found in (stored, recoded)]
+    errors = [np.square(np.float32(a) - np.float32(b)).mean() for a, b in zip(*pixels, strict=True)]
+    measured = [*range(4), *range(5, 9)]  # four of each part; the first image is a JPEG
+    sizes = [sum(len(found[1 + at]['image']) for at in measured) for found in (stored, recoded)]
+    decibels = np.mean([10 * np.log10(255**2 / errors[at]) for at in measured])
+    text = f'webp of quality 95: {sizes[1]:,} instead of {sizes[0]:,} bytes ({1 - sizes[1] / sizes[0]:.0%} less)'
+    assert f'PNG images are stored as {text} at {decibels:.1f} dB PSNR, in a sample of 8 images' in webp.notes
+    assert not [note for note in png.notes if 'PSNR' in note]
+
+
+def test_images_are_resized_by_the_chosen_filter(tmp_path: Path) -> None:
+    class Stripes(DrawnSource):
+        def entry(self, key: str, number: int) -> Entry:
+            return Entry(key, encode(draw(number, width=60, height=40), 'PNG'), ['x'])
+
+    found = []
+    for resize in ('lanczos', 'bilinear'):
+        run(tmp_path / resize, Stripes(1, 1), sizes=[16], resize=resize)
+        found.append(samples(tmp_path / resize / '16px')[0]['image'])
+        stored = decode_image(found[-1]).image
+        expected = draw(0, width=60, height=40).resize((24, 16), getattr(Image.Resampling, resize.upper()))
+        assert np.abs(np.int16(stored) - np.int16(expected)).max() <= 1
+    assert (
+        snapshot(tmp_path / 'lanczos')['16px/shard.00000.mds']
+        != snapshot(tmp_path / 'bilinear')['16px/shard.00000.mds']
+    )
 
 
 def test_report_notes_a_filter_for_a_column_that_no_image_has(tmp_path: Path) -> None:
@@ -269,7 +308,7 @@ from pathlib import Path
 from drawn import DrawnSource
 from diffusion.cli import main
 from diffusion.prepare import settings
-settings.SourceSettings.open = lambda self, sizes, formats: DrawnSource(4, 10, seconds=0.1)
+settings.SourceSettings.open = lambda self, **options: DrawnSource(4, 10, seconds=0.1)
 if __name__ == '__main__':
     sys.exit(main(['prepare', 'folder', 'drawn', '--out', sys.argv[2], '--sizes', '16', '--workers', '2']))
 """

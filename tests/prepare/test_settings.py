@@ -10,7 +10,7 @@ from diffusion.cli import CommandParser
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
 from diffusion.prepare import cli
-from diffusion.prepare.settings import SETTINGS_OF_SOURCE, PrepareSettings, load_settings, settings_of
+from diffusion.prepare.settings import LATER_SETTINGS, SETTINGS_OF_SOURCE, PrepareSettings, load_settings, settings_of
 from diffusion.prepare.work_dir import Share
 
 YAMLS = sorted((Path(__file__).parents[2] / 'yamls/prepare').glob('*.yaml'))
@@ -32,7 +32,11 @@ def test_every_yaml_lacks_only_the_values_to_fill_in(path: Path) -> None:
 
 
 def test_every_setting_is_documented_and_plans_have_those_of_their_source_alone() -> None:
-    assert set(settings_of(VALID).content_settings()['source']) == {'kind', *SETTINGS_OF_SOURCE['webdataset']}
+    with_captions = settings_of(VALID | {'source': VALID['source'] | {'captions': 't.csv', 'captions_key': 'key'}})
+    without = {'kind', *SETTINGS_OF_SOURCE['webdataset']} - LATER_SETTINGS.keys()
+    assert set(settings_of(VALID).content_settings()['source']) == without
+    assert with_captions.content_settings()['source']['captions'] == 't.csv'
+    assert not LATER_SETTINGS.keys() & settings_of(VALID).content_settings().keys()
     assert set(field_docs(PrepareSettings)) == set(PrepareSettings.__dataclass_fields__)
 
 
@@ -63,6 +67,7 @@ filters: {columns: {aesthetic: {min: 4.5}}}
         ({'workers': 0}, 'workers: 0 is out of range; give 1 to 4096'),
         ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),
         ({'store': 'original', 'fast_jpeg': True}, 'fast_jpeg: has no use with store: original'),
+        ({'store': 'original', 'lossless_format': 'webp'}, 'lossless_format: has no use with store: original'),
         ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
         ({'background': 'transparent'}, "background: 'transparent' is not an opaque color"),
         ({'duplicates': 'nearly'}, "duplicates: 'nearly' is not one of none, exact, near; did you mean 'near'"),

@@ -1,0 +1,163 @@
+"""TFRecord files of images and captions: plain ones, and datasets of TensorFlow Datasets, read without TensorFlow."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diffusion.errors import UserError
+from diffusion.prepare.extra_columns import json_value
+from diffusion.prepare.file_listing import File, single_file_part
+from diffusion.prepare.image_table import ColumnNames
+from diffusion.prepare.source import Entry, Part, column_list, texts_of
+from diffusion.prepare.tfrecord_reading import DamagedRecords, NotAnExample, parse_example, read_records
+
+IMAGES = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image/encoded', 'image_bytes', 'image_raw', 'img')
+CAPTIONS = ('captions', 'caption', 'txt', 'text', 'image/caption')
+KEYS = ('key', '__key__')
+"""Common names of features, in order of precedence."""
+INFO = 'dataset_info.json'
+MAX_VALUES = 100
+"""Longest list of values that is kept as metadata; longer ones, such as embeddings, are dropped."""
+CHECKED = 10
+"""If none of this many records at the start of a file has an image, the name of the feature is wrong."""
+_NAME = re.compile(r'(?P<base>.*)\.(?:tfrecords?|tfrec)(?:-(?P<shard>\d+)-of-(?P<of>\d+))?(?:\.gz)?', re.IGNORECASE)
+
+
+def is_tfrecord(name: str) -> bool:
+    return _NAME.fullmatch(name.rpartition('/')[2]) is not None
+
+
+def tfrecord_parts(
+    files: Sequence[File], listed: Sequence[File], read: Callable[[File], bytes]
+) -> tuple[list[Part], list[str]]:
+    """Return a part per file, and notes about missing files.
+
+    Args:
+        listed: All files of the dataset; a dataset_info.json has the number of records in each file.
+    """
+    infos = {file.name.removesuffix(INFO): file for file in listed if file.name.endswith(INFO)}
+    folders = {_folder(file) for file in files} & infos.keys()
+    if len(folders) > 1:
+        raise UserError(
+            f'{files[0].url}: is one of several datasets or versions: {", ".join(map(repr, sorted(folders)))}; give '
+            'the folder of one'
+        )
+    lengths = {name: length for each in folders for name, length in _lengths(read(infos[each]), infos[each]).items()}
+    present: dict[tuple[str, int], set[int]] = {}
+    parts = []
+    for file in files:
+        part = single_file_part(file, '.tfrecord')
+        found = _NAME.fullmatch(file.name.rpartition('/')[2])
+        if found is not None and found['shard'] is not None:
+            shard = found['base'], int(found['of']), int(found['shard'])
+            part = replace(part, where={**part.where, 'records': lengths.get(shard)})
+            present.setdefault((_folder(file) + shard[0], shard[1]), set()).add(shard[2])
+        parts.append(part)
+    return parts, [
+        f'{base}: has {len(numbers)} of {of} TFRecord files; number {min(set(range(of)) - numbers)} is missing'
+        for (base, of), numbers in present.items()
+        if len(numbers) < of
+    ]
+
+
+def tfrecord_entries(path: Path, part: Part, names: ColumnNames) -> Iterator[Entry]:
+    """Yield a part's records as entries; if damaged, the records before the damage and an entry about it."""
+    stem, number = part.where['stem'], 0
+    seen: set[str] = set()
+    features: dict[str, None] = {}
+    try:
+        for payload in read_records(path):
+            try:
+                record = None if payload is None else parse_example(payload)
+                entry = Entry(f'{stem}/row-{number}', problem='record_damaged')
+                if record is not None:
+                    entry = _entry(record, names, stem, number)
+                    features |= dict.fromkeys(record)
+            except NotAnExample:
+                entry = Entry(f'{stem}/row-{number}', problem='not_an_example')
+            if entry.key in seen:
+                entry.problem = 'duplicate_key'
+            seen.add(entry.key)
+            number += 1
+            if number == CHECKED:
+                _check_features(part.where['url'], features, names)
+            yield entry
+    except DamagedRecords as damage:
+        yield Entry(f'{stem} at record {number}', problem=f'part_{damage}')
+        return
+    expected = part.where.get('records')
+    if number < (1 if expected is None else expected):
+        # The file may have been cut off between two records, which only the dataset's own count shows.
+        yield Entry(f'{stem} at record {number}', problem='part_empty' if expected is None else 'part_cut_off')
+
+
+def _entry(features: dict[str, list[Any]], names: ColumnNames, stem: str, number: int) -> Entry:
+    image, key = _found(features, names.image, IMAGES), _found(features, names.key, KEYS)
+    columns = _caption_names(features, names)
+    entry = Entry(f'{stem}/row-{number}' if key is None or not features[key] else f'{stem}/{_text(features[key][0])}')
+    for column in columns:
+        texts = [text for value in features.get(column, []) for text in texts_of(_text(value))]
+        entry.captions += texts
+        entry.caption_columns += [column] * len(texts) if columns[1:] else []
+    images = [] if image is None else features[image]
+    for name, values in features.items():
+        if name in (image, key, *columns) or len(values) > MAX_VALUES:
+            continue
+        try:
+            plain = [each.decode() if isinstance(each, bytes) else each for each in values]
+        except UnicodeDecodeError:
+            continue  # another image or array
+        entry.metadata[name] = json_value(plain[0] if len(plain) == 1 else plain)
+    if len(images) == 1 and isinstance(images[0], bytes):
+        entry.image = images[0]
+    else:
+        entry.problem = 'several_images' if images[1:] else 'no_image'
+    return entry
+
+
+def _found(features: dict[str, Any], given: str | None, common: Sequence[str]) -> str | None:
+    """Return the given name or the first common one among the features; None if there is none."""
+    return next((name for name in ([given] if given else common) if name in features), None)
+
+
+def _caption_names(features: dict[str, Any], names: ColumnNames) -> list[str]:
+    if names.caption is not None:
+        return column_list(names.caption)
+    found = _found(features, None, CAPTIONS)
+    return [] if found is None else [found]
+
+
+def _text(value: Any) -> Any:
+    """Decode bytes; those that are not UTF-8 become surrogates, which the check of captions finds."""
+    return value.decode('utf-8', 'surrogateescape') if isinstance(value, bytes) else value
+
+
+def _check_features(where: str, features: dict[str, None], names: ColumnNames) -> None:
+    """Raise UserError if no record at the start of a file has an image, or none of the captions."""
+    wrong = {}
+    if _found(features, names.image, IMAGES) is None:
+        wrong['--image-column'] = names.image or ', '.join(IMAGES)
+    if names.caption != () and not any(name in features for name in _caption_names(features, names)):
+        wrong['--caption-column'] = ', '.join(column_list(names.caption) or CAPTIONS)
+    for option, wanted in wrong.items():
+        raise UserError(f'{where}: records have no feature {wanted}, only {", ".join(sorted(features))}; set {option}')
+
+
+def _lengths(content: bytes, file: File) -> dict[tuple[str, int, int], int]:
+    """Return the number of records by (dataset and split, number of files, number of the file)."""
+    try:
+        info = json.loads(content)
+        return {
+            (f'{info["name"]}-{split["name"]}', len(split['shardLengths']), number): int(length)
+            for split in info['splits']
+            for number, length in enumerate(split['shardLengths'])
+        }
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f'{file.url}: is not of TensorFlow Datasets ({error!r}); copy it again') from error
+
+
+def _folder(file: File) -> str:
+    return file.name[: file.name.rfind('/') + 1]

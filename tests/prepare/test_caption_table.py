@@ -1,0 +1,110 @@
+"""Captions of tables joined to images of other sources by key: each image and each row is used or named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import Store
+from prepare.dataset_hub import HubDataset, serving
+from prepare.drawn import draw, encode, here, report_of, samples, tar_of, write_files
+from prepare.hub_datasets import parquet_of
+from prepare.tfrecords import example, record
+
+from diffusion.errors import UserError
+from diffusion.prepare.append import append
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
+
+IMAGES = [encode(draw(number, width=20, height=16), 'PNG') for number in range(4)]
+MEMBERS = [
+    (f'{number}.{kind}', IMAGES[number] if kind == 'png' else b'\xff') for number in range(4) for kind in ('png', 'txt')
+]
+SOURCES: dict[str, dict[str, bytes]] = {
+    'webdataset': {'a.tar': tar_of(MEMBERS)},
+    'parquet': {'a.parquet': parquet_of({'image': IMAGES, 'key': [*'0123']})},
+    'tfrecord': {'a.tfrecord': b''.join(record(example({'image': [IMAGES[n]], 'key': [str(n)]})) for n in range(4))},
+    'huggingface': {f'{number}.png': image for number, image in enumerate(IMAGES)},
+}
+ROWS = [
+    {'key': '0', 'short': 'zero', 'long': ['a long zero', 'another']},
+    {'key': 'a/1', 'short': 'one', 'long': None},
+    {'key': '1.png', 'short': 'one', 'long': None},
+    {'key': '0.png', 'short': 'zero', 'long': ['a long zero', 'another']},
+    {'key': '2', 'short': '', 'long': []},
+    {'key': '2.png', 'short': '', 'long': []},
+    {'key': None, 'short': 'of no image', 'long': None},
+    {'key': '9', 'short': 'nine', 'long': None},
+    {'key': '9', 'short': 'nine again', 'long': None},
+]
+
+
+def settings(kind: str, location: Path, captions: str, out: Path, **values: Any) -> dict[str, Any]:
+    source = {'kind': kind, 'location': str(location), 'captions': captions, 'caption_column': ['short', 'long']}
+    return {'source': source, 'out': str(out), 'sizes': [16], 'max_rejected': 1.0, 'workers': 1} | values
+
+
+@pytest.mark.parametrize('kind', SOURCES)
+def test_rows_and_images_are_joined_by_key_or_named(tmp_path: Path, kind: str) -> None:
+    folder = write_files(tmp_path / 'in', SOURCES[kind])
+    table = write_files(tmp_path / 'captions', {'0.jsonl': '\n'.join(map(json.dumps, ROWS)), 'README.md': ''})
+    report = report_of(settings(kind, folder, str(table), tmp_path / 'out', key_prefix='monday/'))
+    stored = samples(tmp_path / 'out/16px')
+    assert [sample['captions'] for sample in stored] == [['zero', 'a long zero', 'another'], ['one']]
+    assert [sample['caption_columns'] for sample in stored] == [['short', 'long', 'long'], ['short']]
+    keys = ['2.png', '3.png'] if kind == 'huggingface' else ['a/2', 'a/3']
+    expected = {'no_caption': [f'monday/{keys[0]}'], 'not_in_captions': [f'monday/{keys[1]}']}
+    assert {reason: found.names for reason, found in report.rejected.items()} == expected
+    unused = report.passed_over['captions without image']
+    others = [str(row['key']) for row in ROWS if row['key'] and ('png' in str(row['key'])) != (kind == 'huggingface')]
+    assert unused.names == sorted({*others, '9'}) and unused.count == len(unused.names)
+    assert report.passed_over['captions without key'].names == ['0.jsonl line 7']
+    assert report.inputs == 2 + 2 + unused.count + 1
+
+
+@pytest.mark.parametrize('place', ['store', 'hub'])
+def test_tables_are_read_from_a_store_and_the_hub(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    folder = write_files(tmp_path / 'in', SOURCES['webdataset'])
+    files = {
+        't/0.csv': b'image_id,caption\n0,zero\n1,one\n',
+        't/1.parquet': parquet_of({'id': [2], 'caption': ['two']}),
+    }
+    with serving({'org/captions': HubDataset(files)}, monkeypatch):
+        table = store.bucket('captions', **files) if place == 'store' else 'hf://datasets/org/captions/t/*'
+        content = settings('webdataset', folder, table, tmp_path / 'out')
+        del content['source']['caption_column']
+        report = report_of(content)
+    assert [sample['captions'] for sample in samples(tmp_path / 'out/16px')] == [['zero'], ['one'], ['two']]
+    assert report.rejected['not_in_captions'].names == ['a/3']
+
+
+def test_changed_table_is_another_input(tmp_path: Path) -> None:
+    folder = write_files(tmp_path / 'in', SOURCES['webdataset'])
+    table = write_files(tmp_path, {'t.csv': 'key,short,long\n0,zero,\n'}) / 't.csv'
+    content = settings('webdataset', folder, str(table), tmp_path / 'out')
+    report_of(content)
+    assert 'already prepared' in report_of(content).notes[-1]
+    table.write_text('key,short,long\n0,zero,\n1,one,\n')
+    with pytest.raises(UserError, match='out: exists and is not empty'):
+        prepare(settings_of(content), run=here)
+    write_files(folder, {'b.tar': SOURCES['webdataset']['a.tar']})
+    added = append(settings_of(content), run=here)
+    assert added is not None and added.pictures == 3, 'the delivery has its captions from the changed table'
+
+
+@pytest.mark.parametrize(
+    ('table', 'message'),
+    [
+        ('caption\na cat\n', "t.csv line 1: has no column 'key' or '__key__'.*rename the right one"),
+        ('key,caption\n1,a cat\n', "t.csv line 1: has no column 'short', only"),
+        (None, 'captions: .* has no .parquet, .csv, .jsonl files; give tables with captions'),
+    ],
+)
+def test_mistakes_in_a_table_are_reported_before_the_work(tmp_path: Path, table: str | None, message: str) -> None:
+    folder = write_files(tmp_path / 'in', SOURCES['webdataset'])
+    write_files(tmp_path / 't', {'README.md': ''} if table is None else {'t.csv': table})
+    with pytest.raises(UserError, match=message):
+        prepare(settings_of(settings('webdataset', folder, str(tmp_path / 't'), tmp_path / 'out')), run=here)
+    assert not (tmp_path / 'out.work').exists()

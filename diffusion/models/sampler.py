@@ -141,7 +141,7 @@ def guided_denoiser(
     # Schedulers for flow matching expect the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
     # For x-prediction, the published Euler method (Li and He 2025; diffusers' PRXPixelPipeline) divides by at least
-    # MIN_TIME, as training does. Heun's method also uses the velocity near t = 0, where this would make it too small.
+    # MIN_TIME, as training does. Heun's method also uses the velocity near t = 0, which this minimum would shrink.
     min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
     def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:

@@ -82,11 +82,10 @@ class CaptionTable:
         """Return the rows that none of the images uses, by kind: keys without image, and rows without key."""
         found: dict[str, NamedCount] = {}
         used = {number for key in keys for number, _ in self.rows(key)}
-        last = None
-        for number, key in self.open_index().execute('SELECT number, key FROM captions ORDER BY key, number'):
+        query, last = 'SELECT number, key, iif(key IS NULL, content, 0) FROM captions ORDER BY key, number', None
+        for number, key, place in self.open_index().execute(query):
             if key is None:
-                where = self.open_index().execute('SELECT content FROM captions WHERE number = ?', (number,)).fetchone()
-                count_named(found, 'captions without key', 1, [where[0]])
+                count_named(found, 'captions without key', 1, [place])
             elif number not in used and key != last:
                 count_named(found, 'captions without image', 1, [key])
             last = key

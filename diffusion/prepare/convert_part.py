@@ -27,7 +27,7 @@ from diffusion.prepare.process_sample import (
     THUMBNAIL_SIDE,
     Buckets,
     Candidate,
-    Recoding,
+    Measured,
     decode_entry,
     make_samples,
     sample_columns,
@@ -76,7 +76,8 @@ class PartCounts:
     details: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each rejection reason, the decoders' messages, each with its number of images."""
     repaired: NamedCount = field(default_factory=NamedCount)
-    recoded: Recoding = field(default_factory=Recoding)
+    recoded: list[Measured] = field(default_factory=list)
+    """Measurements of some lossless images that are stored in a lossy format."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,8 @@ class PartJob:
                 counts.columns.update(computed)
                 with self._naming(entry):
                     try:
-                        samples = make_samples(
-                            candidate, computed, settings=self.settings, buckets=buckets, recoding=counts.recoded
-                        )
+                        shared = {'settings': self.settings, 'buckets': buckets, 'recoded': counts.recoded}
+                        samples = make_samples(candidate, computed, **shared)
                     except Unfit as unfit:
                         reject(entry, row, unfit)
                         continue
@@ -291,7 +291,6 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
     content = read_json(folder / COUNTS_FILE)
     content['rejected'], content['columns'] = Counter(content['rejected']), set(content['columns'])
     content['passed_over'] = {kind: NamedCount(**files) for kind, files in content['passed_over'].items()}
-    content['recoded'] = Recoding(**content.get('recoded', {}))
     return PartCounts(part.size, **content | {'repaired': NamedCount(**content['repaired'])})
 
 

@@ -288,9 +288,10 @@ class Chooser:
         if found:
             return max(found, key=lambda layout: sum(file.size for file in found[layout]))
         if self.layouts == ('tfrecord',):
-            other = next((file.name for file in files if '.array_record' in file.name), None)
-            found = f'; it has {other}, which `tfds build --file_format=tfrecord` writes as TFRecords' if other else ''
-            raise UserError(f'{self.location}: has no TFRecord files (.tfrecord, .tfrecord-00000-of-00008){found}')
+            raise UserError(
+                f'{self.location}: has no TFRecord files (.tfrecord, .tfrecord-00000-of-00008), only {files[0].name}; '
+                'for ArrayRecords, run `tfds build --file_format=tfrecord`'
+            )
         for file in files:
             if file.name.lower().endswith(TABLE_SUFFIXES):
                 self._refuse_table(file)

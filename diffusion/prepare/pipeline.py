@@ -48,7 +48,7 @@ from diffusion.prepare.input_plan import InputPlan, Piece, at_planned_version, p
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import ShardJob, output_of, plan_shards
 from diffusion.prepare.part_shards import list_stored, read_inputs
-from diffusion.prepare.process_sample import Buckets, Recoding, sample_columns
+from diffusion.prepare.process_sample import Buckets, Measured, sample_columns
 from diffusion.prepare.report_content import CAPTIONS, caption_list, long_captions_note, statistics_of
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source, summed_counts, summed_details
@@ -354,7 +354,7 @@ class Preparation:
                 report.passed_over |= self.source.table.unused(self.input_keys(plan))
             report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
             report.notes = self.notes(plan, report.passed_over, set().union(*(each.columns for each in done)))
-            report.notes += recoding_notes(self.settings, [each.recoded for each in done])
+            report.notes += recoding_notes(self.settings, [image for each in done for image in each.recoded])
             long_captions = long_captions_note(report.statistics)
             report.notes += [] if long_captions is None else [long_captions]
             if columns := self.settings.source.caption_columns:
@@ -403,14 +403,13 @@ class Preparation:
         self.outputs[TRAIN].put_in_place()
 
 
-def recoding_notes(settings: PrepareSettings, measured: Sequence[Recoding]) -> list[str]:
+def recoding_notes(settings: PrepareSettings, measured: Sequence[Measured]) -> list[str]:
     """Return a note with the size and the error of lossless images that were stored in a lossy format."""
-    images = sum(each.images for each in measured)
-    if not images:
+    if not measured:
         return []
-    png, stored = sum(each.png_bytes for each in measured), sum(each.stored_bytes for each in measured)
-    quality = sum(each.psnr_db for each in measured) / images
+    png, stored, decibels = map(sum, zip(*measured, strict=True))
     return [
         f'PNG images are stored as {settings.lossless_format} of quality {settings.jpeg_quality}: {stored:,} instead '
-        f'of {png:,} bytes ({1 - stored / png:.0%} less) at {quality:.1f} dB PSNR, in a sample of {images} images'
+        f'of {png:,} bytes ({1 - stored / png:.0%} less) at {decibels / len(measured):.1f} dB PSNR, in a sample of '
+        f'{len(measured)} images'
     ]

@@ -147,26 +147,15 @@ def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
     return largest
 
 
-@dataclass
-class Recoding:
-    """Measurements of some lossless images that are stored in another format than PNG."""
+Measured = tuple[int, int, float]
+"""A lossless image that is stored in a lossy format: its bytes as PNG, its stored bytes, and the PSNR in dB."""
 
-    images: int = 0
-    png_bytes: int = 0
-    stored_bytes: int = 0
-    psnr_db: float = 0.0
-    """Sum over the images."""
 
-    def measure(self, image: Image.Image, encoded: bytes) -> None:
-        if self.images < MEASURED_IMAGES:
-            self.images += 1
-            self.png_bytes += len(encode(image, kind='png', quality=100))
-            self.stored_bytes += len(encoded)
-            before, after = (
-                np.asarray(each.convert('RGB'), np.float32) for each in (image, Image.open(io.BytesIO(encoded)))
-            )
-            # A difference of zero counts as 100 dB.
-            self.psnr_db += float(-10 * np.log10(max(1e-10, np.square((before - after) / 255).mean())))
+def measure_recoding(image: Image.Image, stored: bytes) -> Measured:
+    before, after = (np.asarray(each.convert('RGB'), np.float32) for each in (image, Image.open(io.BytesIO(stored))))
+    # A difference of zero counts as 100 dB.
+    psnr_db = -10 * np.log10(max(1e-10, np.square((before - after) / 255).mean()))
+    return len(encode(image, kind='png', quality=100)), len(stored), float(psnr_db)
 
 
 def make_samples(
@@ -175,7 +164,7 @@ def make_samples(
     *,
     settings: PrepareSettings,
     buckets: Buckets,
-    recoding: Recoding,
+    recoded: list[Measured],
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return (bucket name, sample) per resolution, from small to large; the image is encoded separately for each."""
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
@@ -194,7 +183,7 @@ def make_samples(
     samples = []
     for size, shape in chosen:
         # Always resize from the original, so that a bucket's bytes do not depend on the other sizes.
-        encoded, (width, height) = _stored(entry.image, decoded, shape, settings, recoding)
+        encoded, (width, height) = _stored(entry.image, decoded, shape, settings, recoded)
         samples.append((buckets.name(size, shape), shared | {'image': encoded, 'width': width, 'height': height}))
     return samples
 
@@ -208,7 +197,7 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def _stored(
-    encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings, recoding: Recoding
+    encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings, recoded: list[Measured]
 ) -> tuple[bytes, tuple[int, int]]:
     """Return the image file to store, either original or resized to its bucket, and its (width, height)."""
     keep_original = settings.store == 'original'
@@ -220,8 +209,8 @@ def _stored(
         raise Unfit('too_long')
     kind = settings.lossless_format if decoded.lossless else 'jpeg'
     stored = encode(image, kind=kind, quality=settings.jpeg_quality)
-    if decoded.lossless and kind != 'png':
-        recoding.measure(image, stored)
+    if decoded.lossless and kind != 'png' and len(recoded) < MEASURED_IMAGES:
+        recoded.append(measure_recoding(image, stored))
     return stored, image.size
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.file_listing import File, single_file_part
+from diffusion.prepare.file_listing import File, as_utf8, single_file_part
 from diffusion.prepare.image_table import ColumnNames
 from diffusion.prepare.source import Entry, Part, column_list, texts_of
 from diffusion.prepare.tfrecord_reading import DamagedRecords, NotAnExample, parse_example, read_records
@@ -82,7 +82,7 @@ def tfrecord_entries(path: Path, part: Part, names: ColumnNames) -> Iterator[Ent
                 entry.problem = 'duplicate_key'
             seen.add(entry.key)
             number += 1
-            if number == CHECKED:
+            if number == CHECKED and features:
                 _check_features(part.where['url'], features, names)
             yield entry
     except DamagedRecords as damage:
@@ -97,7 +97,8 @@ def tfrecord_entries(path: Path, part: Part, names: ColumnNames) -> Iterator[Ent
 def _entry(features: dict[str, list[Any]], names: ColumnNames, stem: str, number: int) -> Entry:
     image, key = _found(features, names.image, IMAGES), _found(features, names.key, KEYS)
     columns = _caption_names(features, names)
-    entry = Entry(f'{stem}/row-{number}' if key is None or not features[key] else f'{stem}/{_text(features[key][0])}')
+    name = f'row-{number}' if key is None or not features[key] else as_utf8(str(_text(features[key][0])))
+    entry = Entry(f'{stem}/{name}')
     for column in columns:
         texts = [text for value in features.get(column, []) for text in texts_of(_text(value))]
         entry.captions += texts
@@ -152,10 +153,10 @@ def _lengths(content: bytes, file: File) -> dict[tuple[str, int, int], int]:
         info = json.loads(content)
         return {
             (f'{info["name"]}-{split["name"]}', len(split['shardLengths']), number): int(length)
-            for split in info['splits']
-            for number, length in enumerate(split['shardLengths'])
+            for split in info.get('splits', [])
+            for number, length in enumerate(split.get('shardLengths', []))
         }
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f'{file.url}: is not of TensorFlow Datasets ({error!r}); copy it again') from error
 
 

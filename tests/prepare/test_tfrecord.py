@@ -173,12 +173,7 @@ def test_machines_share_the_files(tmp_path: Path, store: Store) -> None:
         ),
         ({'a.tfrecord': records(range(12))}, {'caption_column': ['long']}, 'no feature long, only .*--caption-column'),
         ({'a.tfrecord': records(range(12), image=[])}, {'split': 'test'}, "has no split 'test'"),
-        ({'a.png': [b'x']}, {}, r'has no TFRecord files \(.tfrecord, .tfrecord-00000-of-00008\)'),
-        (
-            {'a-train.array_record-00000-of-00001': [b'x']},
-            {},
-            '`tfds build --file_format=tfrecord` writes',
-        ),
+        ({'a.png': [b'x']}, {}, r'has no TFRecord files \(.tfrecord, .*\), only a.png; for ArrayRecords, run `tfds'),
         (
             {
                 f'{v}/{name}': [b'{"name": "a", "splits": []}']
@@ -188,13 +183,23 @@ def test_machines_share_the_files(tmp_path: Path, store: Store) -> None:
             {},
             "is one of several datasets or versions: '1/', '2/'; give the folder of one",
         ),
-        ({'dataset_info.json': [b'{}'], 'a.tfrecord': []}, {}, 'dataset_info.json: is not of TensorFlow Datasets'),
+        ({'dataset_info.json': [b'[]'], 'a.tfrecord': []}, {}, 'dataset_info.json: is not of TensorFlow Datasets'),
     ],
 )
 def test_mistake_is_reported(tmp_path: Path, files: dict[str, list[bytes]], source: Any, message: str) -> None:
     folder = write_files(tmp_path / 'in', {name: b''.join(content) for name, content in files.items()})
     with pytest.raises(UserError, match=message):
         entries(settings_of(settings(str(folder), tmp_path / 'out', source=source)).open_source())
+
+
+def test_keys_that_are_not_text_and_damaged_starts_of_files_are_read(tmp_path: Path) -> None:
+    found = (
+        [flipped(each, 60) for each in records(range(12))] + records([12], key=[b'caf\xe9']) + records([13], key=[7])
+    )
+    write_files(tmp_path / 'in', {'a.tfrecord': b''.join(found)})
+    report = report_of(settings(str(tmp_path / 'in'), tmp_path / 'out'))
+    assert report.rejected['record_damaged'].count == 12
+    assert [sample['key'] for sample in samples(tmp_path / 'out/16px')] == ['a/caf\\xe9', 'a/7']
 
 
 def test_missing_files_are_in_the_report(tmp_path: Path) -> None:

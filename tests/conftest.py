@@ -226,6 +226,48 @@ def small_dc_ae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope='session')
+def small_flux2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an AutoencoderKLFlux2 with random weights: 8x downsampling, 4 channels, and batch norm statistics."""
+    import torch
+    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+
+    torch.manual_seed(0)
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 16, 16), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32
+    )
+    vae.bn.running_mean = torch.linspace(-0.4, 0.4, 16)
+    vae.bn.running_var = torch.linspace(0.1, 0.9, 16)
+    folder = tmp_path_factory.mktemp('session-models') / 'flux2'
+    vae.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def small_rae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an AutoencoderRAE with random weights: images of 32 px, 64 channels, downsampling 8, and statistics."""
+    import torch
+    from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
+
+    torch.manual_seed(0)
+    vae = AutoencoderRAE(
+        encoder_hidden_size=64,
+        encoder_patch_size=4,
+        encoder_num_hidden_layers=1,
+        encoder_input_size=16,
+        decoder_hidden_size=32,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=32,
+        patch_size=8,
+        latents_mean=torch.linspace(-1, 1, 64).view(64, 1, 1),
+        latents_std=torch.linspace(0.5, 1.5, 64).view(64, 1, 1),
+    )
+    folder = tmp_path_factory.mktemp('session-models') / 'rae'
+    vae.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
 def make_model(small_vae: Path) -> Callable[..., object]:
     """Function that builds a LatentDiffusion whose denoiser has 0.3 M parameters; keywords as for `diffusion.tiny`."""
     import torch

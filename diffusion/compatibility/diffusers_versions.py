@@ -1,12 +1,16 @@
 """Differences between diffusers 0.39, the last version that supports transformers 4, and later versions."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import diffusers
+import transformers
 from diffusers.models.transformers import transformer_prx
 from torch import Tensor
+
+from diffusion.compatibility.transformers_versions import IS_VERSION_5
 
 
 @contextmanager
@@ -20,6 +24,19 @@ def without_own_deprecations() -> Iterator[None]:
         warnings.filterwarnings('ignore', message='The `local_dir_use_symlinks` argument is deprecated')
         warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
         yield
+
+
+def rae_problem(config: Mapping[str, Any]) -> str | None:
+    """Return an error message if an AutoencoderRAE with this configuration cannot be built, else None.
+
+    diffusers 0.42 still looks for SigLIP's parts where transformers 4 had them. Remove it once diffusers does not.
+    """
+    if config.get('encoder_type') != 'siglip2' or not IS_VERSION_5:
+        return None
+    return (
+        f'diffusers {diffusers.__version__} cannot build AutoencoderRAE with SigLIP 2 on transformers '
+        f'{transformers.__version__}; use one with DINOv2 or MAE, or install transformers 4'
+    )
 
 
 def keep_prx_masks_small() -> None:

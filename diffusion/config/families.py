@@ -29,6 +29,8 @@ class Pipeline:
     """Function from the model's keywords to the arguments with which the pipeline reproduces `task: generate`."""
     loads_lora: bool = True
     """False if diffusers cannot load a LoRA into the pipeline."""
+    module: str = ''
+    """Module of this package that defines the class; exports contain a copy of it. Empty for a class of diffusers."""
     takes_other_schedulers: bool = True
     """False if the pipeline works only with the noise scheduler class that it was exported with."""
 

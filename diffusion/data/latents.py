@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import TextConditioner, longest, tokenize
-from diffusion.models.vae import Vae, latent_statistics
+from diffusion.models.vae import Vae, description, latent_statistics
 
 MANIFEST = 'manifest.json'
 VERSION = 2
@@ -39,9 +39,9 @@ class LatentManifest:
 
     vae: str
     """Fingerprint of the VAE's weights."""
-    latent_mean: list[float]
-    """Mean of each latent channel from the VAE's configuration; not applied to the stored latents."""
-    latent_std: list[float]
+    latent_mean: list[Any]
+    """Mean of each latent channel, for FLUX.2 of each position in a group of cells; not applied to stored latents."""
+    latent_std: list[Any]
     """Standard deviation of each latent channel, scaling factor included; not applied to the stored latents."""
     shape: str
     """Width x height of the encoded images in pixels."""
@@ -69,6 +69,8 @@ class LatentManifest:
     """The captions of a sample that are stored: `all`, `first` or `longest`."""
     source: str = ''
     """SHA-256 of the index.json of the encoded image dataset."""
+    autoencoder: str = field(default='', compare=False)
+    """Class of the VAE, and layout of its latents; empty in manifests of older versions, which had one layout."""
     version: int = VERSION
 
     def text(self) -> str:
@@ -85,7 +87,7 @@ class LatentManifest:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
             content = {}
-        if not isinstance(content, dict) or content.keys() != known or content['version'] != VERSION:
+        if not isinstance(content, dict) or content.keys() | {'autoencoder'} != known or content['version'] != VERSION:
             raise UserError(
                 f'{where}: {path} is not a manifest of version {VERSION}. To fix: precompute the latents again'
             )
@@ -118,6 +120,7 @@ def manifest_of(
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
+        autoencoder=description(vae),
         text_encoder=None if text is None else weights_fingerprint(text),
         text_output='last' if text is None else text.output,
         text_padding=text_padding,
@@ -263,9 +266,9 @@ class LatentsDataset(BucketedDataset):
                 )
         of_model = manifest_of(vae, shape='', posterior='', dtype='')
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
-            for name in ('vae', 'latent_mean', 'latent_std'):
+            for name in ('autoencoder', 'vae', 'latent_mean', 'latent_std'):
                 stored, expected = getattr(manifest, name), getattr(of_model, name)
-                if stored != expected:
+                if stored not in ('', expected):
                     raise UserError(
                         f'streams.{bucket.name}: its latents were made by another VAE '
                         f'({name} is {stored}, but the model has {expected}); '

@@ -137,6 +137,8 @@ class MeasureOptions:
     """Folder or URL of a dataset that `diffusion prepare` wrote."""
     resolution: Annotated[Count, Option('PX')]
     """Side of the images in pixels."""
+    revision: str | None = None
+    """Commit of the repository."""
     samples: Count = 2000
     """Number of random images."""
     batch_size: Count = 16
@@ -149,8 +151,15 @@ def run_measure(options: MeasureOptions) -> int:
     check_dataset(options.dataset)
     from diffusion.inspection.latent_measurement import measure_latents
 
-    settings = {'resolution': options.resolution, 'samples': options.samples, 'seed': options.seed}
-    measure_latents(options.vae, options.dataset, batch_size=options.batch_size, **settings)
+    measure_latents(
+        options.vae,
+        options.dataset,
+        resolution=options.resolution,
+        revision=options.revision,
+        samples=options.samples,
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
     return 0
 
 
@@ -158,7 +167,7 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     'verify': (run_verify, 'check shards: sizes, hashes, every image, caption and latent'),
     'look': (run_look, 'draw samples of each bucket as the model sees them'),
     'bench': (run_bench, 'measure loading speed and compare it with the demand of a GPU'),
-    'measure-latents': (run_measure, "measure mean and deviation of an autoencoder's latents"),
+    'measure-latents': (run_measure, "check that an autoencoder's latents have mean 0 and variance 1"),
     'remove': (run_remove, 'remove images from a dataset, by key or by their pixels'),
 }
 

@@ -1,4 +1,4 @@
-"""`diffusion data measure-latents`: mean and standard deviation of an autoencoder's latents, for its configuration.
+"""`diffusion data measure-latents`: check that an autoencoder's statistics normalize its latents of a dataset.
 
 Shapes: B batch, C latent channels, H W latent size.
 """
@@ -19,10 +19,15 @@ from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.flux2_vae import Flux2Vae
 from diffusion.models.pretrained import load_vae
-from diffusion.models.vae import Vae, latent_channels, moments_of
+from diffusion.models.representation_vae import RepresentationVae
+from diffusion.models.vae import Vae, check_sides, latent_channels, latent_statistics, moments_of
 from diffusion.storage.places import is_url
 from diffusion.training.components import build_dataset
+
+MAX_MEAN, MIN_VARIANCE, MAX_VARIANCE = 0.5, 0.5, 2.0
+"""Bounds for a channel of normalized latents; the statistics of published autoencoders are those of other images."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,33 @@ def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
 
 
 def measure_latents(
-    source: str, location: str, *, resolution: int, samples: int = 2000, batch_size: int = 16, seed: int = 0
+    source: str,
+    location: str,
+    *,
+    resolution: int,
+    revision: str | None = None,
+    samples: int = 2000,
+    batch_size: int = 16,
+    seed: int = 0,
 ) -> None:
-    """Measure latents of `samples` random images, center-cropped to `resolution`; print values for the config.json."""
+    """Measure latents of `samples` random images, center-cropped to `resolution`; print the check and new statistics.
+
+    A group of FLUX.2's latent cells, each with its own statistics, is measured as one cell.
+    """
     if source == PIXELS:
         raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    vae: Vae = nn.Module.to(load_vae(source).requires_grad_(False).eval(), device)  # type: ignore[assignment]
+    loaded = load_vae(source, revision=revision)
+    if isinstance(loaded, Flux2Vae):
+        loaded = Flux2Vae(loaded.autoencoder, 'grouped')
+    vae: Vae = nn.Module.to(loaded.requires_grad_(False).eval(), device)  # type: ignore[assignment]
+    check_sides(vae, resolution, resolution)
     dataset = _dataset(location, resolution, batch_size)
     counts = dataset.samples_per_stream.tolist()
     chosen = np.sort(np.random.default_rng(seed).choice(sum(counts), min(samples, sum(counts)), replace=False))
     found = measure(vae, _batches(dataset, chosen, np.cumsum(counts), batch_size))
-    print(_report(found, source, location))
+    title = f'{source}: latents of {found.images} images of {location}, {len(found.mean)} channels'
+    print('\n'.join([title, normalization(found, vae), *_new_statistics(found, vae)]))
 
 
 def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset:
@@ -102,18 +122,47 @@ def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, bat
                 progress.update(len(part))
 
 
-def _report(found: LatentMeasurement, source: str, location: str) -> str:
-    values = {
-        name: '[' + ', '.join(f'{value:.5f}' for value in each.tolist()) + ']'
-        for name, each in (('latents_mean', found.mean), ('latents_std', found.std))
-    }
-    return '\n'.join(
-        [
-            f'{source}: latents of {found.images} images of {location}, {len(found.mean)} channels',
-            "In the autoencoder's config.json (of a repository: of a local copy, which model.vae then names), set",
-            *(f'  "{name}": {text},' for name, text in values.items()),
-            '  "scaling_factor": 1.0',
-            'or one number for all channels, which every pipeline of diffusers can apply after an export:',
-            f'  "scaling_factor": {1 / found.total_std:.5f}',
-        ]
+def normalization(found: LatentMeasurement, vae: Vae) -> str:
+    """Return a line that says whether the autoencoder's own statistics give each channel mean 0 and variance 1."""
+    own_mean, own_std = (values.double() for values in latent_statistics(vae))
+    mean, variance = (found.mean - own_mean) / own_std, (found.std / own_std).square()
+    ranges = f'mean {mean.min():.2f} to {mean.max():.2f}, variance {variance.min():.2f} to {variance.max():.2f}'
+    wrong = (mean.abs() > MAX_MEAN) | (variance < MIN_VARIANCE) | (variance > MAX_VARIANCE)
+    if not wrong.any():
+        return f'normalized by its own statistics: {ranges}; ready for training'
+    first = int(wrong.nonzero()[0])
+    return (
+        f'normalized by its own statistics: {ranges}; {int(wrong.sum())} channels are not near 0 and 1, such as '
+        f'{first} (mean {mean[first]:.2f}, variance {variance[first]:.2f})\n'
+        'To fix: replace its statistics by those below before you train or precompute latents'
     )
+
+
+def _new_statistics(found: LatentMeasurement, vae: Vae) -> list[str]:
+    """Return lines with the measured statistics, in the form in which the autoencoder stores its own."""
+    if isinstance(vae, Flux2Vae):
+        variance = found.std.square() - vae.autoencoder.config['batch_norm_eps']
+        return [
+            'In a local copy of the autoencoder, which model.vae then names, set these buffers of its weights:',
+            f'  "bn.running_mean": {_numbers(found.mean)},',
+            f'  "bn.running_var": {_numbers(variance)}',
+        ]
+    if isinstance(vae, RepresentationVae):
+        factor = 'multiply latents_std by the deviation, and add latents_std times the mean to latents_mean'
+        return [
+            f'In a local copy of the autoencoder (config.json and weights), {factor}:',
+            f'  "mean": {_numbers(found.mean)},',
+            f'  "deviation": {_numbers(found.std)}',
+        ]
+    return [
+        "In the autoencoder's config.json (of a repository: of a local copy, which model.vae then names), set",
+        f'  "latents_mean": {_numbers(found.mean)},',
+        f'  "latents_std": {_numbers(found.std)},',
+        '  "scaling_factor": 1.0',
+        'or one number for all channels, which every pipeline of diffusers can apply after an export:',
+        f'  "scaling_factor": {1 / found.total_std:.5f}',
+    ]
+
+
+def _numbers(values: Tensor) -> str:
+    return '[' + ', '.join(f'{value:.5f}' for value in values.tolist()) + ']'

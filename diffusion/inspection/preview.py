@@ -21,7 +21,7 @@ from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import TINY_VAE, load_vae
-from diffusion.models.vae import Vae, decode_latents
+from diffusion.models.vae import Vae, decode_latents, repeated
 from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
@@ -99,7 +99,9 @@ def _pixels(moments: Tensor, manifest: LatentManifest, vae: Vae | None) -> Tenso
         pixels = decode_latents(vae, mean[None])[0] / 2 + 0.5
     else:
         # The color range covers three standard deviations on each side of the channel's mean.
-        standard = ((mean - latent_mean.view(-1, 1, 1)) / latent_std.view(-1, 1, 1))[:3]
+        shape = len(latent_mean), *(latent_mean.shape[1:] or (1, 1))
+        center, scale = (repeated(each.view(shape), mean[None]) for each in (latent_mean, latent_std))
+        standard = ((mean - center) / scale)[:3]
         pixels = (standard / 6 + 0.5).expand(3, -1, -1)
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
@@ -119,10 +121,13 @@ def _vae(model: Component, *, download: bool) -> Vae | None:
     values = registry.keywords('model', model)
     own_tiny = registry.is_own('model', model.name) and model.name.startswith('tiny')
     bundled = str(TINY_VAE) if own_tiny else None
-    sources = [(values.get('vae') or bundled, None), (values.get('pretrained'), values.get('revision'))]
+    sources = [
+        (values.get('vae') or bundled, values.get('vae_revision')),
+        (values.get('pretrained'), values.get('revision')),
+    ]
     for source, revision in sources:
         if isinstance(source, str) and (download or source == PIXELS or Path(source).is_dir()):
-            return load_vae(source, revision=revision).eval()
+            return load_vae(source, revision=revision, layout=values.get('vae_layout', 'channels')).eval()
     if download:
         raise UserError(f'--decode: the model {model.name} has no VAE; set model.vae')
     return None

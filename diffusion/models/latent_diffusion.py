@@ -4,6 +4,7 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,12 +57,15 @@ from diffusion.models.training_keywords import PixelTransformerKeywords
 from diffusion.models.vae import (
     PixelSpace,
     Vae,
+    check_sides,
     decode_latents,
     downsampling,
     has_variance,
     latent_channels,
     latent_statistics,
     moments_of,
+    period_of,
+    repeated,
 )
 from diffusion.models.width_transfer import scale_for_width
 
@@ -222,8 +226,8 @@ class LatentDiffusion(ComposerModel):
         mean, std = latent_statistics(vae)
         empty_ids = tokenize(text.tokenizers, [''])[0]
         self.register_buffer('alpha_bars', self.objective.alpha_bars().float(), persistent=False)
-        self.register_buffer('latent_mean', mean.view(-1, 1, 1), persistent=False)
-        self.register_buffer('latent_std', std.view(-1, 1, 1), persistent=False)
+        for name, values in (('latent_mean', mean), ('latent_std', std)):
+            self.register_buffer(name, values.view(len(values), *(values.shape[1:] or (1, 1))), persistent=False)
         self.register_buffer('empty_ids', empty_ids, persistent=False)
 
     def _scale_for_width(self, base: ModelMixin) -> dict[str, float]:
@@ -255,9 +259,8 @@ class LatentDiffusion(ComposerModel):
     @property
     def latent_grid(self) -> LatentGrid:
         """Image and latent sizes that the denoiser can generate."""
-        return LatentGrid(
-            latent_channels(self.vae), downsampling(self.vae), self.denoiser_sizes.patch, self.latent_size
-        )
+        patch = math.lcm(self.denoiser_sizes.patch, period_of(self.vae))
+        return LatentGrid(latent_channels(self.vae), downsampling(self.vae), patch, self.latent_size)
 
     @property
     def device(self) -> torch.device:
@@ -392,7 +395,7 @@ class LatentDiffusion(ComposerModel):
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
             # Clamp like diffusers' DiagonalGaussianDistribution.
             mean = mean + (0.5 * log_variance.clamp(-30.0, 20.0)).exp() * noise
-        return (mean - self.latent_mean) / self.latent_std
+        return (mean - repeated(self.latent_mean, mean)) / repeated(self.latent_std, mean)
 
     def encode(self, images: Tensor) -> Tensor:
         """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W], or mean only, [B, C, H, W]."""
@@ -550,6 +553,7 @@ class LatentDiffusion(ComposerModel):
             # Use the seeds as sample ids, so that an image's noise does not depend on other images.
             shape = grid.shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
+        check_sides(self.vae, *(side * grid.cell for side in latents.shape[2:]))
         scheduler = inference_scheduler(noise_scheduler, self.objective)
         with evaluating(self):  # a text encoder in training mode may apply dropout
             sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
@@ -572,8 +576,8 @@ class LatentDiffusion(ComposerModel):
         """Decode normalized latents [B, C, H, W] to images, float32 [B, 3, 8H, 8W] in [0, 1]."""
         vae = self.vae
         with torch.autocast(latents.device.type, enabled=False):
-            raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
-            pixels = decode_latents(vae, raw).float()
+            latents = latents.float() * repeated(self.latent_std, latents) + repeated(self.latent_mean, latents)
+            pixels = decode_latents(vae, latents.to(vae.dtype)).float()
         return (pixels / 2 + 0.5).clamp(0, 1)
 
     def _normals_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:

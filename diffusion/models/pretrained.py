@@ -16,21 +16,25 @@ from typing import Any, TypeVar
 import torch
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import SafetensorError
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from diffusion.compatibility.diffusers_versions import without_own_deprecations
+from diffusion.compatibility.diffusers_versions import rae_problem, without_own_deprecations
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.model_checks import PIXELS
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
+from diffusion.models.flux2_vae import Flux2Vae, Layout
 from diffusion.models.hub_errors import TO_FIX, check_config, loading_error, missing_tokenizer_file
+from diffusion.models.representation_vae import RepresentationVae
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.vae import PixelSpace, Vae, downsampling
+from diffusion.models.vae import PixelSpace, Vae, check_sides, description, downsampling, image_step
 
 log = logging.getLogger(__name__)
 Loadable = TypeVar('Loadable')
@@ -39,7 +43,7 @@ Builder = TypeVar('Builder', bound=Callable[..., Any])
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
 """Folder of the packaged autoencoder for 64 px OpenMoji images, trained by yamls/tiny_vae.yaml."""
 
-AUTOENCODERS = {each.__name__: each for each in (AutoencoderKL, AutoencoderDC)}
+AUTOENCODERS = {each.__name__: each for each in (AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC, AutoencoderRAE)}
 CLIP_L: dict[str, Any] = {
     'vocab_size': 49408,
     'hidden_size': 768,
@@ -255,27 +259,57 @@ def check_sources(**sources: str | None) -> None:
             )
 
 
-def load_vae(source: str, *, revision: str | None = None) -> Vae:
-    """Load an autoencoder from `source` or its subfolder `vae`; PixelSpace if `source` is `pixels`."""
+def load_vae(source: str, *, revision: str | None = None, layout: Layout = 'channels') -> Vae:
+    """Load an autoencoder from `source` or its subfolder `vae`; PixelSpace if `source` is `pixels`.
+
+    `layout` is that of the latents of an AutoencoderKLFlux2; others only have `channels`.
+    """
     if source == PIXELS:
-        return PixelSpace()
+        return _only_channels(PixelSpace(), source, layout)
     subfolder, config = _vae_config(source, revision)
     name = config.get('_class_name', AutoencoderKL.__name__)
+    where = '/'.join(each for each in (source, subfolder) if each)
     if name not in AUTOENCODERS:
+        raise UserError(f'{where}: {name} is not supported; use {" or ".join(AUTOENCODERS)}')
+    if (problem := rae_problem(config)) is not None:
+        raise UserError(f'{where}: {problem}')
+    loaded = load_pretrained(AUTOENCODERS[name], source, subfolder=subfolder, revision=revision)
+    if not isinstance(loaded, AutoencoderKLFlux2):
+        wrapped = RepresentationVae(loaded) if isinstance(loaded, AutoencoderRAE) else loaded
+        return _only_channels(wrapped, source, layout)
+    vae = Flux2Vae(loaded, layout)
+    if not _without_weights:
+        vae.check_statistics(where)
+    return vae
+
+
+def _only_channels(vae: Any, source: str, layout: Layout) -> Any:
+    if layout != 'channels':
         raise UserError(
-            f'{"/".join(each for each in (source, subfolder) if each)}: {name} is not supported; use '
-            f'{" or ".join(AUTOENCODERS)}'
+            f'vae_layout: {layout}, but the latents of {source} ({description(vae)}) have one layout; use channels, '
+            'or an AutoencoderKLFlux2'
         )
-    return load_pretrained(AUTOENCODERS[name], source, subfolder=subfolder, revision=revision)
+    return vae
 
 
-def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, default: Mapping[str, Any]) -> Vae:
-    """Load the autoencoder `vae`; if None, that of `pretrained`; if both are None, build `default` untrained."""
+def build_vae(
+    vae: str | None,
+    pretrained: str | None,
+    revision: str | None,
+    *,
+    default: Mapping[str, Any],
+    vae_revision: str | None = None,
+    layout: Layout = 'channels',
+) -> Vae:
+    """Load the autoencoder `vae`; if None, that of `pretrained`; if both are None, build `default` untrained.
+
+    With the layout `grouped`, FLUX.2's autoencoder is built in place of `default`.
+    """
     if vae is not None:
-        return load_vae(vae)
+        return load_vae(vae, revision=vae_revision, layout=layout)
     if pretrained is not None:
-        return load_vae(pretrained, revision=revision)
-    return AutoencoderKL(**default)
+        return load_vae(pretrained, revision=revision, layout=layout)
+    return AutoencoderKL(**default) if layout == 'channels' else Flux2Vae(AutoencoderKLFlux2(), layout)
 
 
 def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -295,10 +329,11 @@ def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]
 def latent_side(resolution: int, vae: Vae) -> int:
     """Return the side of the latents for images of `resolution` pixels, a multiple of the VAE's downsampling factor."""
     # Recipes only ensure multiples of 8, the factor of the default VAEs, but this VAE may have a larger factor.
-    cell = downsampling(vae)
-    if resolution % cell:
-        raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
-    return resolution // cell
+    step = image_step(vae)
+    if resolution % step:
+        raise UserError(f'resolution: {resolution} px is not a multiple of {step} px, the size of a latent cell')
+    check_sides(vae, resolution, resolution)
+    return resolution // downsampling(vae)
 
 
 def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:

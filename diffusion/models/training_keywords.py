@@ -25,6 +25,7 @@ from diffusion.models.representation_alignment import RepresentationAlignment
 Resolution = Annotated[int, FROZEN_PARTS, NotArchitecture()]
 PipelineSource = Annotated[str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder'))]
 VaeSource = Annotated[str | None, FROZEN_PARTS, WeightsOf(('vae',))]
+VaeLayout = Annotated[Literal['channels', 'grouped'], FROZEN_PARTS]
 Revision = Annotated[str | None, FROZEN_PARTS, NotArchitecture()]
 MaskPadding = Annotated[bool, CONDITIONING, NotArchitecture()]
 

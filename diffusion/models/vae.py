@@ -1,12 +1,16 @@
 """Operations on an autoencoder: encoding, decoding, and the statistics that normalize its latents.
 
-An autoencoder is one of: an AutoencoderKL, whose encoder returns the mean and log-variance of a Gaussian posterior; an
-AutoencoderDC (DC-AE, Chen et al. 2024), whose encoder only returns latents; or PixelSpace, which changes nothing.
+An autoencoder is one of: an AutoencoderKL, whose encoder returns the mean and log-variance of a Gaussian posterior; a
+Flux2Vae, the same with statistics of its own; an AutoencoderDC (DC-AE, Chen et al. 2024) or RepresentationVae, whose
+encoders only return latents; or PixelSpace, which changes nothing.
 
 Shapes: B batch, C latent channels, H W latent size; images are [B, 3, 8H, 8W] if the autoencoder downsamples by 8.
 """
 
 import copy
+import logging
+import math
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,6 +21,11 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from diffusion.errors import UserError
+from diffusion.models.flux2_vae import Flux2Vae
+from diffusion.models.objective import Objective
+from diffusion.models.representation_vae import RepresentationVae
+
+log = logging.getLogger(__name__)
 
 
 class PixelSpace(nn.Module):
@@ -35,7 +44,7 @@ class PixelSpace(nn.Module):
         return (latents,)
 
 
-Vae = AutoencoderKL | AutoencoderDC | PixelSpace
+Vae = AutoencoderKL | Flux2Vae | AutoencoderDC | RepresentationVae | PixelSpace
 AnyVae = TypeVar('AnyVae', bound=nn.Module)
 
 STABLE_DIFFUSION_VAE: dict[str, Any] = {
@@ -51,6 +60,8 @@ STABLE_DIFFUSION_VAE: dict[str, Any] = {
     'scaling_factor': 0.18215,
 }
 """Configuration of Stable Diffusion 2's AutoencoderKL, on which later models' configurations are based."""
+RAE_BASE_DIMENSION = 4096
+"""Number of latent values at which a flow needs no time shift, of 1024 tokens with 4 channels."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 
 
@@ -60,11 +71,14 @@ def latent_channels(vae: Vae) -> int:
 
 def has_variance(vae: Vae) -> bool:
     """Return True if the encoder returns a log-variance, so that latents can be sampled; False for latents only."""
-    return isinstance(vae, AutoencoderKL)
+    return isinstance(vae, AutoencoderKL | Flux2Vae)
 
 
 def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std."""
+    """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std.
+
+    Those of a Flux2Vae have the shape [C, k, k]: one value for each position in a period of k x k cells.
+    """
     # diffusers' configurations have one of two forms: a scaling_factor with an optional shift_factor, or means and
     # standard deviations per channel with an additional scaling_factor.
     config, channels = vae.config, vae.config['latent_channels']
@@ -78,27 +92,39 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
     return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']
 
 
+def repeated(statistics: Tensor, latents: Tensor) -> Tensor:
+    """Return statistics [C, k, k] in a shape that broadcasts to latents [B, C, H, W]."""
+    period, (height, width) = statistics.shape[-1], latents.shape[2:]
+    return statistics if period == 1 else statistics.repeat(1, height // period, width // period)
+
+
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
-    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1]; DC-AE: latents."""
-    if isinstance(vae, AutoencoderKL):
+    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1]; DC-AE and RAE: latents."""
+    if isinstance(vae, AutoencoderKL | Flux2Vae):
         return posterior_of(vae, pixels).parameters
-    _check_sides(vae, pixels)
+    check_sides(vae, *pixels.shape[2:])
     return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
 
-def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
+def posterior_of(vae: AutoencoderKL | Flux2Vae, pixels: Tensor) -> DiagonalGaussianDistribution:
     """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1]."""
-    _check_sides(vae, pixels)
+    check_sides(vae, *pixels.shape[2:])
     return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
 
-def _check_sides(vae: Vae, pixels: Tensor) -> None:
+def check_sides(vae: Vae, height: int, width: int) -> None:
+    """Raise UserError if a VAE cannot encode or decode images of this size in pixels."""
     # The VAE would silently drop an incomplete cell at the right and bottom edges. Recipes are checked for multiples of
     # 8 px, but a VAE may downsample by more.
-    cell, (height, width) = downsampling(vae), pixels.shape[2:]
-    if height % cell or width % cell:
+    step = image_step(vae)
+    if isinstance(vae, RepresentationVae) and (height, width) != (vae.image_side, vae.image_side):
         raise UserError(
-            f'streams: images of {width}x{height} px, but the VAE downsamples by {cell}; use multiples of {cell} px'
+            f'streams: images of {width}x{height} px, but this AutoencoderRAE encodes and draws {vae.image_side}x'
+            f'{vae.image_side} px only; use that size'
+        )
+    if height % step or width % step:
+        raise UserError(
+            f'streams: images of {width}x{height} px, but the VAE downsamples by {step}; use multiples of {step} px'
         )
 
 
@@ -120,11 +146,45 @@ def downsampling(vae: Vae) -> int:
     return vae.spatial_compression_ratio
 
 
+def period_of(vae: Vae) -> int:
+    """Return the side in latent cells of the groups that an autoencoder normalizes together, 1 for most."""
+    return vae.cells_per_period if isinstance(vae, Flux2Vae) else 1
+
+
+def image_step(vae: Vae) -> int:
+    """Return the number of pixels by which the sides of images must be divisible."""
+    return downsampling(vae) * period_of(vae)
+
+
+def description(vae: Vae) -> str:
+    """Return an autoencoder's name for messages and manifests: its class, and the shape of a latent cell."""
+    cell = downsampling(vae)
+    return f'{_class_name(vae)} with {latent_channels(vae)} channels per {cell}x{cell} px'
+
+
+def _class_name(vae: Vae) -> str:
+    return type(vae.autoencoder if isinstance(vae, Flux2Vae | RepresentationVae) else vae).__name__
+
+
+def objective_for(vae: Vae, objective: Objective | None, default: Objective) -> Objective:
+    """Return a model's objective: the given one or, if it is None, the default one.
+
+    With a RepresentationVae, the default's time shift is sqrt(CHW / 4096), since noise destroys latents of more
+    dimensions later (Zheng et al. 2025). A warning names it if the given objective has no shift.
+    """
+    if not isinstance(vae, RepresentationVae):
+        return objective or default
+    shift = math.sqrt(latent_channels(vae) * (vae.image_side // downsampling(vae)) ** 2 / RAE_BASE_DIMENSION)
+    if objective is not None and objective.is_flow and objective.snr_shift == 1:
+        log.warning('objective: no snr_shift, but latents of AutoencoderRAE have many dimensions; use %.2f', shift)
+    return objective or replace(default, snr_shift=shift)
+
+
 def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
     """Return the VAE, an AutoencoderKL; raise UserError for any other class, since diffusers' pipelines need this."""
     if not isinstance(vae, AutoencoderKL):
         raise UserError(
-            f'export: a {pipeline} decodes with an AutoencoderKL, but this model has an {type(vae).__name__}; '
+            f'export: a {pipeline} decodes with an AutoencoderKL, but this model has an {_class_name(vae)}; '
             'draw with task=generate, or train a model of another family, such as prx, on these latents'
         )
     return vae

@@ -16,6 +16,9 @@ from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
 """Settings of a run on GPUs that change the activations kept for the backward pass; see models/activation_memory.py."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+FLUX2_REPOSITORIES = 'black-forest-labs/FLUX.2-'
+"""Start of the names of repositories on the Hub whose autoencoder has the configuration in `FLUX2_CONFIG`."""
+FLUX2_CONFIG = str(Path(__file__).parents[1] / 'models' / 'weights' / 'flux2_vae')
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,8 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
     settings, contents = signature.defaults() | dict(model.kwargs), []
     for keyword in (each for each in signature.parameters if each.weights_of):
         location, parts = settings.get(keyword.name), keyword.weights_of
+        if isinstance(location, str) and location.startswith(FLUX2_REPOSITORIES):
+            location = FLUX2_CONFIG
         if location in (None, keyword.default):
             configs = None
         elif location == PIXELS:  # not a folder

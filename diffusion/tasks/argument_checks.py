@@ -17,7 +17,7 @@ from diffusion.checkpointing.checkpoint_lookup import (
     recipe_of_checkpoint,
     run_of_checkpoint,
 )
-from diffusion.config.families import Family, families, family_of_model
+from diffusion.config.families import Family, families, family_of_model, pipeline_of
 from diffusion.config.load import Recipe, load
 from diffusion.config.options import DIR, FILE, Count, Option, Overrides
 from diffusion.config.sampling_checks import (
@@ -28,6 +28,7 @@ from diffusion.config.sampling_checks import (
     scheduler_class_name,
     seeds_problem,
 )
+from diffusion.config.signatures import source_file
 from diffusion.config.weight_sources import REPOSITORY
 from diffusion.errors import UserError
 from diffusion.storage.local_files import check_writable
@@ -62,7 +63,9 @@ def check_pipeline(folder: Path) -> str:
     """
     place = folder / MODEL_INDEX
     content = read_json_object(place)
-    name = content.get('_class_name')
+    name = content.pop('_class_name', None)
+    if isinstance(name, list):
+        name = _class_of_this_package(folder, name)
     if name is None:
         raise UserError(f'{place}: does not name a pipeline; export the run again')
     known = exported_pipelines()
@@ -78,6 +81,18 @@ def check_pipeline(folder: Path) -> str:
         if isinstance(value, list) and (code := folder / part / f'{value[0]}.py').exists():
             raise UserError(f'{code}: is code that comes with the weights, and such code is never run; remove the file')
     return name
+
+
+def _class_of_this_package(folder: Path, name: list[Any]) -> str:
+    """Return the class of a pipeline whose code is in its folder, if that is a copy of a module of this package."""
+    file = folder / f'{name[0]}.py'
+    module = pipeline_of(str(name[-1])).module
+    if not module or not file.is_file() or file.read_bytes() != source_file(module).read_bytes():
+        raise UserError(
+            f'{folder}: is a {name[-1]}, but its code in {file.name} is not that of this version of the package and is '
+            'not run; export the run again'
+        )
+    return str(name[-1])
 
 
 def _is_known_class(value: list[Any]) -> bool:

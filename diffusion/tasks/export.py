@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -17,6 +18,7 @@ from diffusion.checkpointing.checkpoint_weights import Weights
 from diffusion.compatibility.transformers_versions import make_readable_by_version_4
 from diffusion.config.families import pipeline_of
 from diffusion.config.load import Recipe, load
+from diffusion.config.signatures import source_file
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.frozen_parts import encoder_precision
@@ -25,10 +27,19 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import merge_lora, save_lora
 from diffusion.models.vae import downsampling
 from diffusion.storage.atomic import atomic_file, atomic_folder
-from diffusion.tasks.argument_checks import LORA_WEIGHTS, ExportOptions, check_export, is_single_file, missing_parts
+from diffusion.tasks.argument_checks import (
+    LORA_WEIGHTS,
+    MODEL_INDEX,
+    ExportOptions,
+    check_export,
+    check_pipeline,
+    is_export,
+    is_single_file,
+    missing_parts,
+)
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.hub_upload import check_access, upload
-from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, arguments, model_card
+from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, loading, model_card
 
 log = logging.getLogger(__name__)
 Part = TypeVar('Part', bound=nn.Module)
@@ -154,11 +165,10 @@ def run_export(options: ExportOptions) -> None:
         load_with = f"pipeline.load_lora_weights('{out}', weight_name='{LORA_WEIGHTS}')"
         print(f'{out}: {which} weights of the LoRA; load with {load_with}')
         return
-    index = Path(out) / 'model_index.json'
-    kind = json.loads(index.read_text(encoding='utf-8'))['_class_name'] if index.exists() else 'AutoencoderKL'
+    kind = check_pipeline(Path(out)) if is_export(Path(out)) else 'AutoencoderKL'
     optional = [part for parts in pipeline_of(kind).optional_parts.values() for part in parts]
     missing = [part for part in missing_parts(Path(out)) if part in optional]
-    print(f"{out}: {which} weights; load with {kind}.from_pretrained('{out}'{arguments(dict.fromkeys(missing))})")
+    print(f'{out}: {which} weights; load with {loading(kind, str(out), missing)}')
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:
@@ -183,7 +193,18 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     with errors_only('diffusers.pipelines.pipeline_utils'):
         pipeline.save_pretrained(folder)
     make_readable_by_version_4(folder, pipeline)
+    if module := pipeline_of(type(pipeline).__name__).module:
+        _add_code(folder, source_file(module))
     return type(pipeline).__name__
+
+
+def _add_code(folder: Path, code: Path) -> None:
+    """Add the source of the pipeline's class to an export, from which diffusers loads it with `trust_remote_code`."""
+    shutil.copyfile(code, folder / code.name)
+    index = folder / MODEL_INDEX
+    content = json.loads(index.read_text(encoding='utf-8'))
+    content['_class_name'] = [code.stem, content['_class_name']]
+    index.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:

@@ -11,6 +11,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor
 
 from diffusion.compatibility.diffusers_versions import without_own_deprecations
+from diffusion.config.families import pipeline_of
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
@@ -28,7 +29,7 @@ class ExportedPipeline:
     """
 
     def __init__(self, folder: Path, *, lora: Path | None = None) -> None:
-        check_pipeline(folder)
+        own_code = {'trust_remote_code': True} if pipeline_of(check_pipeline(folder)).module else {}
         diffusers.utils.logging.disable_progress_bar()
         with without_own_deprecations():
             # Turn off low_cpu_mem_usage, which needs accelerate (not a dependency); otherwise diffusers warns.
@@ -38,6 +39,7 @@ class ExportedPipeline:
                 low_cpu_mem_usage=False,
                 use_safetensors=True,  # unpickling a foreign file could run any code
                 **dict.fromkeys(missing_parts(folder)),
+                **own_code,  # `check_pipeline` compared it with this package's
             )
         if lora is not None:
             file = lora_file(lora)

@@ -1,7 +1,7 @@
 """Model card of an export: README.md with Hugging Face Hub front matter, generated from the recipe and the run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +103,19 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
         missing = [
             part for key, parts in pipeline.optional_parts.items() if keywords.get(key) is False for part in parts
         ]
-        lines = [
-            f'from diffusers import {written}\n',
-            f'pipeline = {written}.from_pretrained({source!r}{arguments(dict.fromkeys(missing))})',
-        ]
+        call_to_load = loading(written, source, missing)
+        lines = [f'from diffusers import {call_to_load.partition(".")[0]}\n', f'pipeline = {call_to_load}']
         call += arguments(pipeline.call(keywords))
     lines.append(f'image = pipeline({prompt}, {call}).images[0]')
     return ['## Use', '```python\n' + '\n'.join(lines) + '\n```']
+
+
+def loading(kind: str, source: str, missing: Iterable[str] = ()) -> str:
+    """Return the call that loads an export of a class, without the `missing` parts."""
+    values: dict[str, Any] = dict.fromkeys(missing)
+    if pipeline_of(kind).module:
+        kind, values = 'DiffusionPipeline', values | {'trust_remote_code': True}
+    return f'{kind}.from_pretrained({source!r}{arguments(values)})'
 
 
 def arguments(values: Mapping[str, Any]) -> str:

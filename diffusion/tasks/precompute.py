@@ -45,7 +45,7 @@ from diffusion.models.families.adapter import SIZES
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import tokenize
-from diffusion.models.vae import downsampling, has_variance, latent_channels
+from diffusion.models.vae import downsampling, has_variance, image_step, latent_channels
 from diffusion.storage.atomic import remove, remove_unfinished, replace_folder
 from diffusion.storage.mds import INDEX, ShardFormat, index_text
 from diffusion.storage.places import LocalPlace, Place, StorePlace, is_url
@@ -424,9 +424,9 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
 
 def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> tuple[int, int, int]:
     """Return the shape [C, H, W] of a sample's stored moments, the output of the VAE's encoder."""
-    cell = downsampling(model.vae)
-    if shape.width % cell or shape.height % cell:
-        raise UserError(f'precompute.streams: {shape} px is not a multiple of {cell} px, the side of a latent cell')
+    cell, step = downsampling(model.vae), image_step(model.vae)
+    if shape.width % step or shape.height % step:
+        raise UserError(f'precompute.streams: {shape} px is not a multiple of {step} px, the side of a latent cell')
     channels = latent_channels(model.vae) * (1 if _posterior(model, settings) == 'mean' else 2)
     return channels, shape.height // cell, shape.width // cell
 

@@ -1,4 +1,4 @@
-"""`diffusion data measure-latents`: the printed values normalize the latents."""
+"""`diffusion data measure-latents`: the check, and printed values that normalize the latents."""
 
 import io
 import json
@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import output_of, refusal
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from PIL import Image
 from shards import draw_image, write_image_shards
 
@@ -74,6 +75,20 @@ def test_printed_values_normalize_the_latents_of_a_model(small_dc_ae, tmp_path, 
         if number == 0:
             torch.testing.assert_close(latents.mean(dim=(0, 2, 3)), torch.zeros(4), atol=1e-3, rtol=0)
             torch.testing.assert_close(latents.std(dim=(0, 2, 3)), torch.ones(4), atol=0.02, rtol=0)
+
+
+def test_statistics_of_flux2_are_checked_and_measured_per_position(small_flux2, pictures, tmp_path, capsys):
+    command = ['--resolution', '32', '--batch-size', '10']
+    text = output_of(capsys, 'data', 'measure-latents', small_flux2, pictures[32], *command)
+    assert re.search(r'; \d+ channels are not near 0 and 1, such as \d+ \(mean -?\d\.\d\d, variance \d+\.\d\d\)', text)
+    assert 'To fix: replace its statistics by those below before you train or precompute latents' in text
+    values = json.loads('{' + ''.join(re.findall(r'^  (".*)$', text, flags=re.MULTILINE)) + '}')
+    vae = AutoencoderKLFlux2.from_pretrained(small_flux2, low_cpu_mem_usage=False)
+    for name, numbers in values.items():
+        vae.bn.register_buffer(name.removeprefix('bn.'), torch.tensor(numbers))
+    vae.save_pretrained(tmp_path / 'corrected')
+    text = output_of(capsys, 'data', 'measure-latents', tmp_path / 'corrected', pictures[32], *command)
+    assert re.search(r'mean -?0.00 to 0.00, variance 1.00 to 1.00; ready for training', text)
 
 
 def test_aspect_buckets_and_number_of_samples(unpublished, tmp_path, capsys):

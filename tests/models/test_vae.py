@@ -1,19 +1,31 @@
-"""Kinds of autoencoders: AutoencoderKL, AutoencoderDC and PixelSpace in the same model."""
+"""Kinds of autoencoders in the same model: AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC, AutoencoderRAE, pixels."""
 
 import json
 import shutil
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
+from safetensors.torch import load_file, save_file
 
+from diffusion.compatibility import diffusers_versions
+from diffusion.data.latents import manifest_of
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.i1.builder import tiny_i1
+from diffusion.models.families.mmdit.builder import tiny_mmdit
 from diffusion.models.families.prx.builder import prx, tiny_prx
+from diffusion.models.families.prx.builder import transformer as prx_transformer
 from diffusion.models.families.sd2.builder import tiny
+from diffusion.models.flops import vae_encoder_flops
+from diffusion.models.flux2_vae import Layout
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
 from diffusion.models.pretrained import load_vae
 from diffusion.models.vae import (
     PixelSpace,
@@ -25,6 +37,7 @@ from diffusion.models.vae import (
     with_folded_statistics,
 )
 
+WEIGHTS = 'diffusion_pytorch_model.safetensors'
 PRX: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1}
 PRX |= {'encoder_dtype': 'float32'}
 
@@ -41,7 +54,7 @@ def test_class_of_an_autoencoder_is_read_from_its_folder(small_vae, small_dc_ae,
     assert type(load_vae(str(tmp_path / 'model'))) is AutoencoderDC
     assert type(load_vae('pixels')) is PixelSpace
     (tmp_path / 'config.json').write_text('{"_class_name": "AutoencoderTiny"}')
-    with pytest.raises(UserError, match=r': AutoencoderTiny is not supported; use AutoencoderKL or AutoencoderDC'):
+    with pytest.raises(UserError, match=r': AutoencoderTiny is not supported; use AutoencoderKL or AutoencoderKLFlux2'):
         load_vae(str(tmp_path))
 
 
@@ -58,6 +71,104 @@ def test_latents_of_dc_ae_are_its_encoding_times_the_scaling_factor(small_dc_ae,
         moments_of(model.vae, torch.zeros(1, 3, 32, 40))
     with pytest.raises(UserError, match='resolution: 80 px is not a multiple of 32 px|resolution: 24'):
         tiny_prx(24, vae=str(small_dc_ae), **PRX)
+
+
+def stock_flux2_latents(folder: Any, images: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return FLUX.2's autoencoder and its latents, [B, 4C, H/2, W/2], as diffusers' Flux2Pipeline encodes images."""
+    vae: Any = AutoencoderKLFlux2.from_pretrained(folder, low_cpu_mem_usage=False).eval().requires_grad_(False)
+    z = vae.encode(images.float() / 127.5 - 1).latent_dist.mode()
+    batch, channels, height, width = z.shape
+    z = z.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+    z = z.reshape(batch, channels * 4, height // 2, width // 2)
+    mean, var = (each.view(1, -1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
+    return vae, (z - mean) / torch.sqrt(var + vae.config.batch_norm_eps)
+
+
+def test_latents_of_flux2_in_both_layouts_are_those_of_its_pipeline(small_flux2, images):
+    stock, grouped = stock_flux2_latents(small_flux2, images)
+    decoded = stock.decode(stock.encode(images.float() / 127.5 - 1).latent_dist.mode()).sample / 2 + 0.5
+    plain = grouped.reshape(2, 4, 2, 2, 2, 3).permute(0, 1, 4, 2, 5, 3).reshape(2, 4, 4, 6)
+    for layout, latents in (('grouped', grouped), ('channels', plain)):
+        model = tiny_prx(32, **PRX | {'vae': str(small_flux2), 'vae_layout': layout})
+        assert (latent_channels(model.vae), downsampling(model.vae)) == (latents.shape[1], 32 // latents.shape[2])
+        torch.testing.assert_close(model.latents_of({batch_keys.IMAGE: images}), latents)
+        torch.testing.assert_close(model.decode(latents), decoded.clamp(0, 1), rtol=1e-4, atol=1e-5)
+        # Half precision does not round the statistics.
+        half = tiny_prx(32, **PRX | {'vae': str(small_flux2), 'vae_layout': layout, 'encoder_dtype': 'bfloat16'})
+        assert torch.equal(half.latent_std, model.latent_std)
+
+
+@pytest.mark.parametrize(('layout', 'patch_size'), [('channels', 2), ('grouped', 1)])
+def test_transformers_train_and_sample_on_either_layout_of_flux2(small_flux2, images, layout, patch_size):
+    mmdit = {'depth': 1, 'dual_attention_blocks': 0, 'text_width': 32, 'text_layers': 1, 't5': False}
+    for build, sizes in ((tiny_prx, PRX), (tiny_i1, PRX), (tiny_mmdit, mmdit)):
+        model: Any = build(32, vae=str(small_flux2), vae_layout=layout, patch_size=patch_size, seed=3, **sizes)
+        captions = {batch_keys.INPUT_IDS: model.empty_ids.expand(2, -1, -1), batch_keys.SAMPLE_ID: torch.arange(2)}
+        batches = (
+            captions | {batch_keys.IMAGE: images},
+            captions | {batch_keys.LATENT_MOMENTS: model.encode(images)},
+        )
+        losses = [model.loss(model(each), each) for each in batches]
+        assert torch.equal(*losses) and losses[0].isfinite()
+        assert model.generate(['a'], size=(32, 48), num_inference_steps=1).shape == (1, 3, 32, 48)
+
+
+def test_mistakes_with_flux2(small_vae, small_flux2, tmp_path):
+    with pytest.raises(
+        UserError, match=r'vae_layout: grouped, but the latents of .* \(AutoencoderKL with 4 .*\) have one layout'
+    ):
+        tiny_prx(32, vae=str(small_vae), vae_layout='grouped', **PRX)
+    model = tiny_prx(32, vae=str(small_flux2), **PRX)
+    with pytest.raises(UserError, match='images of 24x32 px, but the VAE downsamples by 16'):
+        moments_of(model.vae, torch.zeros(1, 3, 32, 24))
+    with pytest.raises(UserError, match='size: 24x32; use positive multiples of 16 px'):
+        model.generate(['a'], size=(24, 32))
+    with pytest.raises(UserError, match='resolution: 24|not a multiple of 16'):
+        tiny_prx(24, vae=str(small_flux2), **PRX)
+    with pytest.raises(UserError, match='32 input and 32 output channels.*but the VAE has 4 latent channels'):
+        LatentDiffusion(prx_transformer(32, 32, hidden_size=32, num_heads=2, depth=1), model.vae, model.text)
+    layouts = [load_vae(str(small_flux2), layout=each) for each in get_args(Layout)]
+    names = [manifest_of(each, shape='', posterior='', dtype='').autoencoder for each in layouts]
+    assert names == [f'AutoencoderKLFlux2 with {size} px' for size in ('4 channels per 8x8', '16 channels per 16x16')]
+    stock = AutoencoderKLFlux2.from_pretrained(small_flux2, low_cpu_mem_usage=False)
+    stock.bn.reset_running_stats()
+    stock.save_pretrained(tmp_path / 'untrained')
+    with pytest.raises(
+        UserError, match=r'untrained: its buffers bn.running_mean and bn.running_var have their initial'
+    ):
+        load_vae(str(tmp_path / 'untrained'))
+    shutil.copytree(small_flux2, tmp_path / 'without')
+    weights = load_file(tmp_path / 'without' / WEIGHTS)
+    save_file({name: each for name, each in weights.items() if 'running' not in name}, tmp_path / 'without' / WEIGHTS)
+    with pytest.raises(UserError, match='lack 2 tensors of AutoencoderKLFlux2, such as bn.running_mean'):
+        load_vae(str(tmp_path / 'without'))
+
+
+def test_latents_of_rae_are_its_normalized_features(small_rae, images, caplog):
+    images = images[..., :32]
+    model = tiny_prx(32, vae=str(small_rae), **PRX)
+    stock: Any = AutoencoderRAE.from_pretrained(small_rae, low_cpu_mem_usage=False).eval().requires_grad_(False)
+    encoded = stock.encode(images.float() / 255).latent
+    assert (downsampling(model.vae), latent_channels(model.vae), has_variance(model.vae)) == (8, 64, False)
+    torch.testing.assert_close(model.latents_of({batch_keys.IMAGE: images}), encoded, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.decode(encoded), stock.decode(encoded).sample.clamp(0, 1), rtol=1e-4, atol=1e-5)
+    assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
+    assert model.objective.snr_shift == pytest.approx((64 * 4 * 4 / 4096) ** 0.5)
+    tiny_prx(32, vae=str(small_rae), objective=Objective(path='flow', prediction_type='velocity'), **PRX)
+    assert 'no snr_shift, but latents of AutoencoderRAE have many dimensions; use 0.50' in caplog.text
+    assert vae_encoder_flops(model.vae, height=4, width=4) > 10**6
+
+
+def test_mistakes_with_rae(small_rae, tmp_path, monkeypatch):
+    model = tiny_prx(32, vae=str(small_rae), **PRX)
+    with pytest.raises(UserError, match='images of 48x32 px, but this AutoencoderRAE encodes and draws 32x32 px only'):
+        model.generate(['a'], size=(32, 48))
+    with pytest.raises(UserError, match='images of 64x64 px, but this AutoencoderRAE'):
+        tiny_prx(64, vae=str(small_rae), **PRX)
+    (tmp_path / 'config.json').write_text('{"_class_name": "AutoencoderRAE", "encoder_type": "siglip2"}')
+    monkeypatch.setattr(diffusers_versions, 'IS_VERSION_5', True)
+    with pytest.raises(UserError, match=r'diffusers 0\.\d+.* cannot build AutoencoderRAE with SigLIP 2 on trans'):
+        load_vae(str(tmp_path))
 
 
 def test_latents_of_pixel_space_are_the_pixels(images):

@@ -55,6 +55,14 @@ def test_shipped_counts_match_the_models(path):
     assert again['activations'] == {f'{shape} {precision}': content['activations'][f'{shape} {precision}']}
 
 
+def test_plan_counts_the_encoder_of_flux2_by_the_name_of_its_repository():
+    model = {'vae': 'black-forest-labs/FLUX.2-klein-4B', 'vae_layout': 'grouped', 'depth': 1}
+    key = ModelCosts(Component('tiny_prx', model)).key
+    counted = answer(key.request | {'flops': ['256x256'], 'activations': []})
+    assert (counted['facts']['latent_channels'], counted['facts']['pixels_per_cell']) == (128, 16)
+    assert counted['flops']['256x256']['image_encoder'] == 273_258_905_600
+
+
 def test_missing_counts_are_made_once_with_a_message(requests, capsys, tmp_path):
     from diffusion.config.image_shapes import square
 

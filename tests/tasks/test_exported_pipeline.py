@@ -1,17 +1,23 @@
 """Calls of exported pipelines, and replacements of their noise schedulers."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from stock_pipeline import assert_command_draws_the_same
 
+from diffusion.cli import main
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit.builder import tiny_mmdit
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.families.prx.denoiser import PRX
 from diffusion.models.objective import Objective
 from diffusion.models.sampler import inference_scheduler
+from diffusion.tasks.export import write_folder
 from diffusion.tasks.exported_pipeline import scheduler_like
+from diffusion.tasks.model_card import loading
 
 
 @pytest.mark.parametrize('name', ['PRXPipeline', 'PRXPixelPipeline'])
@@ -58,6 +64,27 @@ def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, predict
     scheduler = 'dpm++' if model.objective.is_flow else 'ddim'
     ours = model.generate(['a'], latents=latents, noise_scheduler=scheduler, **sampling)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('kind', ['grouped', 'channels', 'rae'])
+def test_export_decodes_with_its_own_autoencoder(tmp_path, small_flux2, small_rae, kind, capsys):
+    vae, layout = str(small_rae if kind == 'rae' else small_flux2), 'grouped' if kind == 'grouped' else 'channels'
+    sizes: dict[str, Any] = {'vae': vae, 'vae_layout': layout, 'text_width': 32, 'text_layers': 1}
+    if kind == 'channels':
+        model = tiny_mmdit(32, depth=1, dual_attention_blocks=0, patch_size=2, **sizes)
+    else:
+        model = tiny_prx(32, hidden_size=32, num_heads=2, depth=1, **sizes)
+    folder = tmp_path / 'exported'
+    pipeline = write_folder(model, None, folder, torch.float32, lora=False)  # type: ignore[arg-type]
+    stored = json.loads((folder / 'vae/config.json').read_text())['_class_name']
+    assert stored == json.loads((Path(vae) / 'config.json').read_text())['_class_name']
+    code = folder / 'normalized_pipelines.py'
+    assert 'diffusion.' not in code.read_text().replace('diffusers.', ''), 'it runs without this package'
+    assert loading(pipeline, 'sd', []) == "DiffusionPipeline.from_pretrained('sd', trust_remote_code=True)"
+    assert_command_draws_the_same(model, folder, noise_scheduler='euler')
+    code.write_text(code.read_text() + '\nprint("other")\n')
+    assert main(['generate', str(folder), 'a']) == 2
+    assert f'{pipeline}, but its code in normalized_pipelines.py is not that of this version' in capsys.readouterr().err
 
 
 def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, small_vae):

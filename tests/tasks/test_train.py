@@ -260,18 +260,21 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
             assert all(stored[index][name] == source[index][name] for name in ('captions', 'key'))
 
 
-def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, tmp_path):
+def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, small_flux2, tmp_path):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     path, out = latents
     vae = AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False)
     vae.encoder.conv_in.weight.data += 0.1
     vae.save_pretrained(tmp_path / 'vae')
-    model = yaml.safe_load(path.read_text())['model'] | {'vae': str(tmp_path / 'vae')}
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 32}}
-    recipe = load(write_recipe('other', model=model, dataset={'name': 'latents'}, streams=streams))
-    with pytest.raises(ValueError, match='streams.small: its latents were made by another VAE .* precompute them'):
-        build_trainer(recipe)
+    names = r'autoencoder is AutoencoderKL with 4 channels per 8x8 px, but the model has AutoencoderKLFlux2 with 4 '
+    for other, difference in ((tmp_path / 'vae', 'vae is [0-9a-f]{16}, but'), (small_flux2, names)):
+        model = yaml.safe_load(path.read_text())['model'] | {'vae': str(other)}
+        recipe = load(write_recipe('other', model=model, dataset={'name': 'latents'}, streams=streams))
+        message = rf'streams.small: its latents were made by another VAE \({difference}.* precompute them'
+        with pytest.raises(ValueError, match=message):
+            build_trainer(recipe)
 
 
 def test_streams_that_are_not_such_latents_are_an_error(latents, write_recipe):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from transformers import PreTrainedTokenizerBase
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder, T5GemmaEncoderModel
@@ -13,6 +13,7 @@ from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, Wei
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models.families.i1.transformer import I1Transformer2DModel
+from diffusion.models.flux2_vae import Flux2Vae, Layout
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import (
@@ -28,14 +29,12 @@ from diffusion.models.pretrained import (
     tokenizes_with,
 )
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeSource
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels
+from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeLayout, VaeSource
+from diffusion.models.vae import latent_channels, objective_for
 
 PRETRAINED = 'google/t5gemma-2b-2b-ul2-it'
 PRETRAINED_VAE = 'black-forest-labs/FLUX.2-dev'
 TEXT_LENGTH = 256
-VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {'latent_channels': 32, 'scaling_factor': 1.0}
-"""Architecture of FLUX.2's autoencoder, for counting."""
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal')
 
 SIZES: dict[str, tuple[int, int]] = {
@@ -74,6 +73,7 @@ def i1(
     revision: Revision = None,
     vae: VaeSource = None,
     vae_revision: Revision = None,
+    vae_layout: VaeLayout = 'channels',
     max_length: Annotated[int, AtLeast(3)] = TEXT_LENGTH,
     **training: Unpack[TransformerKeywords],
 ) -> LatentDiffusion:
@@ -90,6 +90,8 @@ def i1(
         vae: Source of the VAE: a folder, or a repository with a `vae` subfolder; by default FLUX.2's,
             black-forest-labs/FLUX.2-dev, whose latents have 32 channels.
         vae_revision: Commit of the VAE's repository; required unless the VAE is a folder.
+        vae_layout: Layout of FLUX.2's latents: `channels` has 32 per cell of 8x8 px, with patches of 2x2 cells, as
+            published; `grouped` has 128 per cell of 16x16 px, each a token.
         max_length: L, number of tokens to which captions are padded and truncated.
         caption_dropout_mode: Replacement for a dropped caption: with zeros, the transformer's learned null caption, as
             published, also for guidance; or the empty caption.
@@ -105,7 +107,8 @@ def i1(
         mask_padding=True,
     )
     width, heads = SIZES[size]
-    return _model(resolution, _vae(vae, vae_revision, pretrained), text, training, hidden_size=width, num_heads=heads)
+    sizes = {'hidden_size': width, 'num_heads': heads, 'patch_size': 1 if vae_layout == 'grouped' else 2}
+    return _model(resolution, _vae(vae, vae_revision, pretrained, vae_layout), text, training, **sizes)
 
 
 @tokenizes_with(tiny_tokenizers)
@@ -115,6 +118,7 @@ def tiny_i1(
     resolution: Annotated[Resolution, MultipleOf(8)] = 64,
     *,
     vae: VaeSource = None,
+    vae_layout: VaeLayout = 'channels',
     hidden_size: Annotated[int, MultipleOf(8)] = 192,
     num_heads: Annotated[int, AtLeast(1)] = 6,
     depth: Annotated[int, AtLeast(1)] = 7,
@@ -130,6 +134,7 @@ def tiny_i1(
     Args:
         resolution: Side of the images in pixels.
         vae: Folder of an autoencoder; by default the packaged VAE for 64 px OpenMoji images.
+        vae_layout: Layout of an AutoencoderKLFlux2's latents, `channels` or `grouped`.
         hidden_size: Width of the transformer, a multiple of 8 times `num_heads`.
         num_heads: Number of attention heads.
         depth: Number of blocks, which is odd.
@@ -151,7 +156,7 @@ def tiny_i1(
         raise UserError(f'depth: {depth} is even, but the middle block has no long skip; use {depth + 1}')
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)
     sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth, 'patch_size': patch_size}
-    autoencoder = load_vae(vae or str(TINY_VAE))
+    autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)
     return _model(resolution, autoencoder, text, training, train_text_encoder=train_text_encoder, **sizes)
 
 
@@ -165,7 +170,7 @@ def _model(
     **sizes: int,
 ) -> LatentDiffusion:
     """Build a transformer for a VAE's latents and the embeddings of `text`, and its model."""
-    training['objective'] = training.get('objective') or FLOW
+    training['objective'] = objective_for(vae, training.get('objective'), FLOW)
     return LatentDiffusion(
         I1Transformer2DModel(in_channels=latent_channels(vae), text_width=text.width, text_length=text.length, **sizes),
         vae,
@@ -177,14 +182,14 @@ def _model(
     )
 
 
-def _vae(vae: str | None, revision: str | None, pretrained: str | None) -> Any:
+def _vae(vae: str | None, revision: str | None, pretrained: str | None, layout: Layout) -> Any:
     """Return the autoencoder `vae`, by default FLUX.2's, or one with random weights if nothing is pretrained."""
     if vae is None and pretrained is None:
-        return AutoencoderKL(**VAE)
+        return Flux2Vae(AutoencoderKLFlux2(), layout)
     source = vae or PRETRAINED_VAE
     if (problem := revision_problem(source, revision)) is not None:
         raise UserError(f'model.vae_revision: {problem}')
-    return load_vae(source, revision=revision)
+    return load_vae(source, revision=revision, layout=layout)
 
 
 def _text_encoder(pretrained: str | None, revision: str | None) -> T5GemmaEncoder:

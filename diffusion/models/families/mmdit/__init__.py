@@ -5,6 +5,8 @@ from typing import Any
 
 from diffusion.config.families import Family, Miniature, Pipeline
 
+T5 = {'t5': ('text_encoder_3', 'tokenizer_3')}
+
 
 def _call_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {'max_sequence_length': keywords['t5_length']} if 't5_length' in keywords else {}
@@ -18,9 +20,10 @@ FAMILY = Family(
     denoiser_class='SD3Transformer2DModel',
     adapter='diffusion.models.families.mmdit.denoiser:MMDiT',
     pipelines={
-        'StableDiffusion3Pipeline': Pipeline(
-            optional_parts={'t5': ('text_encoder_3', 'tokenizer_3')}, call=_call_arguments
-        )
+        'StableDiffusion3Pipeline': Pipeline(optional_parts=T5, call=_call_arguments),
+        'NormalizedStableDiffusion3Pipeline': Pipeline(
+            optional_parts=T5, call=_call_arguments, module='diffusion.models.normalized_pipelines'
+        ),
     },
     licenses={
         'stabilityai/stable-diffusion-3.5-medium': {

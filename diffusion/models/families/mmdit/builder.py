@@ -41,15 +41,15 @@ from diffusion.models.pretrained import (
     tiny_clip_config,
     tokenizes_with,
 )
-from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeSource
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels
+from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeLayout, VaeSource
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels, objective_for
 
 PRETRAINED = 'stabilityai/stable-diffusion-3.5-medium'
 T5_LENGTH = 256
 T5_WIDTH = 4096
 HEAD_WIDTH = 64
 
-TRANSFORMER: dict[str, Any] = {'sample_size': 128, 'patch_size': 2, 'attention_head_dim': HEAD_WIDTH}
+TRANSFORMER: dict[str, Any] = {'sample_size': 128, 'attention_head_dim': HEAD_WIDTH}
 """Settings shared by all sizes. `sample_size` is the scale of the position embeddings at every resolution."""
 
 T5_XXL: dict[str, Any] = {
@@ -143,8 +143,11 @@ def mmdit(
     ] = PRETRAINED,
     revision: Revision = None,
     vae: VaeSource = None,
+    vae_revision: Revision = None,
+    vae_layout: VaeLayout = 'channels',
     t5: Annotated[bool, FROZEN_PARTS] = True,
     t5_length: Annotated[int, AtLeast(1), FROZEN_PARTS] = T5_LENGTH,
+    patch_size: Annotated[int, AtLeast(1)] = 2,
     depth: Annotated[int, AtLeast(1)] = 24,
     dual_attention_blocks: Annotated[int, AtLeast(0)] = 13,
     qk_norm: bool = True,
@@ -162,10 +165,14 @@ def mmdit(
         pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of `pretrained`; required if that is a repository.
-        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
-            with a `vae` subfolder, or `pixels` to train on pixels.
+        vae: Source of the VAE if it is not `pretrained`: a folder or repository with an AutoencoderKL,
+            AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE at its top or in `vae`, or `pixels` to train on pixels.
+        vae_revision: Commit of the repository `vae`.
+        vae_layout: Layout of an AutoencoderKLFlux2's latents: `channels` has 32 per cell of 8x8 px, and `grouped` 128
+            per cell of 16x16 px, which needs `patch_size: 1` for as many tokens.
         t5: Use T5 XXL, which has 4.8 B parameters. False uses zeros in place of its tokens, as diffusers does.
         t5_length: Number of T5 tokens, to which captions are padded and truncated; 77 CLIP tokens come before them.
+        patch_size: Side of a token in latent cells.
         depth: Number of blocks and of attention heads; the width is 64 times this number.
         dual_attention_blocks: Number of leading blocks that have a second attention layer for the image tokens only.
         qk_norm: Normalize queries and keys with RMSNorm, which prevents instability in 16 bits.
@@ -176,7 +183,7 @@ def mmdit(
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
         check_revision(pretrained, revision)
-    autoencoder = build_vae(vae, pretrained, revision, default=VAE)
+    autoencoder = build_vae(vae, pretrained, revision, default=VAE, vae_revision=vae_revision, layout=vae_layout)
     clips = [_clip(pretrained, revision, first=True), _clip(pretrained, revision, first=False)]
     text = Sd3TextConditioner(
         clips,
@@ -185,7 +192,7 @@ def mmdit(
         width=T5_WIDTH,
         t5_length=t5_length,
     )
-    training['objective'] = training.get('objective') or sd3_objective(resolution)
+    training['objective'] = objective_for(autoencoder, training.get('objective'), sd3_objective(resolution))
     return LatentDiffusion(
         transformer(
             latent_channels(autoencoder),
@@ -194,6 +201,7 @@ def mmdit(
             dual_attention_blocks=dual_attention_blocks,
             qk_norm=qk_norm,
             pos_embed_max_size=pos_embed_max_size,
+            patch_size=patch_size,
             **TRANSFORMER,
         ),
         autoencoder,
@@ -218,6 +226,7 @@ def tiny_mmdit(
     resolution: Annotated[Resolution, MultipleOf(16)] = 64,
     *,
     vae: VaeSource = None,
+    vae_layout: VaeLayout = 'channels',
     depth: Annotated[int, AtLeast(1)] = 4,
     dual_attention_blocks: Annotated[int, AtLeast(0)] = 2,
     qk_norm: bool = True,
@@ -235,8 +244,9 @@ def tiny_mmdit(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16.
-        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; by default the packaged VAE
-            for 64 px OpenMoji images.
+        vae: Folder of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE, or `pixels` to train on
+            pixels; by default the packaged VAE for 64 px OpenMoji images.
+        vae_layout: Layout of an AutoencoderKLFlux2's latents, `channels` or `grouped`.
         depth: Number of blocks and of attention heads; the width is 64 times this number.
         dual_attention_blocks: Number of leading blocks that have a second attention layer for the image tokens only.
         qk_norm: Normalize queries and keys with RMSNorm.
@@ -250,7 +260,7 @@ def tiny_mmdit(
         objective: Training objective; by default flow matching with logit-normal timesteps.
     """
     check_sources(vae=vae)
-    autoencoder = load_vae(vae or str(TINY_VAE))
+    autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)
     width = 4 * text_width
     config = tiny_clip_config(width=text_width, layers=text_layers, max_length=max_length, projection_dim=text_width)
     t5_config = T5Config(
@@ -270,7 +280,7 @@ def tiny_mmdit(
         width=width,
         t5_length=t5_length,
     )
-    training['objective'] = training.get('objective') or sd3_objective(resolution)
+    training['objective'] = objective_for(autoencoder, training.get('objective'), sd3_objective(resolution))
     return LatentDiffusion(
         transformer(
             latent_channels(autoencoder),

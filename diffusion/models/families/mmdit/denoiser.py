@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
+from diffusion.models.flux2_vae import Flux2Vae
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
@@ -96,9 +97,15 @@ class MMDiT(DenoiserAdapter):
         # FlowMatchEulerDiscreteScheduler only supports velocities.
         takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
         scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
-        vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
-        # Replace None, AutoencoderKL's default, by 0: the pipeline adds the shift factor to latents without a check.
-        vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
+        if isinstance(model.vae, Flux2Vae):
+            from diffusion.models.normalized_pipelines import NormalizedStableDiffusion3Pipeline as Pipeline
+
+            vae: Any = model.vae.exported()
+        else:
+            Pipeline = StableDiffusion3Pipeline
+            vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
+            # Replace None, AutoencoderKL's default, by 0: the pipeline adds the shift factor without a check.
+            vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
         # By default the pipeline generates images of size `sample_size`. In training this value only sets the scale of
         # the position embeddings, which are stored with the weights.
         transformer = copy.copy(model.denoiser)
@@ -109,10 +116,10 @@ class MMDiT(DenoiserAdapter):
             tokenizers[0] = copy.copy(text.tokenizers[0])
             tokenizers[0].init_kwargs = tokenizers[0].init_kwargs | {T5_LENGTH: text.t5_length}
         encoders = [*text.encoders, None][:3]
-        return StableDiffusion3Pipeline(
+        return Pipeline(
             transformer=transformer,
             scheduler=inference_scheduler(scheduler, model.objective),
-            vae=vae,  # type: ignore[arg-type]
+            vae=vae,
             text_encoder=encoders[0],  # type: ignore[arg-type]
             tokenizer=tokenizers[0],  # type: ignore[arg-type]
             text_encoder_2=encoders[1],  # type: ignore[arg-type]
@@ -125,4 +132,5 @@ class MMDiT(DenoiserAdapter):
         # Import here: training does not need it.
         from diffusion.models.single_file import sd3_file
 
+        autoencoder_kl_of(model.vae, 'single file')
         return sd3_file(self.pipeline(model), model.objective)

@@ -14,6 +14,11 @@ FAMILY = Family(
         'PRXPipeline': Pipeline(
             call=lambda _: {'skip_text_cleaning': True, 'use_resolution_binning': False}, loads_lora=False
         ),
+        'NormalizedPRXPipeline': Pipeline(
+            call=lambda _: {'skip_text_cleaning': True},
+            loads_lora=False,
+            module='diffusion.models.normalized_pipelines',
+        ),
         # The pipeline itself converts image predictions to velocities, for the scheduler it was saved with.
         'PRXPixelPipeline': Pipeline(
             call=lambda _: {'use_resolution_binning': False}, loads_lora=False, takes_other_schedulers=False

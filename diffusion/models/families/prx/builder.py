@@ -33,8 +33,15 @@ from diffusion.models.pretrained import (
     tokenizes_with,
 )
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.training_keywords import PipelineSource, PixelTransformerKeywords, Resolution, Revision, VaeSource
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels
+from diffusion.models.training_keywords import (
+    PipelineSource,
+    PixelTransformerKeywords,
+    Resolution,
+    Revision,
+    VaeLayout,
+    VaeSource,
+)
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels, objective_for
 
 PRETRAINED = 'Photoroom/prx-256-t2i'
 TEXT_LENGTH = 256
@@ -91,6 +98,8 @@ def prx(
     pretrained: PipelineSource = PRETRAINED,
     revision: Revision = None,
     vae: VaeSource = None,
+    vae_revision: Revision = None,
+    vae_layout: VaeLayout = 'channels',
     patch_size: Annotated[int, AtLeast(1)] = 2,
     bottleneck_size: int | None = None,
     resolution_embeds: bool = False,
@@ -111,8 +120,11 @@ def prx(
             on the Hub or a local folder in diffusers' layout. None builds them with random weights, for tests and for
             counting parameters and FLOPs.
         revision: Commit of `pretrained`; required if that is a repository.
-        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
-            with a `vae` subfolder, or `pixels` to train on pixels.
+        vae: Source of the VAE if it is not `pretrained`: a folder or repository with an AutoencoderKL,
+            AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE at its top or in `vae`, or `pixels` to train on pixels.
+        vae_revision: Commit of the repository `vae`.
+        vae_layout: Layout of an AutoencoderKLFlux2's latents: `channels` has 32 per cell of 8x8 px, and `grouped` 128
+            per cell of 16x16 px, which needs `patch_size: 1` for as many tokens.
         patch_size: Side of a token in latent cells; 32 for pixels.
         bottleneck_size: Width of an additional layer before the first one, for large pixel patches; null means no such
             layer.
@@ -129,7 +141,7 @@ def prx(
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
         check_revision(pretrained, revision)
-    autoencoder = build_vae(vae, pretrained, revision, default=VAE)
+    autoencoder = build_vae(vae, pretrained, revision, default=VAE, vae_revision=vae_revision, layout=vae_layout)
     text = TextConditioner(
         [_text_encoder(pretrained, revision)],
         prx_tokenizers(pretrained=pretrained, revision=revision, max_length=max_length),
@@ -145,7 +157,7 @@ def prx(
         bottleneck_size=bottleneck_size,
         resolution_embeds=resolution_embeds,
     )
-    training['objective'] = training.get('objective') or FLOW
+    training['objective'] = objective_for(autoencoder, training.get('objective'), FLOW)
     return LatentDiffusion(
         denoiser,
         autoencoder,
@@ -164,6 +176,7 @@ def tiny_prx(
     resolution: Annotated[Resolution, MultipleOf(16)] = 64,
     *,
     vae: VaeSource = None,
+    vae_layout: VaeLayout = 'channels',
     hidden_size: Annotated[int, MultipleOf(4)] = 192,
     num_heads: Annotated[int, AtLeast(1)] = 6,
     depth: Annotated[int, AtLeast(1)] = 6,
@@ -180,8 +193,9 @@ def tiny_prx(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16.
-        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; by default the packaged VAE
-            for 64 px OpenMoji images.
+        vae: Folder of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE, or `pixels` to train on
+            pixels; by default the packaged VAE for 64 px OpenMoji images.
+        vae_layout: Layout of an AutoencoderKLFlux2's latents, `channels` or `grouped`.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads.
         depth: Number of blocks.
@@ -196,7 +210,7 @@ def tiny_prx(
         objective: Training objective; by default flow matching with logit-normal timesteps.
     """
     check_sources(vae=vae)
-    autoencoder = load_vae(vae or str(TINY_VAE))
+    autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)
     denoiser = transformer(
         latent_channels(autoencoder),
@@ -207,7 +221,7 @@ def tiny_prx(
         patch_size=patch_size,
         bottleneck_size=bottleneck_size,
     )
-    training['objective'] = training.get('objective') or FLOW
+    training['objective'] = objective_for(autoencoder, training.get('objective'), FLOW)
     return LatentDiffusion(
         denoiser,
         autoencoder,

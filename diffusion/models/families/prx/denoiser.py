@@ -13,6 +13,8 @@ from torch import Tensor
 from diffusion.compatibility.diffusers_versions import keep_prx_masks_small, without_own_deprecations
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
+from diffusion.models.flux2_vae import Flux2Vae
+from diffusion.models.representation_vae import RepresentationVae
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import PixelSpace, downsampling, with_folded_statistics
 
@@ -123,7 +125,12 @@ def _latent_pipeline(model: Any) -> Any:
     # FlowMatchEulerDiscreteScheduler only supports velocities.
     takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
     name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
-    vae = with_folded_statistics(model.vae, pipeline_shifts=True)
+    if isinstance(model.vae, Flux2Vae | RepresentationVae):
+        from diffusion.models.normalized_pipelines import NormalizedPRXPipeline as PRXPipeline
+
+        vae: Any = model.vae.exported()
+    else:
+        vae = with_folded_statistics(model.vae, pipeline_shifts=True)
     # Replace None, AutoencoderKL's default, by 0: the pipeline adds the shift factor to latents without a check.
     # AutoencoderDC has no shift factor, and loading it with one would cause a warning.
     if isinstance(vae, AutoencoderKL):

@@ -147,5 +147,5 @@ class EarlierImages:
         order = np.argsort(known, kind='stable')
         at = np.searchsorted(known[order], hashes, side='right') - 1
         found = order[np.maximum(at, 0)] if len(order) else np.zeros(len(hashes), np.int64)
-        matches = (at >= 0) & (known[found] == hashes) if len(order) else np.zeros(len(hashes), bool)
+        matches = known[found] == hashes if len(order) else np.zeros(len(hashes), bool)
         return np.where(matches, found, -1)

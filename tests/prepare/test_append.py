@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from drawn import DrawnSource, contents, draw, encode, here, interrupted, keys, report_of, settings, write_files
 from object_store import Store
@@ -15,6 +16,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.append import append
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import RecordedDataset
+from diffusion.prepare.image_record import EarlierImages
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 
@@ -133,6 +135,14 @@ def test_equal_key_of_another_image_is_rejected_and_counted(tmp_path: Path) -> N
     assert {'image-8', 'image-9', 'image-10', 'image-16'} <= all_keys(tmp_path / 'out')
     prefixed = add(tmp_path / 'out', sliced(8, 18, each=10, shift=1000, shifted_below=13), key_prefix='late/')
     assert 'duplicate_key' not in prefixed.rejected and {'late/image-8', 'late/image-9'} <= all_keys(tmp_path / 'out')
+
+
+@pytest.mark.parametrize('count', [0, 1, 50])
+def test_last_earlier_image_with_a_key_is_found(count: int) -> None:
+    known, asked = np.random.default_rng(0).integers(0, 40, count), np.arange(-1, 41)
+    last = {key: index for index, key in enumerate(known.tolist())}
+    found = EarlierImages({'key_hash': known}, [], 0).find_keys(asked)
+    assert found.tolist() == [last.get(key, -1) for key in asked.tolist()]
 
 
 def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import press_twice_after
 
+from diffusion.callbacks.status_updates import RunStatus
 from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.errors import UserError
@@ -51,6 +52,17 @@ def test_last_complete_record_of_attempt_counts(tmp_path):
     assert found[0] == first
     assert (found[1].number, found[1].cause, found[1].status) == (2, 'lost', None)
     assert found[1].end > 200.0, 'time of its last record'
+
+
+def test_progress_is_recorded_at_once_and_then_at_intervals(tmp_path, monkeypatch):
+    now, recorded = 0.0, []
+    callback = RunStatus(tmp_path)
+    callback.attempt, callback.on_record = Attempt(1, begin=0.0, first=0), lambda attempt: recorded.append(now)
+    monkeypatch.setattr('diffusion.callbacks.status_updates.time.monotonic', lambda: now)
+    for moment in (1.0, 2.0, 30.9, 31.0, 60.0):
+        now = moment
+        callback._record_progress()
+    assert recorded == [1.0, 31.0]
 
 
 def test_devices_are_recorded(tmp_path, monkeypatch):

@@ -81,9 +81,10 @@ class Collected(NamedTuple):
 
 
 def collect(state: State, folder: Path, progress: WriteProgress | None = None, *, sharded_tensors: bool) -> Collected:
-    """Collect this rank's part of a checkpoint; a collective.
+    """Collect this rank's part of a checkpoint; all ranks must call this.
 
-    With `sharded_tensors` this is the rank's shards, and on rank 0 also the rest; otherwise rank 0 has everything.
+    With `sharded_tensors`, each rank gets its own shards, and rank 0 also gets the rest of the state. Otherwise, rank 0
+    gets everything, and the other ranks get nothing.
     """
     content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
     sharded = ShardedWrite(tensors, folder, progress) if sharded_tensors else None
@@ -142,7 +143,7 @@ class SaveInProgress:
             self._collect(state, sharded_tensors=sharded_tensors, buffers=buffers)
 
     def write(self) -> None:
-        """Write this rank's files and upload them to the storage; no collective. `publish` raises any error later."""
+        """Write this rank's files and upload them, without collectives. `publish` raises any error later."""
         rank = dist.get_global_rank()
         try:
             if self._copies is not None:
@@ -174,7 +175,7 @@ class SaveInProgress:
         self.write_seconds = time.monotonic() - began - self.progress.paused_seconds
 
     def publish(self) -> str:
-        """Publish the checkpoint after `write` has ended on all ranks; return its path or URL. A collective."""
+        """Publish the checkpoint after `write` on all ranks; return its path or URL. All ranks must call this."""
         # All ranks continue or all raise after each step: a rank that raised alone would leave the others waiting in
         # the next collective until its timeout.
         failure = f'{self.name}: not saved'
@@ -216,7 +217,10 @@ class SaveInProgress:
         self._storage.discard(self._work)
 
     def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
-        """Collect the state to write, or a snapshot of it; a collective."""
+        """Collect the state to write; all ranks must call this.
+
+        If `buffers` are given and all ranks have enough memory, collect a snapshot of the state in them instead.
+        """
         # Do not convert errors to SaveFailed here: a collective in this call may fail on a single rank, which would
         # then continue training while the others wait for it.
         collected = collect(state, self._work, self.progress, sharded_tensors=sharded_tensors)

@@ -46,12 +46,14 @@ class StreamConfig:
     `loader.cache_folder`."""
     proportion: float | None = None
     """The fraction of an epoch that comes from this stream, relative to the other streams' proportions. Set it for all
-    streams or none. Excludes `repeat` and `choose`; null for all three uses each sample once per epoch."""
+    streams or none. It cannot be combined with `repeat` or `choose`; if all three are null, each sample is used once
+    per epoch."""
     repeat: float | None = None
-    """The number of passes over this stream per epoch; may be fractional. Excludes `proportion` and `choose`."""
+    """The number of passes over this stream per epoch; may be fractional. It cannot be combined with `proportion` or
+    `choose`."""
     choose: int | None = None
-    """The number of samples per epoch from this stream, a multiple of `global_batch`. Excludes `proportion` and
-    `repeat`."""
+    """The number of samples per epoch from this stream, a multiple of `global_batch`. It cannot be combined
+    with `proportion` or `repeat`."""
     download_retry: int = 2
     """The number of retries after a download that failed or returned a damaged shard."""
     download_timeout: float = 60.0

@@ -70,7 +70,10 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write an image to a PNG file atomically; for a sheet, also store the captions and positions of its figures."""
+    """Write an image to a PNG file atomically.
+
+    For a sheet, the PNG's metadata contains the captions and positions of its figures (see `FIGURES`).
+    """
     text = PngImagePlugin.PngInfo()
     if FIGURES in image.info:
         text.add_itxt(FIGURES, image.info[FIGURES])

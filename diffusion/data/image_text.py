@@ -66,8 +66,8 @@ class ImageTextDataset(BucketedDataset):
         min_crop_scale: Minimum side length of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: For the random choice, weights of the source columns of captions (see `diffusion prepare`),
-            such as {original: 0.3, recaptioned: 0.7}; None means uniform.
+        caption_weights: Weight of each column that captions were prepared from, for choosing a caption at random, such
+            as {original: 0.3, recaptioned: 0.7}; None means that all captions of a sample are equally likely.
         seed: Seed of crops, flips and caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

@@ -160,8 +160,8 @@ class LatentsDataset(BucketedDataset):
         image_sizes: Add the stored sizes of each image, int64 [6], for a model conditioned on them.
         image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: For the random choice, weights of the source columns of captions (see `diffusion prepare`),
-            such as {original: 0.3, recaptioned: 0.7}; None means uniform.
+        caption_weights: Weight of each column that captions were prepared from, for choosing a caption at random, such
+            as {original: 0.3, recaptioned: 0.7}; None means that all captions of a sample are equally likely.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

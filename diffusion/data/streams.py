@@ -47,7 +47,7 @@ keep_data_position()
 
 
 MAX_SHARE_ERROR = 0.01
-"""Maximum relative error, caused by rounding to whole batches, of a stream's share of an epoch without a warning."""
+"""Log a warning if rounding to whole batches changes a stream's share of an epoch by more than this fraction of it."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,15 @@ class BucketedDataset(VerifiedDataset):
 
     Args:
         batch_size: Samples per device per batch.
-        columns: Columns that every sample must have; of each tuple, one column is enough.
+        columns: Columns that every sample must have; each tuple lists alternatives, of which one is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
         elastic: True (training) serves whole global batches that are the same on any number of devices; samples that do
             not fill a batch wait for another epoch. False (evaluation) serves every sample once per epoch, always in
             the same order (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded with others from the same shard
             (`diffusion.data.bad_samples`).
-        caption_weights: For the random choice, weights of the captions' source columns; None means uniform.
+        caption_weights: Weight of each column that captions were prepared from, for choosing a caption at random; None
+            means that all captions of a sample are equally likely.
     """
 
     copies = 'each with its own crop, caption, timestep and noise'

@@ -73,7 +73,8 @@ class _CachedClipTokenizer:
 
 
 def _clean(text: str) -> str:
-    # Skip ftfy, which takes a third of the time, for printable ASCII, where it only changes entities such as &amp;.
+    # Skip ftfy for printable ASCII without '&', which it would not change: ftfy takes longer than all other steps of
+    # tokenizing a caption. With '&', it may decode entities such as &amp;.
     plain = text.isascii() and text.isprintable() and '&' not in text
     return (text if plain else ftfy.fix_text(text)).lower()
 
@@ -282,7 +283,7 @@ class TextConditioner(nn.Module):
 
 
 def _freeze_unused_layer(encoder: Any) -> None:
-    """Freeze a CLIP encoder's last layer and final norm, whose output is unused, except if it has a projection."""
+    """Freeze the last layer and final norm of a CLIP encoder without projection, since their output is unused."""
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection) or not encoder.config.num_hidden_layers:
         raise UserError(
             f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'

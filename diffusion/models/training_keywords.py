@@ -51,7 +51,7 @@ class TrainingKeywords(TypedDict, total=False):
     posterior: Annotated[Literal['sample', 'mean'], Default('sample'), FROZEN_PARTS, NotArchitecture()]
     """Train on a sample from the VAE's posterior or on its mean."""
     seed: Annotated[int, Default(17), fixed_on_resume('all random numbers follow from the seed'), NotArchitecture()]
-    """Seed for noise, timesteps, posterior and caption dropout, in [0, 2**32)."""
+    """Seed for noise, timesteps, samples from the VAE's posterior, and caption dropout, in [0, 2**32)."""
 
 
 class TransformerKeywords(TrainingKeywords, total=False):

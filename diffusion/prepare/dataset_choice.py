@@ -131,8 +131,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
-"""File suffixes of each file layout, such as `parquet`. Those of images (`folder`) depend on the settings;
-TFRecords have other names."""
+"""File suffixes of each file layout, such as `parquet`. `folder` has none here, since the image suffixes are a setting;
+`tfrecord` has none, since `is_tfrecord` recognizes the names of TFRecords."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 """Suffixes of tables that contain no images, though they may contain image URLs."""
 STATE = 'state.json'
@@ -209,7 +209,7 @@ class Chooser:
 
     def _saved_folders(self, files: list[File]) -> list[str]:
         """Return the sorted folders written by `save_to_disk`, each with a trailing slash."""
-        # Require Arrow files beside it: other programs also write files named state.json.
+        # Require Arrow files beside state.json: other programs also write files with that name.
         saved = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
         saved |= {file.name.removesuffix(INFO).rstrip('/') for file in files if f'/{file.name}'.endswith(f'/{INFO}')}
         states = (file.name.removesuffix(STATE) for file in files if f'/{file.name}'.endswith(f'/{STATE}'))
@@ -338,7 +338,8 @@ def _others(
 ) -> list[PassedOver]:
     """Return the files that are not in `chosen`, each with the reason for skipping it, such as its split.
 
-    `of_config` are the data files in the chosen layout: those in no split are of another configuration, or name none.
+    `of_config` are the data files in the chosen layout. Those that are not in `splits` either belong to another
+    configuration or have no split in their names.
     """
     used = {file.name for file in chosen}
     reasons = {file.name: 'other configuration or no split' for file in of_config}

@@ -64,7 +64,7 @@ def perceptual_hash(image: Image.Image) -> PerceptualHash:
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:
-    """Return for each image the index of the first kept image that it duplicates, or -1 if it is kept itself.
+    """For each image, return -1 if it is kept, or else the index of the first kept image that it duplicates.
 
     An image is a duplicate of an earlier kept one if their exact hashes are equal, or if their perceptual hashes differ
     in at most `max_distance` bits (0 to 8). Images with equal exact hashes must have equal perceptual hashes.
@@ -97,9 +97,9 @@ def find_known(
     *,
     max_distance: int,
 ) -> np.ndarray:
-    """Return for each of M images the index of the first of N known images that it duplicates, or -1.
+    """For each of M images, return the index of the first of N known images that it duplicates, or -1 if there is none.
 
-    Both are given by their exact hashes, perceptual hashes and `meaningful`, as for `duplicates`. This is fast for few
+    Both are given as the arrays (exact, perceptual, meaningful) described in `duplicates`. This is fast for few
     images and many known ones, because it does not sort the known hashes. Unlike in `duplicates`, a known image counts
     even if it duplicates another one.
     """
@@ -138,7 +138,7 @@ def _first_of_equal(values: np.ndarray) -> np.ndarray:
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return for each of the distinct hashes the index of a near hash that is kept, or -1 if it is kept itself."""
+    """For each of the distinct hashes, return -1 if it is kept, else the index of a kept one within `distance` bits."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
@@ -158,7 +158,7 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Return for each image the index of the kept image that it duplicates, or -1, given all near pairs."""
+    """Return the same as `_greedy`, given the (later, earlier) indices of all pairs of near hashes."""
     # Reject an image only if it is near a kept image: being near is not transitive.
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
@@ -184,7 +184,7 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the same as `_near_pairs`, comparing only hashes of which enough of `blocks` blocks of bits are equal."""
+    """Return the same as `_near_pairs`; compare only hashes with at least `blocks - distance` equal blocks of bits."""
     # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
     # adjacent, and compare each hash with earlier hashes in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
@@ -209,7 +209,7 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return for each hash the index of the first in `kept` that differs in at most `distance` bits, or -1."""
+    """For each hash, return the index of the first hash in `kept` that differs in at most `distance` bits, or -1."""
     # Sort the smaller array, and iterate over the larger one. Most hashes in the larger array are not near any in the
     # smaller one: a table with one byte per entry excludes them ten times as fast as a binary search.
     swapped = len(hashes) < len(kept)

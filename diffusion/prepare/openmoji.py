@@ -25,7 +25,7 @@ LICENSE = (
     '(https://creativecommons.org/licenses/by-sa/4.0/), https://openmoji.org'
 )
 SETTINGS = {'store': 'original', 'license': LICENSE}
-"""Default settings of `diffusion prepare openmoji`: the images need no correction, so their bytes are stored."""
+"""Default settings of `diffusion prepare openmoji`: store the rendered PNG files unchanged, without resizing them."""
 UNNAMED_CAPTION = 'emoji'
 PART_EMOJI = 50
 

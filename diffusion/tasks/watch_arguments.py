@@ -38,7 +38,8 @@ class WatchOptions:
     checkpoints: Annotated[list[str], Option('NAMES', commas=True)] = field(default_factory=list)
     """Comma-separated names of the checkpoints to evaluate, such as ba1000,ba2000 (default: all)."""
     keep_best: Annotated[str | None, Option('METRIC[:N]')] = None
-    """Pin the N checkpoints with a metric's best values, so that the run keeps them (default: pin none; N: 1)."""
+    """Pin the N checkpoints that are best by a metric, so that the run keeps them, such as fid:3 for the 3 lowest FIDs.
+    Without :N, only the best one is pinned (default: pin none)."""
     launch: Annotated[str | None, Option('SPEC', files=True)] = None
     """Job YAML, submitted for each checkpoint (default: evaluate on this machine)."""
     max_nodes: Count | None = None
@@ -78,8 +79,8 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
     if options.launch is not None:
         if given or options.processes != 1:
             raise UserError(
-                '--launch: the recipe of the job names the evaluators and their settings, and the job its processes; '
-                'set them there, or as KEY=VALUE, such as overrides.evaluators.image_metrics.metrics=[fid]'
+                "--launch: set the evaluators and their settings in the job's recipe, and the processes in the job "
+                'YAML, or set both as KEY=VALUE, such as overrides.evaluators.image_metrics.metrics=[fid]'
             )
         checked = check_jobs(load_job_spec(options.launch, options.overrides), options.launch)
         spec, nodes = checked.spec, None

@@ -311,7 +311,7 @@ def test_commands_of_jobs_and_of_several_processes():
         (['RUN', '--metrics', 'fdi'], "there is no metric 'fdi'"),
         (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
         (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
-        (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: the recipe of the job names the evaluators'),
+        (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: set the evaluators'),
     ],
 )
 def test_mistakes_in_options(site, capsys, options, message):

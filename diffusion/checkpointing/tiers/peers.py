@@ -52,7 +52,7 @@ def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: i
         return None
     ring = sorted(range(len(nodes)), key=lambda node: (domains[node], node))
     sizes = [list(domains).count(domain) for domain in set(domains)]
-    # If all nodes are in one domain, no node is a better choice than the next one.
+    # If all nodes are in one domain, the next node is as good a choice as any.
     shift = 1 if len(sizes) == 1 else min(max(sizes), len(nodes) // 2)
     own = next(place for place, node in enumerate(ring) if rank in nodes[node])
     position = nodes[ring[own]].index(rank)
@@ -61,7 +61,7 @@ def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: i
 
 
 def new_group() -> ProcessGroup | None:
-    """Create a group of all ranks for exchanging files, or return None if there is only one rank; a collective."""
+    """Create a group of all ranks for exchanging files; return None for a single rank. All ranks must call this."""
     if dist.get_world_size() == 1:
         return None
     return cast(ProcessGroup, torch.distributed.new_group(backend='gloo', timeout=TIMEOUT))

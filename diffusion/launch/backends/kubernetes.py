@@ -115,7 +115,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the mistakes in manifests, found with published schemas (extra `kubernetes`) or else by kubectl."""
+    """Return the mistakes in manifests, found with the pip extra `kubernetes` or, if not installed, by kubectl."""
     found = []
     for text in rendered.files.values():
         try:
@@ -346,7 +346,7 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
 
 
 def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
-    """Return a manifest's violations of published schemas; raise ImportError without the extra `kubernetes`."""
+    """Return a manifest's violations of published schemas; raise ImportError if the extra `kubernetes` is missing."""
     # Import these here: importing the models takes a second.
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
@@ -376,7 +376,7 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
 
 
 def _kubectl_problems(text: str) -> list[Problem]:
-    """Return the mistakes that a kubectl dry run finds; raise NotValidated without kubectl or a cluster."""
+    """Return the mistakes that a kubectl dry run finds; raise NotValidated if kubectl or a cluster is missing."""
     try:
         call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
     except (UserError, ExternalError) as error:

@@ -19,7 +19,8 @@ from pathlib import Path
 import diffusion
 
 NICE = 15
-"""Nice value of the imports. If no core is idle, they get 3.5% of a rank's CPU time and take minutes instead of 5 s."""
+"""Nice value of the thread that imports the modules, so that it does not slow training: on a busy core, it gets 3.5% as
+much CPU time as a rank, and the imports take minutes instead of 5 s."""
 MAX_OOM_SCORE = 1000
 OOM_SCORE = Path('/proc/self/oom_score_adj')
 

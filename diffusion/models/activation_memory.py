@@ -117,9 +117,9 @@ class _Recording:
     weights: set[int]
     """Addresses of parameters and buffers, which are not activations."""
     outside: dict[int, int] = field(default_factory=dict)
-    """Storages kept outside checkpointed blocks."""
+    """Sizes in bytes of the storages kept outside checkpointed blocks, by address."""
     inside: list[dict[int, int]] = field(default_factory=list)
-    """Storages kept inside each block when it is not checkpointed."""
+    """Sizes of the storages kept inside each block if it is not checkpointed."""
     inputs: dict[int, int] = field(default_factory=dict)
     """Inputs of checkpointed blocks, kept for recomputing them."""
     outputs: list[int] = field(default_factory=list)

@@ -313,7 +313,7 @@ def _refusal(error: UserError, repository: str, revision: str | None) -> str:
 
 
 def _shortened(error: GaveUp) -> str:
-    """Return the error message of the last try, without huggingface_hub's long explanations."""
+    """Return the error's message as one line of at most 250 characters; huggingface_hub adds long explanations."""
     text = ' '.join(str(error).split())
     return text if len(text) <= 250 else f'{text[:246]} ...'
 

@@ -150,11 +150,11 @@ class Piece(NamedTuple):
     """Part number, such as 000003, or 000003.004 for the fifth piece of a divided part."""
     number: int
     part: Part
-    """Input to convert. If the piece is a whole part, this part's `where` is empty: see `content`."""
+    """Input to convert. To save memory, its `where` is empty if the piece is a whole part; see `content`."""
     is_whole: bool
 
     def content(self, plan: InputPlan) -> Part:
-        """Return the input to convert; the `where` of a whole part is read from the plan."""
+        """Return the complete input to convert: a whole part is read from the plan, with its `where`."""
         return plan.parts[self.number] if self.is_whole else self.part
 
 

@@ -1,4 +1,4 @@
-"""Convert a source entry into dataset samples, one per bucket, or reject it with a reason.
+"""Convert a source entry into dataset samples, one for each resolution it is large enough for, or reject it.
 
 A bucket is a folder of shards for images of one resolution, or of one resolution and shape.
 """

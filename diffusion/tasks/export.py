@@ -83,7 +83,8 @@ def export(
     Raises:
         UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, settings contradict each other, the
             format cannot represent the model, or the Hub refuses the upload.
-        ExternalError: The Hub did not respond. The export is complete and can be uploaded later.
+        ExternalError: The Hub did not respond: before the export, so that nothing was written, or during the upload,
+            so that the export is complete and can be uploaded later.
     """
     checkpoint = check_export(ExportOptions(str(place), str(out), weights, ema_width, at, dtype, merge, push, public))
     out = Path(out)

@@ -172,7 +172,7 @@ class NodeTier:
             shutil.rmtree(work, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all of the run's checkpoints from this node to free memory or disk space; not a collective."""
+        """Remove this tier's folder on this node, to free memory or disk space; not a collective."""
         if self.owns_folder:
             try:
                 remove(self.folder)

@@ -66,6 +66,8 @@ class FolderSource:
     """Columns of the caption file, or keys of .json files and `txt` for .txt files; None: see the class docstring."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
+    caption: str | None = None
+    """Caption of images without caption files beside them; None rejects these images."""
 
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
@@ -136,7 +138,7 @@ class FolderSource:
         found = (
             self._listed(tables, images, files, elsewhere, copy, notes)
             if tables
-            else (_with_captions(image, beside.get(_stem(image), {})) for image in images)
+            else (_with_captions(image, beside.get(_stem(image), {}), self.caption) for image in images)
         )
         parts = _parts(found)
         passed_over: dict[str, NamedCount] = {}
@@ -197,12 +199,13 @@ class FolderSource:
             notes.append(
                 f'{others.count} .{OTHER_TEXT} files were not read; read them with --caption-suffix {OTHER_TEXT}'
             )
-        if not captioned:
+        if not captioned and self.caption is None:
             found = [name for kind in TABLE_KINDS if kind in passed_over for name in passed_over[kind].names]
             have = f'it has {", ".join(found[:3])}, which --captions reads if it is a .csv, .jsonl or .parquet'
+            missing = 'write the captions in one of these ways, or give all images the same with --caption TEXT'
             notes.append(
                 f'{self.location}: no image has a .{self.caption_suffix} or .json beside it, and the folder has no '
-                f'{", ".join(METADATA_FILES)}; {have if found else "write the captions in one of these ways"}'
+                f'{", ".join(METADATA_FILES)}; {have if found else missing}'
             )
         return tuple(notes)
 
@@ -243,7 +246,7 @@ class FolderSource:
                 close()
             while waiting and not waiting[0][1].open:
                 image, span = waiting.popleft()
-                yield _with_captions(image, span.beside)
+                yield _with_captions(image, span.beside, self.caption)
             kind = kind_beside(file, self.caption_suffix)
             is_image = self._is_image(file)
             if is_hidden(file.name) or not (is_image or kind):
@@ -261,7 +264,7 @@ class FolderSource:
                     _pass_over(passed_over, extra)
         while spans:
             close()
-        yield from (_with_captions(image, span.beside) for image, span in waiting)
+        yield from (_with_captions(image, span.beside, self.caption) for image, span in waiting)
 
     def _listed(
         self,
@@ -349,12 +352,13 @@ class _Span:
     """True until a file outside the span is listed."""
 
 
-def _with_captions(file: File, beside: Mapping[str, File]) -> _ImageFile:
-    """Return an image with the caption files beside it, by kind."""
+def _with_captions(file: File, beside: Mapping[str, File], caption: str | None) -> _ImageFile:
+    """Return an image with the caption files beside it, by kind; without any, with the given caption."""
     found = {kind: beside[kind] for kind in BESIDE if kind in beside}
     stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
     image = _ImageFile(file.name, stamp, file.url, file.size, beside={kind: each.url for kind, each in found.items()})
-    image.problem = None if found else 'no_caption'
+    if not found:
+        image.captions, image.problem = ([], 'no_caption') if caption is None else ([caption], None)
     return image
 
 

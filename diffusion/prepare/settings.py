@@ -30,7 +30,7 @@ from diffusion.storage.local_files import why_not_writable
 from diffusion.storage.places import is_url
 
 SETTINGS_OF_SOURCE = {
-    'folder': ('location', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),
+    'folder': ('location', 'caption', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),
     'webdataset': ('location', 'captions', 'captions_key', 'caption_text', 'caption_suffix', 'caption_column'),
     'parquet': ('location', 'captions', 'captions_key', 'image_column', 'key_column', 'caption_column'),
     'tfrecord': (
@@ -69,6 +69,9 @@ class SourceSettings:
     """Folder, file, pattern, or object store folder such as s3://bucket/laion; empty for openmoji. For huggingface and
     tfrecord: org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder from `hf download` or
     `save_to_disk`."""
+    caption: Annotated[str | None, Option('TEXT')] = None
+    """folder only: caption of images that have no caption file beside them, such as "a photograph of my cat" (default:
+    none; these images are rejected)."""
     captions: Annotated[str | None, FILE] = None
     """folder: a .csv file with columns file and caption, or a .jsonl file with file and caption or captions; the names
     file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
@@ -288,6 +291,8 @@ class PrepareSettings:
         accepted = {'kind', *SETTINGS_OF_SOURCE[self.source.kind]} - {'token_variable'}
         if self.source.captions is not None:
             accepted -= {'caption_text', 'caption_suffix'}
+        if self.source.caption is None:  # datasets of version 0.1.0 do not have this setting
+            accepted -= {'caption'}
         values['source'] = {name: value for name, value in values['source'].items() if name in accepted}
         for section in (values, *([values['source']] if self.source.kind != 'folder' else [])):
             for name in LATER_SETTINGS.keys() & section.keys():

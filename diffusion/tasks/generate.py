@@ -38,7 +38,7 @@ def generate(recipe: Recipe) -> list[Path]:
     seeds = [settings.seed + index for index in range(len(prompts))]
     images = model.generate(prompts, seeds=seeds, **settings.sampling)
     files = save_images(images, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
-    print(f'{len(files)} images with {which} weights in {files[0].parent}')
+    print(f'{len(files)} image{"s" * (len(files) > 1)} with {which} weights in {files[0].parent}')
     if recipe.run_url is not None and not settings.out:
         try_to_push(RunMirror(recipe.run_dir, recipe.run_url), since=began)
     return files

@@ -221,8 +221,8 @@ def _body(out: Path, images: PreparedImages, held_out: PreparedImages | None, ba
     """Yield the lines with the settings of the recipe."""
     settings = base.settings
     yield f'extends: diffusion:{base.name}\nname: {out.stem}\n'
-    steps = images.count // base.global_batch
-    yield f'global_batch: {base.global_batch}  # images per step: {steps:,} steps see each image once'
+    steps = images.count / base.global_batch
+    yield f'global_batch: {base.global_batch}  # images per step: each image is seen once in {steps:,.1f} steps'
     if base.microbatch is not None:
         yield f'device_train_microbatch_size: {base.microbatch}  # images at a time on a GPU: as many as fit in memory'
     for key, found in (('streams', images), ('eval_streams', held_out)):

@@ -42,6 +42,19 @@ def test_images_without_caption_are_reported_without_being_read(tmp_path: Path) 
     assert [(entry.problem, entry.image) for entry in found] == [('no_caption', None), ('caption_not_utf8', b'x')]
 
 
+def test_images_without_caption_files_take_the_given_caption(tmp_path: Path) -> None:
+    write_files(tmp_path, {'a.jpg': b'a', 'sub/b.jpg': b'b', 'sub/b.txt': 'own', 'c.jpg': b'c', 'c.txt': ''})
+    found = entries(FolderSource(str(tmp_path), caption='a cat'))
+    assert [(entry.key, entry.captions, entry.image) for entry in found] == [
+        ('a.jpg', ['a cat'], b'a'),
+        ('c.jpg', [''], b'c'),
+        ('sub/b.jpg', ['own'], b'b'),
+    ]
+    (tmp_path / 'sub' / 'b.txt').unlink()
+    (tmp_path / 'c.txt').unlink()
+    assert not FolderSource(str(tmp_path), caption='a cat').parts()[0].notes
+
+
 @pytest.mark.parametrize('suffix', ['csv', 'jsonl'])
 def test_captions_file_gives_order_and_columns(tmp_path: Path, suffix: str) -> None:
     write_files(tmp_path / 'in', {name: name for name in ('a.jpg', 'sub/b.jpg', 'unnamed.jpg')})

@@ -37,6 +37,8 @@ def test_every_setting_is_documented_and_plans_have_those_of_their_source_alone(
     assert set(settings_of(VALID).content_settings()['source']) == without
     assert with_captions.content_settings()['source']['captions'] == 't.csv'
     assert not LATER_SETTINGS.keys() & settings_of(VALID).content_settings().keys()
+    folder = settings_of(VALID | {'source': {'kind': 'folder', 'location': 'x'}}).content_settings()['source']
+    assert {*SETTINGS_OF_SOURCE['folder']} - {*folder} == {'caption'}, 'datasets of version 0.1.0 do not have it'
     assert set(field_docs(PrepareSettings)) == set(PrepareSettings.__dataclass_fields__)
 
 

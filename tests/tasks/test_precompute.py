@@ -154,6 +154,30 @@ def test_losses_on_latents_equal_losses_on_images(write, write_recipe, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('layout', ['channels', 'grouped'])
+def test_latents_of_flux2_train_only_models_of_their_layout(
+    tiny_recipe, write_recipe, pictures, small_flux2, tmp_path, layout
+):
+    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    model = tiny_recipe(tmp_path, small=True)['model'] | {'vae': str(small_flux2), 'vae_layout': layout}
+    model['patch_size'] = 1 if layout == 'grouped' else 2
+    settings = {'streams': streams, 'batch_size': 8, 'dtype': 'float32'}
+    path = write_recipe('online', model=model, precompute=settings | {'out': str(tmp_path / 'latents')})
+    precompute(load(path, ['task=precompute']))
+    stored = {'small': {'local': str(tmp_path / 'latents' / 'small'), 'resolution': 32}}
+    content = {'streams': stored, 'dataset': {'name': 'latents'}, 'loader': {'num_workers': 0, 'shuffle': False}}
+    train(load(path, ['loader.shuffle=false'])).close()
+    train(load(write_recipe('offline', model=model, **content))).close()
+    online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'offline'))
+    assert len(online) == 8 and offline == pytest.approx(online, rel=1e-4)
+    other = model | {'vae_layout': 'channels' if layout == 'grouped' else 'grouped'}
+    names = [f'AutoencoderKLFlux2 with {shape} px' for shape in ('4 channels per 8x8', '16 channels per 16x16')]
+    made, wanted = names if layout == 'channels' else reversed(names)
+    with pytest.raises(ValueError, match=f'autoencoder is {made}, but the model has {wanted}'):
+        train(load(write_recipe('other', model=other, **content)))
+
+
+@pytest.mark.slow
 def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, store, monkeypatch):
     """Interrupt the job, too: uploaded shards are not encoded again, and the index is uploaded last."""
     precompute(load(write('whole')))

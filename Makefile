@@ -162,7 +162,7 @@ test-slice: $(VENV)/installed
 .PHONY: docs
 docs: $(VENV)/installed ## build the documentation into site/: seconds
 	@$(BIN)/mkdocs build --strict
-	@echo 'open site/index.html, or run $(BIN)/mkdocs serve'
+	@echo 'read it with search at http://localhost:8000: python3 -m http.server -d site'
 
 .PHONY: lint
 lint: $(VENV)/installed ## check style, formatting and types

@@ -30,6 +30,7 @@ MODELS = {
     'small.yaml': load(YAMLS / 'small.yaml', allow_missing=True).model,
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
+    'i1_256.yaml': Component('i1'),
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
     'mmdit.yaml': Component('mmdit', {'t5_length': 77}),
     'tiny_vae.yaml': Component('autoencoder'),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from diffusion.config.load import Recipe, RecipeError, load
     from diffusion.config.registry import register, register_family
     from diffusion.data.streams import BucketedDataset
+    from diffusion.models.families.i1.builder import i1, tiny_i1
     from diffusion.models.families.mmdit.builder import mmdit, tiny_mmdit
     from diffusion.models.families.prx.builder import prx, tiny_prx
     from diffusion.models.families.sd2.builder import sd2, tiny
@@ -33,6 +34,7 @@ __all__ = [
     'RecipeError',
     'build_loader',
     'build_model',
+    'i1',
     'load',
     'mmdit',
     'prx',
@@ -41,6 +43,7 @@ __all__ = [
     'sd2',
     'sdxl',
     'tiny',
+    'tiny_i1',
     'tiny_mmdit',
     'tiny_prx',
     'tiny_sdxl',
@@ -63,6 +66,7 @@ _MODULES = {
     'RecipeError': 'diffusion.config.load',
     'build_loader': 'diffusion.training.components',
     'build_model': 'diffusion.training.components',
+    'i1': 'diffusion.models.families.i1.builder',
     'load': 'diffusion.config.load',
     'mmdit': 'diffusion.models.families.mmdit.builder',
     'prx': 'diffusion.models.families.prx.builder',
@@ -71,6 +75,7 @@ _MODULES = {
     'sd2': 'diffusion.models.families.sd2.builder',
     'sdxl': 'diffusion.models.families.sdxl.builder',
     'tiny': 'diffusion.models.families.sd2.builder',
+    'tiny_i1': 'diffusion.models.families.i1.builder',
     'tiny_mmdit': 'diffusion.models.families.mmdit.builder',
     'tiny_prx': 'diffusion.models.families.prx.builder',
     'tiny_sdxl': 'diffusion.models.families.sdxl.builder',

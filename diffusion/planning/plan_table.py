@@ -91,8 +91,9 @@ def _time(plan: Plan) -> str:
     run = plan.published
     if run is not None:
         count = len(run.stages)
-        stages = f'all {count} stages' if count == len(plan.phases) else f'{count} stages, of which this is one'
-        what = f'{run.source}: {run.hours:.0f} hours on {run.gpus} {run.gpu} at ${run.usd_per_gpu_hour:.2f}, {stages}'
+        what = f'{run.source}: {run.hours:.0f} hours on {run.gpus} {run.gpu} at ${run.usd_per_gpu_hour:.2f}'
+        if count > 1:
+            what += f', all {count} stages' if count == len(plan.phases) else f', {count} stages, of which this is one'
         cost = Cost(run.hours, run.gpu_hours, run.usd)
         rows.append(['published', '', '', *_cost(cost), what])
     return _section('Time and cost', rows, left={6})

@@ -71,10 +71,22 @@ PRX_IN_24_HOURS = PublishedRun(
 """PRX on pixels with TREAD, REPA (only at 512 px), LPIPS, patch features and Muon; published cost: about $1,500."""
 
 
+I1_QUICK_START = PublishedRun(
+    source='i1 quick start',
+    parameters=1_034_264_432,
+    stages=frozenset({(256, 500_000 * 512)}),
+    hours=129.6,
+    gpus=8,
+    gpu='h100-sxm',
+    usd_per_gpu_hour=2.0,
+)
+"""i1 XL (Zeng et al. 2026), 5.4 days in the README of its repository; no price was published."""
+
+
 def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
     """Return the published run that has the stages `work` (side and number of images of each), or None."""
-    run = PRX_IN_24_HOURS
-    return run if parameters == run.parameters and work and run.stages.issuperset(work) else None
+    runs = (PRX_IN_24_HOURS, I1_QUICK_START)
+    return next((run for run in runs if parameters == run.parameters and work and run.stages.issuperset(work)), None)
 
 
 def throughput_hours(gpus: int = 128) -> float:

@@ -136,21 +136,24 @@ def test_cost_of_fine_tuning_is_that_of_the_plan(capsys, name):
 
 def test_cost_of_transformers_in_recipes_and_documentation_is_that_of_the_plan(capsys):
     pages = [(YAMLS.parent / name).read_text() for name in ('README.md', 'docs/recipes.md', 'docs/planning.md')]
-    for names, words in (
-        (('speedrun', 'speedrun_1024'), ('--gpus', '32', '--price', '2', '--samples', '8.7e6')),
-        (('prx_256',), ('--gpus', '8', '--samples', '1e6')),
-        (('mmdit',), ('--gpus', '128')),
+    for names, gpu, words in (
+        (('speedrun', 'speedrun_1024'), 'h200', ('--gpus', '32', '--price', '2', '--samples', '8.7e6')),
+        (('prx_256',), 'h200', ('--gpus', '8', '--samples', '1e6')),
+        (('mmdit',), 'h200', ('--gpus', '128')),
+        (('i1_256',), 'h100-sxm', ('--gpus', '8', '--price', '2')),
     ):
-        plan = as_json(capsys, *(str(YAMLS / f'{name}.yaml') for name in names), '--gpu', 'h200', *words)
-        total = plan['total']
+        plan = as_json(capsys, *(str(YAMLS / f'{name}.yaml') for name in names), '--gpu', gpu, *words)
+        total, gpus = plan['total'], f'{words[1]} {gpu.partition("-")[0].upper()}'
         for name, phase in zip(names, plan['phases'], strict=True):
             header = (YAMLS / f'{name}.yaml').read_text().partition('\nname:')[0]
             cost = phase['training']
-            figures = f'{cost["days"]:.2f} days on {words[1]} H200', f'${cost["usd"]:,.0f}'
+            figures = f'{cost["days"]:.2f} days on {gpus}', f'${cost["usd"]:,.0f}'
             assert all(figure in header for figure in (*figures, f'{cost["gpu_hours"]:,.0f} GPU-hours'))
             row = next(line for line in pages[1].splitlines() if f'`yamls/{name}.yaml`' in line)
             assert all(figure in row for figure in figures)
-        assert f'{total["days"]:.2f} days on {words[1]} H200, ${total["usd"]:,.0f}' in pages[0]
+        assert f'{total["days"]:.2f} days on {gpus}, ${total["usd"]:,.0f}' in pages[0]
+        if names == ('i1_256',):
+            assert plan['published']['gpu_hours'] == pytest.approx(1037, abs=1)
     first = as_json(capsys, str(YAMLS / 'speedrun.yaml'), '--gpu', 'h200', '--gpus', '32')['phases'][0]
     for technique in first['techniques']:
         row = next(line for line in pages[2].splitlines() if line.startswith(f'| without {technique["name"]} '))

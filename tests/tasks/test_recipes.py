@@ -302,7 +302,7 @@ class Runs:
         end = f'{BATCHES}ba'
         content['trainer'] |= {'max_duration': end, 'eval_interval': end, 'save_interval': end}
         content['trainer']['eval_subset_num_batches'] = 1
-        if content.get('scheduler'):
+        if content.get('scheduler') and content['scheduler'].get('name') != 'constant':
             content['scheduler']['t_warmup'] = '1ba'
         for algorithm in content.get('algorithms', {}).values():
             if algorithm and 'ema_start' in algorithm:

@@ -33,7 +33,7 @@ from diffusion.models.training_keywords import Resolution, Revision, Transformer
 from diffusion.models.vae import latent_channels, objective_for
 
 PRETRAINED = 'google/t5gemma-2b-2b-ul2-it'
-PRETRAINED_VAE = 'black-forest-labs/FLUX.2-dev'
+PRETRAINED_VAE = 'black-forest-labs/FLUX.2-klein-4B'
 TEXT_LENGTH = 256
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal')
 
@@ -71,7 +71,7 @@ def i1(
     size: Literal['xl', '1.3b', '1.6b', '2b', '2.3b', '2.7b', '3b'] = 'xl',
     pretrained: Annotated[str | None, FROZEN_PARTS, WeightsOf(('text_encoder',))] = PRETRAINED,
     revision: Revision = None,
-    vae: VaeSource = None,
+    vae: VaeSource = PRETRAINED_VAE,
     vae_revision: Revision = None,
     vae_layout: VaeLayout = 'channels',
     max_length: Annotated[int, AtLeast(3)] = TEXT_LENGTH,
@@ -84,12 +84,12 @@ def i1(
         size: Size of the transformer: xl has width 1152 and 16 heads, 3b (3,161,172,368 parameters) 2016 and 28. All
             sizes have 29 blocks.
         pretrained: Source of T5-Gemma, of which the encoder is used, and its tokenizer: a repository on the Hub or a
-            local folder. None builds the frozen parts with random weights, for tests and for counting parameters and
-            FLOPs.
+            local folder. None builds it, and the default VAE, with random weights, for tests and for counting
+            parameters and FLOPs.
         revision: Commit of `pretrained`; required if that is a repository.
-        vae: Source of the VAE: a folder, or a repository with a `vae` subfolder; by default FLUX.2's,
-            black-forest-labs/FLUX.2-dev, whose latents have 32 channels.
-        vae_revision: Commit of the VAE's repository; required unless the VAE is a folder.
+        vae: Source of the VAE: a folder, or a repository with a `vae` subfolder; by default FLUX.2's, whose latents
+            have 32 channels.
+        vae_revision: Commit of `vae`; required if that is a repository.
         vae_layout: Layout of FLUX.2's latents: `channels` has 32 per cell of 8x8 px, with patches of 2x2 cells, as
             published; `grouped` has 128 per cell of 16x16 px, each a token.
         max_length: L, number of tokens to which captions are padded and truncated.
@@ -183,10 +183,10 @@ def _model(
 
 
 def _vae(vae: str | None, revision: str | None, pretrained: str | None, layout: Layout) -> Any:
-    """Return the autoencoder `vae`, by default FLUX.2's, or one with random weights if nothing is pretrained."""
-    if vae is None and pretrained is None:
-        return Flux2Vae(AutoencoderKLFlux2(), layout)
+    """Return the autoencoder `vae`; FLUX.2's with random weights if that is the default and nothing is pretrained."""
     source = vae or PRETRAINED_VAE
+    if source == PRETRAINED_VAE and pretrained is None:
+        return Flux2Vae(AutoencoderKLFlux2(), layout)
     if (problem := revision_problem(source, revision)) is not None:
         raise UserError(f'model.vae_revision: {problem}')
     return load_vae(source, revision=revision, layout=layout)

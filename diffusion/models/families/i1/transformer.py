@@ -125,7 +125,8 @@ class I1Block(nn.Module):
             return image + self._zero_of_unused_weights(), None
         text = text + self.attention_output_norm(self.text_out(attended[:, count:]))
         text = text + self.mlp_output_norm(self.text_mlp(self.mlp_norm(text)))
-        return image, text if attention_mask is None else text * attention_mask[:, :, None]
+        # The published blocks also set padding to zero, which has no effect: no token attends to it.
+        return image, text
 
     def _attend(self, image: Tensor, text: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
         """Return the heads' outputs for image and text tokens, [B, N + L, D]."""

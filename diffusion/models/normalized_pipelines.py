@@ -23,12 +23,12 @@ class _NormalizedLatents:
 
     @property
     def group(self) -> int:
-        """Side of the groups of latent cells that are one cell for the denoiser."""
+        """Side of the groups of latent pixels that the denoiser gets as one latent pixel with more channels."""
         return 1 if self._is_rae else math.isqrt(self.transformer.config.in_channels // self.vae.config.latent_channels)
 
     @property
     def vae_scale_factor(self) -> int:
-        """Side in pixels of one of the denoiser's cells."""
+        """Side in image pixels of one latent pixel of the denoiser's input, before it divides that into patches."""
         config = self.vae.config
         return config.patch_size if self._is_rae else 2 ** (len(config.block_out_channels) - 1) * self.group
 

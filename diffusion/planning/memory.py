@@ -230,7 +230,7 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
 
 
 def _muon_parameters(optimizer: Component, model: ModelCosts) -> int:
-    """Return the number of parameters that Muon updates: all parameters of the blocks; 0 for other optimizers."""
+    """Return the number of parameters that Muon updates: the trained ones of the blocks; 0 for other optimizers."""
     # Ignore that AdamW updates the blocks' norms and biases, which are only 0.05% of SD2's blocks. If Muon leaves
     # convolutions to AdamW, the number of Muon's parameters is unknown: 0 overestimates the memory.
     is_muon = optimizer.name == 'muon' and registry.settings_of('optimizer', optimizer)['convolutions']

@@ -48,7 +48,7 @@ class PrepareReport:
     held_out: HeldOut | None = None
     rejected: dict[str, NamedCount] = field(default_factory=dict)
     details: dict[str, dict[str, int]] = field(default_factory=dict)
-    """For each rejection reason, the decoders' messages, each with its number of images."""
+    """Number of images for each message of a decoder, by rejection reason; only for images that cannot be decoded."""
     repaired: NamedCount = field(default_factory=NamedCount)
     """Images converted although their files contain stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)

@@ -126,7 +126,7 @@ class Notifier:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                log.warning('notify: the message %r was still being delivered when the process ended', thread.name)
+                log.warning('notify: the message for event %r was not yet delivered when the run ended', thread.name)
 
 
 def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[
             return deliver(message)
         except NotDelivered as error:
             reason = str(error)
-    log.warning('notify.%s: the message %r was not delivered (%s)', key, message['event'], reason)
+    log.warning('notify.%s: the message for event %r was not delivered (%s)', key, message['event'], reason)
 
 
 def _post(url: str, message: dict[str, Any]) -> None:

@@ -123,7 +123,11 @@ class Place(Protocol):
         ...
 
     def fetch(self, name: str, *, again: bool = False) -> Path:
-        """Return the path of an existing file, or of a copy in the scratch folder; `again` renews an outdated copy."""
+        """Return a local path of a file, which must exist.
+
+        In a folder, this is the file itself. From an object store, the file is downloaded to the scratch folder, unless
+        there is a copy already; `again` downloads it in any case.
+        """
         ...
 
     def clean(self) -> None:

@@ -133,7 +133,7 @@ def test_end_of_a_process_waits_a_bounded_time_and_names_what_is_not_delivered(h
     begin = time.monotonic()
     sender.close(0.2)
     assert time.monotonic() - begin < 1
-    assert "notify: the message 'ended' was still being delivered when the process ended" in caplog.text
+    assert "notify: the message for event 'ended' was not yet delivered when the run ended" in caplog.text
 
 
 def test_command_gets_the_message_on_its_stdin_without_a_shell(hook, notifier, tmp_path, caplog):

@@ -32,7 +32,7 @@ class Options:
     gpu_type: str | None = None
     """Name of the GPU type in the cluster. Null means the platform's usual name of the GPU."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values that are merged last into the YAML of the run."""
+    """Values that are merged last into the YAML file that mcli submits."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:

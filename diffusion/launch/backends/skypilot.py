@@ -47,7 +47,7 @@ class Options:
     """Recovery of a preempted job: FAILOVER tries the same region first; EAGER_NEXT_REGION goes to another region
     immediately."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values that are merged last into each task."""
+    """Values that are merged last into each SkyPilot task."""
 
 
 # The next three classes copy the keys of the SkyPilot schemas, because importing SkyPilot takes 12 s. A test compares

@@ -74,7 +74,7 @@ class CaptionTable:
         The key of an image in a tar is `00000/000000012`, but a table may have only `000000012`.
         """
         query, rest = 'SELECT number, content FROM captions WHERE key = ? ORDER BY number', key
-        while not (found := self.open_index().execute(query, (rest,)).fetchall()) and '/' in rest:
+        while not (found := _opened(self.index()).execute(query, (rest,)).fetchall()) and '/' in rest:
             rest = rest.partition('/')[2]
         return found
 
@@ -83,23 +83,25 @@ class CaptionTable:
         found: dict[str, NamedCount] = {}
         used = {number for key in keys for number, _ in self.rows(key)}
         query, last = 'SELECT number, key, iif(key IS NULL, content, 0) FROM captions ORDER BY key, number', None
-        for number, key, place in self.open_index().execute(query):
+        for number, key, place in _opened(self.index()).execute(query):
             if key is None:
                 count_named(found, 'captions without key', 1, [place])
             elif number not in used and key != last:
                 count_named(found, 'captions without image', 1, [key])
             last = key
+        # Close the index: on a network file system, the work folder could not be removed with an open file in it.
+        _opened.cache_clear()
         return found
 
-    def open_index(self) -> sqlite3.Connection:
-        """Return the index; the first process that needs it writes it."""
+    def index(self) -> Path:
+        """Return the path of the index; the first process that needs it writes it."""
         path = self.work / f'captions-{self.stamp}.sqlite'
         if not path.exists():
             with hold_path_lock(path, lambda: None):
                 if not path.exists():
                     with atomic_file(path) as unfinished:
                         self._write_index(unfinished)
-        return _opened(path)
+        return path
 
     def _write_index(self, path: Path) -> None:
         index = sqlite3.connect(path, isolation_level=None)
@@ -131,7 +133,7 @@ class CaptionedSource:
 
     def parts(self) -> PartList:
         """Return the source's parts; they change with the table too."""
-        self.table.open_index()  # a mistake in the table is reported before the work starts
+        self.table.index()  # a mistake in the table is reported before the work starts
         stamp = self.table.stamp
         parts = PartList(
             replace(part, where={**part.where, 'captions': stamp}, stamp=f'{part.stamp} {stamp}')

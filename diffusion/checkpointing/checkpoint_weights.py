@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 TRAINING_ONLY = ('feature_projector.',)
 """Name prefixes of tensors that only exist in models trained with representation alignment."""
 Weights = Literal['ema', 'training']
+OTHER_FILE = 'use an earlier checkpoint, or copy it again'
 FILES_AT_ONCE = 8
 """Number of checkpoint files that are read concurrently."""
 
@@ -104,16 +105,24 @@ def read_content(path: Path) -> dict[str, Any]:
         UserError: The file is damaged, or contains objects of classes that are not on the safe list.
         OSError: The file cannot be read after several tries.
     """
-    return read_with_retries(lambda: _read_file(path / STATE if path.is_dir() else path))
+    file = path / STATE if path.is_dir() else path
+    content = read_pickle(file)
+    if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
+        raise UserError(f'{file}: contains no state; is it a Composer checkpoint?')
+    return content
 
 
-def _read_file(file: Path) -> dict[str, Any]:
-    """Return the content of a file written by torch.save, without executing pickled code."""
+def read_pickle(file: Path) -> Any:
+    """Return the content of any file written by `torch.save`; see `read_content`."""
+    return read_with_retries(lambda: _read_file(file))
+
+
+def _read_file(file: Path) -> Any:
     _check_archive(file)
     try:
         # With mmap, a caller that needs only a few tensors does not copy a large file into memory.
         with torch.serialization.safe_globals(_safe_globals()):
-            content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
+            return torch.load(file, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         if (code := code_to_run(error)) is None:
             raise UserError(f'{file}: not a checkpoint (its pickle is damaged); use another one') from error
@@ -130,10 +139,7 @@ def _read_file(file: Path) -> dict[str, Any]:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f'{file}: not readable ({reason}); it may be truncated, use an earlier checkpoint') from error
-    if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
-        raise UserError(f'{file}: contains no state; is it a Composer checkpoint?')
-    return content
+        raise UserError(f'{file}: not readable ({reason}); it may be truncated, {OTHER_FILE}') from error
 
 
 def _check_archive(file: Path) -> None:
@@ -146,14 +152,12 @@ def _check_archive(file: Path) -> None:
     if start != b'PK\x03\x04':
         raise UserError(f'{file}: not a checkpoint (it is not a zip archive of torch.save); use another one')
     if end != b'PK\x05\x06':
-        raise UserError(
-            f'{file}: not readable (the end of the archive is missing); it is truncated, use an earlier checkpoint'
-        )
+        raise UserError(f'{file}: not readable (the end of the archive is missing); it is truncated, {OTHER_FILE}')
     try:
         with zipfile.ZipFile(file) as archive:
             compressed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
     except zipfile.BadZipFile as error:
-        raise UserError(f'{file}: not readable ({error}); it may be truncated, use an earlier checkpoint') from error
+        raise UserError(f'{file}: not readable ({error}); it may be truncated, {OTHER_FILE}') from error
     # torch would decompress an entry of any size into memory before looking at it.
     if compressed:
         raise UserError(

@@ -61,6 +61,8 @@ class Family:
     """True if the denoiser is conditioned on image sizes, which the dataset then returns."""
     single_file: bool = True
     """False if no program can read the model from a single file, so that it is not exported to one."""
+    layouts: tuple[str, ...] = ()
+    """Layouts of `.pt` files, of original code, to which `diffusion export --layout` writes the models."""
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
     """The diffusers pipelines to which the models are exported, by class name."""
     licenses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

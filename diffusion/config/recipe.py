@@ -3,6 +3,7 @@
 The doc string under a field is its reference documentation; `diffusion check` quotes the first sentence.
 """
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -305,8 +306,9 @@ class InitFrom:
     # The field cannot have the name of its key, `from`, which is a Python keyword.
     source: str = field(metadata={'key': 'from'})
     """The source of the weights: a checkpoint, or the folder of another run, whose newest checkpoint is used; a folder
-    that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub; or a `.safetensors` file with the
-    tensor names of Stability AI's code (`model.diffusion_model.*`)."""
+    that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub, or `org/name@COMMIT`; a
+    `.safetensors` file with the tensor names of Stability AI's code (`model.diffusion_model.*`); or for i1, a `.pt`
+    file of its own code, on the Hub `hf://org/name/FILE.pt`."""
     weights: Literal['training', 'ema'] = 'training'
     """The weights to start from if the source has both: training, or ema (averaged)."""
     revision: str | None = None
@@ -315,6 +317,12 @@ class InitFrom:
     resize: bool = False
     """True accepts a source with fewer latent channels: the weights of the additional input and output channels are
     zero. False stops with an error."""
+
+    def __post_init__(self) -> None:
+        # `org/name@COMMIT` is short for a repository and its revision.
+        found = re.fullmatch(r'(.+)@([0-9a-f]{40})', self.source) if isinstance(self.source, str) else None
+        if found is not None and self.revision is None:
+            self.source, self.revision = found.groups()
 
 
 @dataclass

@@ -19,9 +19,16 @@ DENOISERS = ('unet', 'transformer')
 
 def hub_repository(start: InitFrom) -> str | None:
     """Return the name of the repository on the Hub that `init_from` names, or None if its source is a local path."""
-    if start.source.startswith(HUB):
-        return start.source.removeprefix(HUB)
-    return start.source if start.revision is not None else None
+    if start.source.startswith(HUB) or start.revision is not None:
+        name = start.source.removeprefix(HUB)
+        return name.removesuffix(f'/{hub_file(start)}')
+    return None
+
+
+def hub_file(start: InitFrom) -> str | None:
+    """Return the file FILE.pt of a source `hf://org/name/FILE.pt`, or None for a source without a file."""
+    found = re.fullmatch(r'[^/]+/[^/]+/(.+\.pt)', start.source.removeprefix(HUB))
+    return None if found is None else found[1]
 
 
 def is_original_file(source: str) -> bool:
@@ -87,7 +94,7 @@ def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
     if start.revision is not None and not COMMIT.fullmatch(start.revision):
         what = f'{start.revision!r} is not a commit; branches and tags may change'
         problems['revision'] = f'{what}, so give the 40 hexadecimal digits of a commit'
-    if start.weights == 'ema':
+    if start.weights == 'ema' and hub_file(start) is None:
         problems['weights'] = f'ema, but {start.source} has only one set of weights; remove weights'
     return problems
 

@@ -105,6 +105,44 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
         return sum(_size(repository, _inside(subfolder, name), commit) for name in files)
 
 
+def fetch_file(repository: str, name: str, *, revision: str) -> Path:
+    """Return the path in the cache of a repository's file, which is downloaded if need be; errors as in `fetch`."""
+    found = try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE)
+    if isinstance(found, str):
+        return Path(found)
+    with _reaching(repository, revision, name):
+        return _download_file(repository, name, revision)
+
+
+def missing_size(repository: str, name: str, *, revision: str) -> int:
+    """Return the size in bytes of a repository's file, 0 if it is in the cache; errors as in `fetch`."""
+    if isinstance(try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE), str):
+        return 0
+    with _reaching(repository, revision, name):
+        return _size(repository, name, revision)
+
+
+def top_files(repository: str, *, revision: str) -> list[str]:
+    """Return the names of the files at the top of a repository, offline those in the cache; errors as in `fetch`."""
+    if constants.HF_HUB_OFFLINE:
+        cache = Path(constants.HF_HUB_CACHE, f'models--{repository.replace("/", "--")}', 'snapshots', revision)
+        return sorted(each.name for each in cache.glob('*'))
+    with _reaching(repository, revision, ''):
+        return _files(repository, '', revision)[1]
+
+
+@contextlib.contextmanager
+def _reaching(repository: str, revision: str, name: str) -> Iterator[None]:
+    what, instead = f'{repository}/{name} at revision {revision}', 'use a copy of the file on this machine'
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f'{what} could not be loaded from the Hugging Face Hub (HF_HUB_OFFLINE is set, and the cache '
+            f'{constants.HF_HUB_CACHE} lacks it); unset HF_HUB_OFFLINE to download it, or {instead}'
+        )
+    with _clear_errors(what, repository, revision, instead), errors_only(HUB_LOGGER):
+        yield
+
+
 @contextlib.contextmanager
 def retrying(policy: RetryPolicy) -> Iterator[None]:
     global POLICY

@@ -249,7 +249,8 @@ def _check_file(path: str) -> str:
 
 def _check_initial_weights(model: _Model, start: InitFrom) -> str:
     from diffusion.models.diffusers_weights import check_hub_denoiser, check_local_denoiser
-    from diffusion.training.initial_weights import Checkpoint, OriginalFile, source_of, with_denoiser
+    from diffusion.models.hub_files import missing_size
+    from diffusion.training.initial_weights import Checkpoint, OriginalFile, original_on_hub, source_of, with_denoiser
 
     if (problem := path_problem(start)) is not None:
         raise UserError(problem)
@@ -258,10 +259,13 @@ def _check_initial_weights(model: _Model, start: InitFrom) -> str:
         return _check_file(start.source)
     if isinstance(source, Checkpoint):
         return str(find_checkpoint(path))
-    denoiser, repository = with_denoiser(model.build(), start).denoiser, hub_repository(start)
+    built, repository = with_denoiser(model.build(), start), hub_repository(start)
     if repository is None:
-        check_local_denoiser(denoiser, path)
+        check_local_denoiser(built.denoiser, path)
         return 'found'
     assert start.revision is not None, 'the check of the recipe requires a revision'
-    size = check_hub_denoiser(denoiser, repository, start.revision)
+    if (name := original_on_hub(built, start)) is not None:
+        size = missing_size(repository, name, revision=start.revision)
+    else:
+        size = check_hub_denoiser(built.denoiser, repository, start.revision)
     return f'{bytes_text(size)} to download' if size else 'in the cache'

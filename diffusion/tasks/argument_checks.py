@@ -105,7 +105,8 @@ def _is_known_class(value: list[Any]) -> bool:
 
 
 def is_single_file(out: str | Path) -> bool:
-    return Path(out).suffix == '.safetensors'
+    """Return True for a file of an export: `.safetensors`, or `.pt` with --layout."""
+    return Path(out).suffix in ('.safetensors', '.pt')
 
 
 @dataclass
@@ -195,6 +196,8 @@ class ExportOptions:
     post_hoc_ema algorithm."""
     at: Annotated[int | None, Option('BATCH')] = None
     """Batch for which --ema-width reconstructs the average (default: the last snapshot at or before the checkpoint)."""
+    layout: Annotated[str | None, Option('NAME')] = None
+    """Layout of a file NAME.pt that a model's original code loads: i1 (default: the folder or file of --out)."""
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32'
     """Data type of the exported weights."""
     merge: bool = False
@@ -284,12 +287,32 @@ def check_export(options: ExportOptions) -> Path:
         checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     whole = recipe.lora is None or options.merge
-    has_layout = family_of_model(recipe.model.name).single_file and model_problem(recipe.model) is None
+    family = family_of_model(recipe.model.name)
+    _check_layout(options, family, recipe, whole=whole)
+    has_layout = (family.single_file or options.layout is not None) and model_problem(recipe.model) is None
     if is_single_file(out) and whole and not has_layout:
         raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
     if options.merge and recipe.lora is None:
         raise UserError(f'--merge: {checkpoint} has no LoRA, so there is nothing to merge; remove --merge')
     return checkpoint
+
+
+def _check_layout(options: ExportOptions, family: Family, recipe: Recipe, *, whole: bool) -> None:
+    """Raise UserError unless --layout and the suffix of --out fit each other and the model."""
+    layout, is_pickle = options.layout, Path(options.out).suffix == '.pt'
+    known = ', '.join(name for each in families() for name in each.layouts)
+    if layout is None and is_pickle:
+        raise UserError(f'--out: {options.out} is a .pt file, which needs --layout {known}; or give a folder')
+    if layout is None:
+        return
+    if layout not in family.layouts:
+        own = ', '.join(family.layouts)
+        way_out = f'use {own}' if own else 'remove --layout'
+        raise UserError(f'--layout: {layout!r} is not a layout of the model {recipe.model.name}; {way_out}')
+    if not is_pickle:
+        raise UserError(f'--layout: {layout} is a layout of .pt files, but --out is {options.out}; use --out NAME.pt')
+    if not whole:
+        raise UserError(f'--layout: {layout} has no place for a LoRA; add --merge')
 
 
 def missing_parts(folder: Path) -> list[str]:
@@ -309,7 +332,7 @@ def is_flow_scheduler(config: Mapping[str, Any]) -> bool:
 def _check_lora(path: str, pipeline: str) -> None:
     if not lora_file(Path(path)).is_file():
         raise UserError(f'--lora: {lora_file(Path(path))} does not exist; give the output of diffusion export')
-    if not is_single_file(lora_file(Path(path))):
+    if lora_file(Path(path)).suffix != '.safetensors':
         raise UserError(
             f'--lora: {path} is not a .safetensors file, and pickled files may run code; give the output of diffusion '
             'export, or convert the file'

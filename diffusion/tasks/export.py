@@ -52,6 +52,7 @@ def export(
     weights: Weights | None = None,
     ema_width: float | None = None,
     at: int | None = None,
+    layout: str | None = None,
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
     merge: bool = False,
     push: str | None = None,
@@ -72,6 +73,7 @@ def export(
         ema_width: Width of a post-hoc EMA to export instead, which is reconstructed from the run's `post_hoc_ema`
             snapshots. Untrained parts come from the checkpoint.
         at: Batch of the post-hoc EMA; None means the last snapshot at or before the checkpoint.
+        layout: Layout of a file `out` that ends with `.pt`, which the original code of the model's family loads: `i1`.
         dtype: Precision of the exported weights.
         merge: Merge the run's LoRA into the denoiser's weights, and export the pipeline.
         push: Repository on the Hugging Face Hub, `org/name`, to which the export and a model card are uploaded.
@@ -86,7 +88,8 @@ def export(
         ExternalError: The Hub did not respond: before the export, so that nothing was written, or during the upload,
             so that the export is complete and can be uploaded later.
     """
-    checkpoint = check_export(ExportOptions(str(place), str(out), weights, ema_width, at, dtype, merge, push, public))
+    options = ExportOptions(str(place), str(out), weights, ema_width, at, layout, dtype, merge, push, public)
+    checkpoint = check_export(options)
     out = Path(out)
     if push is not None:
         check_access(push, public=public)
@@ -159,7 +162,7 @@ def run_export(options: ExportOptions) -> None:
     if push is not None:
         print(f'{push}: uploaded to {constants.ENDPOINT}/{push}')
     if is_single_file(out):
-        print(f'{out}: {which} weights in the layout that ComfyUI reads')
+        print(f'{out}: {which} weights in the layout that {options.layout or "ComfyUI"} reads')
         return
     if (Path(out) / LORA_WEIGHTS).exists():
         # Include weight_name, which diffusers requires if HF_HUB_OFFLINE is set.

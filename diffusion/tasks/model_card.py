@@ -64,7 +64,8 @@ def model_card(
 def _about(written: str, file: str) -> str:
     return {
         LORA: 'A LoRA for pipelines of diffusers' + (' and for ComfyUI' if file != LORA_WEIGHTS else ''),
-        SINGLE_FILE: 'A text-to-image model in one file, in the layout that ComfyUI reads',
+        SINGLE_FILE: 'A text-to-image model in one file, in the layout that '
+        f'{"its original code" if file.endswith(".pt") else "ComfyUI"} reads',
         AUTOENCODER: 'An autoencoder for diffusers',
     }.get(written, f'A `{written}` of diffusers')
 

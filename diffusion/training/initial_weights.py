@@ -15,13 +15,15 @@ from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
 from diffusion.checkpointing.checkpoint_weights import (
     NoAverages,
     check_architecture,
+    read_pickle,
     weights_of,
     with_own_training_parts,
 )
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.config.recipe import InitFrom
-from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file
+from diffusion.config.weight_sources import PIPELINE, hub_file, hub_repository, is_diffusers_folder, is_original_file
 from diffusion.errors import UserError
+from diffusion.models import hub_files
 from diffusion.models.diffusers_weights import (
     denoiser_folder,
     fetched_denoiser_folder,
@@ -32,6 +34,7 @@ from diffusion.models.diffusers_weights import (
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.original_layout import read_original
 from diffusion.models.pretrained import load_pretrained
+from diffusion.models.vae import downsampling
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +102,10 @@ class Checkpoint(NamedTuple):
 
     def read(self, model: ComposerModel) -> SourceWeights:
         checkpoint = find_checkpoint(self.start.source)
+        if checkpoint.is_file() and isinstance(model, LatentDiffusion) and model.adapter.reads_pickles:
+            content = read_pickle(checkpoint)
+            if not (isinstance(content, dict) and 'state' in content):  # which a file of Composer has
+                return from_original(model, content, self.start, str(checkpoint))
         weights, _ = weights_of(checkpoint, self.start.weights)
         return SourceWeights(weights, str(checkpoint), f'the {self.start.weights} weights')
 
@@ -127,9 +134,12 @@ class DiffusersModel(NamedTuple):
 
     def read(self, model: ComposerModel) -> SourceWeights:
         model, start = with_denoiser(model, self.start), self.start
+        repository = hub_repository(start)
+        if repository is not None and (name := original_on_hub(model, start)) is not None:
+            file = hub_files.fetch_file(repository, name, revision=str(start.revision))
+            return from_original(model, read_pickle(file), start, f'{repository}/{name} at {start.revision}')
         if start.weights == 'ema':
             raise NoAverages(f'{start.source} has only one set of weights')
-        repository = hub_repository(start)
         if repository is None:
             folder = denoiser_folder(model.denoiser, Path(start.source))
         else:
@@ -140,6 +150,38 @@ class DiffusersModel(NamedTuple):
         place = start.source if start.revision is None else f'{start.source} at {start.revision}'
         what = 'the weights of denoiser and text encoder' if encoders else "the denoiser's weights"
         return SourceWeights(weights | encoders, place, what)
+
+
+def original_on_hub(model: LatentDiffusion, start: InitFrom) -> str | None:
+    """Return the name of the `.pt` file of original code to read from a repository; None if diffusers wrote it.
+
+    Of several files, the one for the model's image size is read, such as 256_resolution_checkpoint_torch.pt.
+    """
+    repository, name = hub_repository(start), hub_file(start)
+    assert repository is not None
+    if not model.adapter.reads_pickles:
+        if name is not None:
+            raise UserError(f'{start.source}: no .pt file can be read for this model; use hf://{repository}')
+        return None
+    if name is not None:
+        return name
+    names = hub_files.top_files(repository, revision=str(start.revision))
+    found = [each for each in names if each.endswith('.pt')]
+    if not found or 'config.json' in names or PIPELINE in names:
+        return None
+    side = model.latent_size * downsampling(model.vae)
+    fitting = [each for each in found if each.startswith(f'{side}_')] if len(found) > 1 else found
+    if len(fitting) != 1:
+        raise UserError(f'{start.source}: has {", ".join(found[:4])}; name one of them, hf://{repository}/{found[0]}')
+    return fitting[0]
+
+
+def from_original(model: LatentDiffusion, content: object, start: InitFrom, place: str) -> SourceWeights:
+    """Return the denoiser's weights in a file of original code; UserError if the model also trains a text encoder."""
+    if model.train_text_encoder:
+        raise UserError(f'{place}: has no weights of the text encoder; set model.train_text_encoder: false')
+    weights = model.adapter.from_original(model.denoiser, content, start.weights, place)
+    return SourceWeights(_prefixed(DENOISER, weights), place, f'the {start.weights} weights of the denoiser')
 
 
 def with_denoiser(model: object, start: InitFrom) -> LatentDiffusion:

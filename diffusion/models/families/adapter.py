@@ -6,7 +6,7 @@ Shapes: B batch, C latent channels, H W latent size, L text tokens, D text width
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,8 @@ class DenoiserAdapter(ABC):
     token_blocks: ClassVar[TokenBlocks | None] = None
     """Blocks that process image tokens; None if the denoiser is not a transformer or its tokens cannot skip blocks."""
 
+    reads_pickles: ClassVar[bool] = False
+    """True if `init_from` can read `.pt` files that the original code of the family wrote."""
     lora_writer: ClassVar[tuple[Any, str] | None] = None
     """diffusers' mixin that writes a LoRA for the denoiser, and its keyword for the weights; None if there is none."""
 
@@ -162,6 +164,10 @@ class DenoiserAdapter(ABC):
             f'--out: no program reads a {type(model.denoiser).__name__} from a single file; give a folder, which '
             'diffusers loads'
         )
+
+    def from_original(self, denoiser: Any, content: Any, which: Literal['training', 'ema'], where: str) -> Any:
+        """Return a denoiser's weights by name, from the content of a `.pt` file of the family's original code."""
+        raise NotImplementedError(f'{type(self).__name__} has reads_pickles, but no from_original')
 
     def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
         """Return the shape [C, H, W] of the noise for an exported pipeline, at the image size used in training."""

@@ -10,6 +10,7 @@ FAMILY = Family(
     denoiser_class='I1Transformer2DModel',
     adapter='diffusion.models.families.i1.denoiser:I1',
     single_file=False,
+    layouts=('i1',),
     licenses={
         'google/t5gemma-2b-2b-ul2-it': {
             'license': 'other',

@@ -12,7 +12,7 @@ from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, defaults
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
-from diffusion.models.families.i1.transformer import I1Transformer2DModel
+from diffusion.models.families.i1.transformer import SIZES, I1Transformer2DModel
 from diffusion.models.flux2_vae import Flux2Vae, Layout
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
@@ -36,17 +36,6 @@ PRETRAINED = 'google/t5gemma-2b-2b-ul2-it'
 PRETRAINED_VAE = 'black-forest-labs/FLUX.2-klein-4B'
 TEXT_LENGTH = 256
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal')
-
-SIZES: dict[str, tuple[int, int]] = {
-    'xl': (1152, 16),
-    '1.3b': (1296, 18),
-    '1.6b': (1440, 20),
-    '2b': (1584, 22),
-    '2.3b': (1728, 24),
-    '2.7b': (1872, 26),
-    '3b': (2016, 28),
-}
-"""Width and number of attention heads of the published sizes."""
 
 
 def i1_tokenizers(

@@ -1,11 +1,12 @@
 """Adapter of i1's transformer."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
+from diffusion.models.families.i1.original_layout import OriginalFile, from_original
 from diffusion.models.families.i1.transformer import I1Block, I1Transformer2DModel, TextBlock
 
 
@@ -19,6 +20,7 @@ class I1(DenoiserAdapter):
         **dict.fromkeys(['image_qkv', 'text_qkv', 'qkv'], 3),
         **dict.fromkeys(['image_mlp.up', 'text_mlp.up', 'mlp.up'], 2),
     }
+    reads_pickles = True
     token_blocks = TokenBlocks('blocks', per_token={'image_rotary': 1}, output=0)
 
     def sizes(self, denoiser: I1Transformer2DModel) -> DenoiserSizes:
@@ -34,6 +36,12 @@ class I1(DenoiserAdapter):
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
         # The transformer reads the noise level off the noisy tokens.
         return {'encoder_hidden_states': condition.embeds, 'attention_mask': condition.mask}
+
+    def from_original(self, denoiser: Any, content: Any, which: Literal['training', 'ema'], where: str) -> Any:
+        return from_original(denoiser, content, which, where)
+
+    def single_file(self, model: Any) -> Any:
+        return OriginalFile(model.denoiser, model.latent_size)
 
     def pipeline(self, model: Any) -> Any:
         raise UserError('export: diffusers has no pipeline for i1; draw with task=generate')

@@ -27,6 +27,16 @@ GRID = 16
 THETA = 10000.0
 TEXT_BLOCKS = 2
 EPSILON = 1e-6
+SIZES: dict[str, tuple[int, int]] = {
+    'xl': (1152, 16),
+    '1.3b': (1296, 18),
+    '1.6b': (1440, 20),
+    '2b': (1584, 22),
+    '2.3b': (1728, 24),
+    '2.7b': (1872, 26),
+    '3b': (2016, 28),
+}
+"""Width and number of attention heads of the published sizes."""
 
 
 class RMSNorm(nn.RMSNorm):

@@ -1,0 +1,247 @@
+"""Files of i1's own code: read, written, trained from, and refused."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hub_server import COMMIT, serving
+from huggingface_hub import constants
+from model_batches import CAPTIONS
+from torch import Tensor
+
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.models.families.i1.builder import tiny_i1
+from diffusion.training.initial_weights import read_weights, start_from
+from diffusion.training.train import train
+from tests.models.test_i1 import BLOCKS, HEADS, PATCH, TINY, WIDTH, Plain, texts_of
+
+TEXT, LENGTH, SIDE = 32, 16, 2
+ROLES = [
+    (r'^patch_embed\.', 'x_embedder.proj.'),
+    (r'^null_caption$', 'text_encoder_adapter.learnable_null_caption'),
+    (r'^text_embed\.', 'text_encoder_adapter.connector_in.'),
+    (r'^text_blocks\.0\.attention_norm\.weight', 'text_encoder_adapter.connector_norm1.scale'),
+    (r'^text_blocks\.0\.mlp_norm\.weight', 'text_encoder_adapter.connector_norm2.scale'),
+    (r'^text_blocks\.1\.attention_norm\.weight', 'text_encoder_adapter.connector_norm3.scale'),
+    (r'^text_blocks\.1\.mlp_norm\.weight', 'text_encoder_adapter.connector_norm4.scale'),
+    (r'^text_blocks\.0\.mlp\.', 'text_encoder_adapter.connector_mlp.'),
+    (r'^text_blocks\.1\.mlp\.', 'text_encoder_adapter.connector_mlp2.'),
+    (r'^text_blocks\.0\.out\.', 'text_encoder_adapter.connector_attn.proj.'),
+    (r'^text_blocks\.1\.out\.', 'text_encoder_adapter.connector_attn2.proj.'),
+    (r'^text_blocks\.0\.', 'text_encoder_adapter.connector_attn.'),
+    (r'^text_blocks\.1\.', 'text_encoder_adapter.connector_attn2.'),
+    *((rf'^blocks\.{i}\.', f'{block}.') for i, block in enumerate(['in_blocks.0', 'in_blocks.1', 'mid_block'])),
+    *((rf'^blocks\.{i + 3}\.', f'out_blocks.{i}.') for i in range(2)),
+    (r'(?<!connector_)(?<=[0-9k])\.attention_norm\.weight', '.norm1.scale'),
+    (r'\.mlp_norm\.weight', '.norm2.scale'),
+    (r'\.attention_output_norm\.weight', '.norm3.scale'),
+    (r'\.mlp_output_norm\.weight', '.norm4.scale'),
+    (r'\.(image|text)_(qkv)\.', r'.attn.\2_\1.'),
+    (r'\.(image|text)_out\.', r'.attn.proj_\1.'),
+    (r'\.(image|text)_skip\.', r'.skip_linear_\1.'),
+    (r'\.(image|text)_mlp\.', r'.mlp_\1.'),
+    (r'\.up\.', '.w12.'),
+    (r'\.down\.', '.w3.'),
+    (r'(blocks\.\d|mid_block)\.([qk]_norm)\.weight', r'\1.attn.\2.scale'),
+    (r'\.([qk]_norm)\.weight', r'.\1.scale'),
+    (r'^output_norm\.weight', 'final_layer.norm_final.scale'),
+    (r'^output\.', 'final_layer.linear.'),
+]
+"""Names in their files of what the plain implementation calls otherwise."""
+
+
+def theirs(name: str) -> str:
+    for pattern, replacement in ROLES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in a file of theirs, for the sizes of the tests."""
+    d, hidden, head = WIDTH, int(2 / 3 * 4 * WIDTH), WIDTH // HEADS
+    linears = {'x_embedder.proj': (d, 4, PATCH, PATCH), 't_embedder.linear1': (d, 256), 't_embedder.linear2': (d, d)}
+    linears['final_layer.linear'] = (4 * PATCH**2, d)
+    scales = {'final_layer.norm_final': d}
+    for number in ('', '2'):
+        attention, mlp = (f'text_encoder_adapter.connector_{kind}{number}' for kind in ('attn', 'mlp'))
+        linears |= {f'{attention}.qkv': (3 * d, d), f'{attention}.proj': (d, d)}
+        linears |= {f'{mlp}.w12': (2 * hidden, d), f'{mlp}.w3': (d, hidden)}
+        scales |= {f'{attention}.q_norm': head, f'{attention}.k_norm': head}
+    linears['text_encoder_adapter.connector_in'] = (d, TEXT)
+    scales |= {f'text_encoder_adapter.connector_norm{i}': d for i in (1, 2, 3, 4)}
+    for block in ('in_blocks.0', 'in_blocks.1', 'mid_block', 'out_blocks.0', 'out_blocks.1'):
+        scales |= {f'{block}.norm{i}': d for i in (1, 2, 3, 4)}
+        scales |= {f'{block}.attn.{each}_norm': head for each in 'qk'}
+        for kind in ('image', 'text'):
+            linears |= {f'{block}.attn.qkv_{kind}': (3 * d, d), f'{block}.attn.proj_{kind}': (d, d)}
+            linears |= {f'{block}.mlp_{kind}.w12': (2 * hidden, d), f'{block}.mlp_{kind}.w3': (d, hidden)}
+            if block.startswith('out'):
+                linears[f'{block}.skip_linear_{kind}'] = (d, 2 * d)
+    found: dict[str, tuple[int, ...]] = {f'{name}.scale': (size,) for name, size in scales.items()}
+    found |= {f'{name}.weight': shape for name, shape in linears.items()}
+    found |= {f'{name}.bias': shape[:1] for name, shape in linears.items()}
+    found |= {'pos_embed': (1, SIDE**2, d), 'text_encoder_adapter.learnable_null_caption': (1, LENGTH, TEXT)}
+    for axis, (rows, pairs) in enumerate([(LENGTH + 1, head // 4), (SIDE, head // 8), (SIDE, head // 8)]):
+        found |= {f'rope_embedder.{kind}_tables.{axis}': (rows, pairs) for kind in ('cos', 'sin')}
+    return found
+
+
+@pytest.fixture(scope='module')
+def weights():
+    draw = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes().items()}
+
+
+@pytest.fixture
+def write(weights, tmp_path):
+    """Function that writes a file of theirs; keywords replace the content."""
+
+    def written(name='256_resolution_checkpoint_torch.pt', **content):
+        content = {'config': {'hidden_size': WIDTH}, 'model': weights} | content
+        torch.save(content, tmp_path / name)
+        return tmp_path / name
+
+    return written
+
+
+@pytest.fixture
+def recipe_from(small_vae, write_recipe):
+    def recipe(start, **sections):
+        path = write_recipe(init_from=start, **sections)
+        content = yaml.safe_load(path.read_text())
+        content['model'] = {'name': 'tiny_i1', 'resolution': 32, 'vae': str(small_vae), **TINY}
+        content['model']['train_text_encoder'] = False
+        content['trainer'] |= {'max_duration': '1ba', 'save_interval': '1ba'}
+        path.write_text(yaml.safe_dump(content))
+        return load(path)
+
+    return recipe
+
+
+@pytest.fixture
+def model(small_vae):
+    return tiny_i1(32, vae=str(small_vae), train_text_encoder=False, **TINY)
+
+
+class PlainOfFile(Plain):
+    """The plain implementation with weights by their names in the file."""
+
+    def __init__(self, stored: dict[str, Tensor], names: Any) -> None:
+        self.weights = {name: stored[theirs(name)] for name in names}
+
+
+def test_file_predicts_as_the_plain_implementation(write, weights, model, recipe_from, caplog):
+    raw = {name: each + 1 for name, each in weights.items()}
+    file = write(train_state={'model_raw': raw, 'step': 7})
+    names = [*model.denoiser.state_dict()]
+    assert {theirs(name) for name in names} == {name for name in weights if not name.startswith(('t_', 'pos_', 'rope'))}
+    for which, stored in (('ema', weights), ('training', raw)):
+        with caplog.at_level(logging.INFO):
+            start_from(model, recipe_from({'from': str(file), 'weights': which}).initial_weights)
+        embeds, lengths = texts_of(model, model._tokens(CAPTIONS))
+        noisy = torch.randn(len(CAPTIONS), 4, 4, 4, generator=torch.Generator().manual_seed(1))
+        mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+        with torch.no_grad():
+            found = model.denoiser(noisy, embeds, mask).sample
+            plain = PlainOfFile(stored, names)
+            expected = torch.stack([plain(*each) for each in zip(noisy, embeds, lengths, strict=True)])
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(-found / scale, expected / scale, rtol=1e-5, atol=1e-5)
+    with caplog.at_level(logging.INFO):
+        start_from(model, recipe_from(str(write('published.pt'))).initial_weights)
+    expected_lines = ['t_embedder.* is not read', f'the training weights of the denoiser of {file}']
+    for line in [*expected_lines, 'published.pt: has only averaged weights, which are read']:
+        assert line in caplog.text
+    torch.testing.assert_close(model.denoiser.output.bias, -weights['final_layer.linear.bias'], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('lora', [False, True])
+def test_fine_tune_and_lora_start_from_a_file_and_export_to_one(write, weights, recipe_from, tmp_path, lora, capsys):
+    settings = {'lora': {'rank': 2, 'targets': ['image_qkv']}} if lora else {'optimizer': {'name': 'adamw', 'lr': 0.0}}
+    recipe = recipe_from(str(write()), **settings)
+    train(recipe).close()
+    out = tmp_path / 'exported.pt'
+    words = ['export', str(recipe.run_dir), '--out', str(out), '--layout', 'i1']
+    if lora:
+        assert main(words) == 2 and 'i1 has no place for a LoRA; add --merge' in capsys.readouterr().err
+        words.append('--merge')
+    assert main(words) == 0
+    assert 'in the layout that i1 reads' in capsys.readouterr().out
+    content = torch.load(out, weights_only=True)
+    exported = content['model']
+    assert {name: tuple(each.shape) for name, each in exported.items()} == shapes()
+    config = {'input_size': 4, 'image_resolution': 32, 'hidden_size': WIDTH, 'depth': BLOCKS, 'num_heads': HEADS}
+    assert config.items() <= content['config'].items()
+    changed = [name for name, each in exported.items() if not torch.equal(each, weights[name])]
+    rebuilt = [name for name in changed if name.startswith(('t_embedder', 'pos_embed', 'rope_embedder'))]
+    assert all(not exported[name].any() for name in rebuilt if name.startswith('t_'))
+    trained = {*changed} - {*rebuilt}
+    if lora:
+        assert trained and all(name.endswith('attn.qkv_image.weight') for name in trained)
+        return
+    assert not trained, 'without a learning rate, every bit comes back'
+    angles = torch.arange(2.0)[:, None] * 8 / 10000 ** (torch.arange(0, 6, 2) / 6)
+    torch.testing.assert_close(exported['rope_embedder.sin_tables.1'], angles.sin())
+
+
+@pytest.mark.parametrize(
+    ('change', 'problem'),
+    [
+        ({'in_blocks.0.norm1.scale': None}, r'1 missing \(in_blocks\.0\.norm1\.scale\)'),
+        ({'in_blocks.0.adaln.weight': torch.zeros(1)}, r'1 unknown \(in_blocks\.0\.adaln\.weight\)'),
+        ({'in_blocks.2.norm1.scale': torch.zeros(1)}, r'depth 7 instead of 5; use model settings that fit'),
+        ({'x_embedder.proj.weight': None}, r'has no tensor x_embedder\.proj\.weight; is it a file of i1\?'),
+        ({'pos_embed': torch.zeros(1, 5, WIDTH)}, r'5 positions, which is not a square'),
+        ({'rope_embedder.cos_tables.0': torch.zeros(9, 6)}, r'1 of another shape \(rope_embedder\.cos_tables\.0\)'),
+        (
+            {'x_embedder.proj.weight': torch.zeros(2016, 4, 2, 2), 'mid_block.attn.q_norm.scale': torch.zeros(72)},
+            r'is the size 3b, unlike the recipe: hidden_size 2016 instead of 48, num_heads 28 .*; set model\.size: 3b',
+        ),
+    ],
+)
+def test_other_tensors_are_refused(write, weights, model, recipe_from, change, problem):
+    changed = {name: each for name, each in (weights | change).items() if each is not None}
+    start = recipe_from(str(write(model=changed))).initial_weights
+    with pytest.raises(UserError, match=rf'^init_from: .*checkpoint_torch\.pt: .*{problem}'):
+        read_weights(model, start)
+
+
+class Code:
+    def __reduce__(self):
+        return print, ('run',)
+
+
+def test_code_and_half_a_download_are_refused(write, model, recipe_from, capsys):
+    start = recipe_from(str(write(config=Code()))).initial_weights
+    with pytest.raises(UserError, match=r'^init_from: .*not loaded, because it wants to run code .*use a check'):
+        read_weights(model, start)
+    file = write()
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match=r'init_from: .*it is truncated, use an earlier checkpoint, or copy it again'):
+        read_weights(model, start)
+    assert 'run' not in capsys.readouterr().out
+    with pytest.raises(UserError, match='has no weights in `model` or `train_state.model_raw`; use a file of i1'):
+        read_weights(model, recipe_from(str(write(model=None))).initial_weights)
+
+
+def test_repository_of_files_is_read(write, weights, model, recipe_from, tmp_path, monkeypatch):
+    (tmp_path / 'hub').mkdir()
+    for side in (32, 64):
+        changed = weights | {'final_layer.linear.bias': torch.full((16,), float(side))}
+        write(f'hub/{side}_resolution_checkpoint_torch.pt', model=changed)
+    with serving(tmp_path / 'hub', tmp_path, monkeypatch):
+        found = {
+            source: read_weights(model, recipe_from(source).initial_weights).tensors['denoiser.output.bias'][0]
+            for source in (f'someone/model@{COMMIT}', f'hf://someone/model/64_resolution_checkpoint_torch.pt@{COMMIT}')
+        }
+        assert [*found.values()] == [-32, -64], 'the file for the size of the images, or the one that is named'
+        large = tiny_i1(128, train_text_encoder=False, **TINY)
+        with pytest.raises(UserError, match=r'has 32_res\S+, 64_res\S+; name one of them, hf://someone/model/32_res'):
+            read_weights(large, recipe_from(f'someone/model@{COMMIT}').initial_weights)
+        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+        read_weights(model, recipe_from(f'someone/model@{COMMIT}').initial_weights)

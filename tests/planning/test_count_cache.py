@@ -13,7 +13,7 @@ from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 
 TINY = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
 SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
-LARGE = ('autoencoder', 'mmdit', 'perceptual_losses', 'prx', 'sd2', 'sdxl', 'tiny')
+LARGE = ('autoencoder', 'i1', 'mmdit', 'perceptual_losses', 'prx', 'sd2', 'sdxl', 'tiny')
 """Models that take seconds to count."""
 
 

@@ -29,6 +29,7 @@ RECIPES: tuple[tuple[tuple[str, ...], str, int, float], ...] = (
     (SPEEDRUN, 'h200', 32, 2.0),
     (('prx_256',), 'h200', 8, 4.0),
     (('i1_256',), 'h100-sxm', 8, 2.0),
+    (('prxpixel_7b',), 'h200', 64, 4.0),
     (('mmdit',), 'h200', 128, 4.0),
     (('finetune',), 'a100-80gb', 1, 2.0),
     (('lora',), 'a100-80gb', 1, 2.0),

@@ -1,6 +1,7 @@
 """PRX against diffusers alone: parameter counts, the loss, text masks, pretrained parts, and mistakes."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
+from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.families.adapter import adapter_of
-from diffusion.models.families.prx.builder import FLOW, prx, tiny_prx
+from diffusion.models.families.prx.builder import FLOW, prx, tiny_prx, transformer
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
 
+YAMLS = Path(__file__).parents[2] / 'yamls'
 TINY: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
 
 
@@ -83,6 +86,10 @@ def test_published_number_of_parameters():
         model = prx(pretrained=None)
         pixels = prx(512, pretrained=None, vae='pixels', patch_size=32, bottleneck_size=256)
         published = PRXTransformer2DModel()
+        large = load(YAMLS / 'prxpixel_7b.yaml', allow_missing=True).model.kwargs
+        keys = 'hidden_size', 'num_heads', 'depth', 'patch_size', 'bottleneck_size', 'resolution_embeds'
+        seven = transformer(3, 2048, **{key: large[key] for key in keys})  # 2048 is the width of Qwen3-VL 2B
+    assert (size_of(seven), seven.config['axes_dim']) == (7_003_535_872, [64, 64])
     assert (size_of(model.denoiser), size_of(pixels.denoiser)) == (1_170_691_648, 1_177_215_744)
     assert model.denoiser.state_dict().keys() == published.state_dict().keys()
     assert len(blocks_of(model.denoiser)) == 16

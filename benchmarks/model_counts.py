@@ -32,9 +32,14 @@ MODELS = {
     'prx_256.yaml': Component('prx'),
     'i1_256.yaml': Component('i1'),
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
+    'prxpixel_7b.yaml': load(YAMLS / 'prxpixel_7b.yaml', allow_missing=True).model,
     'mmdit.yaml': Component('mmdit', {'t5_length': 77}),
     'tiny_vae.yaml': Component('autoencoder'),
 }
+ROUTED = {'speedrun.yaml and speedrun_1024.yaml': 'speedrun.yaml', 'prxpixel_7b.yaml': 'prxpixel_7b.yaml'}
+"""Models that are also counted with the token route and the networks of losses of a recipe."""
+SQUARES_ONLY = ('prxpixel_7b.yaml',)
+"""Models that are too large to count in every aspect bucket."""
 
 
 def main(*words: str) -> None:
@@ -50,23 +55,26 @@ def main(*words: str) -> None:
 
 def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]:
     """Yield what is counted: its recipes, the key, names of FLOPs, and pairs of shape and precision."""
-    speedrun = load(YAMLS / 'speedrun.yaml', allow_missing=True)
+    networks = set()
     for purpose, model in MODELS.items():
         costs = ModelCosts(model)
         sides = sides_of(model)
         squares = [square(side) for side in sides or (64,)]
-        aspects = [sdxl_shapes(side, step_of(model)) for side in sides]
+        aspects = [] if purpose in SQUARES_ONLY else [sdxl_shapes(side, step_of(model)) for side in sides]
         shapes = unique([*squares, *(shape for each in aspects for shape in each)])
         # Memory is decided by the largest shape, so activations are counted for that one alone.
         largest = unique([*squares, *(max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects)])
         pairs = [(shape, precision) for shape in largest for precision in PRECISIONS]
-        if purpose.startswith('speedrun'):
-            route = route_of(speedrun.algorithms, costs.facts['token_blocks'])
+        if purpose in ROUTED:
+            recipe = load(YAMLS / ROUTED[purpose], allow_missing=True)
+            route = route_of(recipe.model, recipe.algorithms, costs.facts['token_blocks'])
             yield purpose, costs.key, [*shapes, *(f'{shape} {route}' for shape in shapes)], pairs
             half = [(shape, precision) for shape in largest for precision in ('float32', 'half')]
-            for network in (alignment_of(speedrun.model, costs, []), perceptual_of(speedrun.model, [])):
+            for network in (alignment_of(recipe.model, costs, []), perceptual_of(recipe.model, [])):
                 assert network is not None
-                yield f'{network.key.name} of {purpose}', network.key, shapes, half
+                if network.key.file_name not in networks:
+                    networks.add(network.key.file_name)
+                    yield f'{network.key.name} of {purpose}', network.key, shapes, half
         else:
             yield purpose, costs.key, shapes, pairs
     tuned = load(YAMLS / 'lora.yaml', allow_missing=True)

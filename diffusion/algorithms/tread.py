@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
+from torch import nn
 
 from diffusion.config.declarations import applied_on_resume
 from diffusion.config.model_checks import UNROUTED_BLOCKS, route_problems, routed_alignment_problem
@@ -55,7 +56,7 @@ class TREAD(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            self._install(state)
+            self.install(state.model)
             return
         assert self._model is not None and self._router is not None, 'Composer runs Event.INIT first'
         if event == Event.BEFORE_FORWARD:
@@ -63,8 +64,8 @@ class TREAD(Algorithm):
         else:
             self._router.finish()
 
-    def _install(self, state: State) -> None:
-        model = state.model
+    def install(self, model: nn.Module) -> None:
+        """Add the route to a model; raise UserError if it does not fit."""
         if not isinstance(model, LatentDiffusion):
             raise UserError(f'tread: a {type(model).__name__} has no denoiser; remove the algorithm')
         blocks = model.adapter.token_blocks

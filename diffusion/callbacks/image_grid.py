@@ -35,6 +35,7 @@ class ImageGrid(Callback):
         negative_prompt: Negative prompt for classifier-free guidance.
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
+        sparse_guidance: Guide by the prediction with tokens routed as in training (TREAD, SPRINT).
         num_inference_steps: Number of sampling steps.
         noise_scheduler: Name of the sampler, one of `diffusion.config.sampling_checks.SCHEDULERS`.
         size: Height and width in pixels; None uses the model's default.
@@ -52,6 +53,7 @@ class ImageGrid(Callback):
         negative_prompt: str = '',
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
+        sparse_guidance: bool = False,
         num_inference_steps: int = 50,
         noise_scheduler: str = 'ddim',
         size: list[int] | None = None,
@@ -71,6 +73,7 @@ class ImageGrid(Callback):
             'negative_prompt': negative_prompt,
             'guidance_scale': guidance_scale,
             'guidance_rescale': guidance_rescale,
+            'sparse_guidance': sparse_guidance,
             'num_inference_steps': num_inference_steps,
             'noise_scheduler': noise_scheduler,
             'size': tuple(size) if size is not None else None,

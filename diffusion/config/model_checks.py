@@ -25,7 +25,7 @@ def check_model(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong or unsupported setting of a recipe's model, LoRA and algorithms."""
     model = recipe.model
     found = _check_lora(recipe) + _check_objective(model) + _check_algorithms(recipe) + _check_alignment(model)
-    return found + _check_perceptual_losses(model) + _check_width_transfer(recipe)
+    return found + _check_perceptual_losses(model) + _check_width_transfer(recipe) + _check_sprint(model)
 
 
 def _check_objective(model: Component) -> list[Problem]:
@@ -280,7 +280,7 @@ def route_problems(start: int, end: int, fraction: float, *, depth: int | None) 
     """Return error messages for a TREAD route, by key; `depth` is the number of blocks, or None if unknown."""
     problems = {}
     if not 0 < fraction < 1:
-        problems['fraction'] = f'{fraction} is not a fraction in (0, 1); 0.5 is the published value'
+        problems['fraction'] = f'{fraction} is not a fraction in (0, 1); 0.5 is common'
     if start < 0:
         problems['start'] = f'{start} is negative; use the index of a block, from 0'
     elif depth is not None and not start < end <= depth:
@@ -289,6 +289,45 @@ def route_problems(start: int, end: int, fraction: float, *, depth: int | None) 
             f'start: {min(start, depth - 1)}, end: {max(depth - UNROUTED_BLOCKS, min(start, depth - 1) + 1)}'
         )
     return problems
+
+
+SPRINT = 'sprint'
+SPRINT_DENSE_BLOCKS = 2
+"""Default number of blocks after SPRINT's route, which process the fused tokens."""
+
+
+def _check_sprint(model: Component) -> list[Problem]:
+    values, settings = (registry.settings_of('model', model, key) for key in (None, SPRINT))
+    if not isinstance(values.get(SPRINT), Mapping) or not settings:
+        return []
+    start, end, fraction, depth = *(settings[key] for key in ('start', 'end', 'fraction')), values.get('depth')
+    if end is None and isinstance(depth, int):
+        end = depth - SPRINT_DENSE_BLOCKS
+    if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
+        return []  # another check reports values of a wrong type
+    problems = sprint_problems(start, end, fraction, depth=depth if isinstance(depth, int) else None)
+    problems |= _alignment_on_route(model, start, end)
+    return [Problem(join(f'model.{SPRINT}', key), problem) for key, problem in problems.items()]
+
+
+def routes_tokens(recipe: Recipe) -> bool:
+    """Return True if a recipe's model trains some blocks on a part of the image tokens (TREAD or SPRINT)."""
+    algorithms = recipe.algorithms.values() if isinstance(recipe.algorithms, dict) else ()
+    has_tread = any(isinstance(each, Component) and each.name == 'tread' for each in algorithms)
+    return has_tread or (isinstance(recipe.model, Component) and recipe.model.kwargs.get(SPRINT) is not None)
+
+
+def sprint_problems(start: int, end: int, fraction: float, *, depth: int | None) -> dict[str, str]:
+    """Return error messages for settings of SPRINT, by key; `depth` is the number of blocks, or None if unknown."""
+    return route_problems(start, end, fraction or 0.75, depth=depth)  # 0 is the second stage, on all tokens
+
+
+def _alignment_on_route(model: Component, start: int, end: int) -> dict[str, str]:
+    alignment = registry.settings_of('model', model, ALIGNMENT)
+    if not alignment or not isinstance(model.kwargs.get(ALIGNMENT), Mapping) or not isinstance(alignment['block'], int):
+        return {}
+    problem = routed_alignment_problem(alignment, start, end)
+    return {} if problem is None else {'': problem}
 
 
 def contrastive_problem(objective: Mapping[str, Any]) -> str | None:
@@ -329,11 +368,9 @@ def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, st
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
         return {}  # another check reports values of a wrong type
-    problems = route_problems(start, end, fraction, depth=depth)
-    alignment = registry.settings_of('model', model, ALIGNMENT)
-    if alignment and isinstance(model.kwargs.get(ALIGNMENT), Mapping) and isinstance(alignment['block'], int):
-        problem = routed_alignment_problem(alignment, start, end)
-        problems |= {} if problem is None else {'': problem}
+    problems = route_problems(start, end, fraction, depth=depth) | _alignment_on_route(model, start, end)
+    if isinstance(model.kwargs.get(SPRINT), Mapping):
+        problems[''] = f'model.{SPRINT} routes tokens too; remove one of the two'
     return problems
 
 

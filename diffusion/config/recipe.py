@@ -258,6 +258,9 @@ class GenerateConfig:
     guidance_rescale: float = 0.0
     """The strength, from 0 to 1, with which the guided prediction is rescaled to the standard deviation of the
     conditional prediction; 0 turns rescaling off."""
+    sparse_guidance: bool = False
+    """Guide by the prediction for the same prompt with tokens routed as in training (TREAD, SPRINT) instead of by the
+    unconditional prediction."""
     num_inference_steps: int = 50
     """The number of sampling steps of the noise scheduler."""
     num_images_per_prompt: int = 1
@@ -273,7 +276,10 @@ class GenerateConfig:
     @property
     def sampling(self) -> dict[str, Any]:
         """The keywords of `LatentDiffusion.generate` that this section sets for all images."""
-        keys = ('negative_prompt', 'guidance_scale', 'guidance_rescale', 'num_inference_steps', 'noise_scheduler')
+        keys = (
+            *('negative_prompt', 'guidance_scale', 'guidance_rescale', 'sparse_guidance'),
+            *('num_inference_steps', 'noise_scheduler'),
+        )
         return {key: getattr(self, key) for key in keys}
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion.config.model_checks import has_no_denoiser, objective_settings
+from diffusion.config.model_checks import has_no_denoiser, objective_settings, routes_tokens
 from diffusion.config.recipe import Component, GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
 from diffusion.config.signatures import source_file
@@ -110,6 +110,11 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         Problem(join(where, key), what)
         for where, settings, limit in places
         for key, what in sampling_problems(settings, limit, flow=flow).items()
+    ]
+    problems += [
+        Problem(join(where, 'sparse_guidance'), 'needs algorithms.tread or model.sprint in training; use false')
+        for where, settings, _ in places
+        if settings.get('sparse_guidance') is True and not routes_tokens(recipe)
     ]
     if recipe.task == 'generate' and (what := model_problem(recipe.model)) is not None:
         problems.append(Problem('model.name', what))

@@ -34,6 +34,7 @@ class Sampling:
         size: Height and width in pixels; None means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
+        sparse_guidance: Guide by the prediction with routed tokens; see `LatentDiffusion.generate`.
         batch_size: Images generated at once. It counts as a setting because it affects the images' last bits.
     """
 
@@ -44,7 +45,13 @@ class Sampling:
     size: tuple[int, int] | None = None
     seed: int = 0
     guidance_rescale: float = 0.0
+    sparse_guidance: bool = False
     batch_size: int = 32
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, without `sparse_guidance: False`: older folders and exports do not have it."""
+        return {key: value for key, value in asdict(self).items() if key != 'sparse_guidance' or value}
 
 
 class ImageGenerator(Protocol):
@@ -76,7 +83,7 @@ class GeneratedImages:
             raise UserError('there are no prompts to generate images for; add at least one')
         self.folder, self.prompts, self.sampling, self.checkpoint = folder, list(prompts), sampling, checkpoint
         digest = xxh3_128_hexdigest(json.dumps(self.prompts).encode())
-        wanted = {'checkpoint': checkpoint, 'images': len(prompts), 'prompts': digest, **asdict(sampling)}
+        wanted = {'checkpoint': checkpoint, 'images': len(prompts), 'prompts': digest, **sampling.settings}
         self._check_manifest(json.loads(json.dumps(wanted)))
 
     @classmethod
@@ -87,7 +94,7 @@ class GeneratedImages:
 
         Images with other settings go to other subfolders, so other settings can be tried without removing images.
         """
-        key = xxh3_128_hexdigest(json.dumps([list(prompts), asdict(sampling), checkpoint]).encode())[:8]
+        key = xxh3_128_hexdigest(json.dumps([list(prompts), sampling.settings, checkpoint]).encode())[:8]
         return cls(folder / f'{name or f"guidance-{sampling.guidance_scale:g}"}-{key}', prompts, sampling, checkpoint)
 
     def batches(self) -> list[range]:
@@ -158,7 +165,7 @@ class GeneratedImages:
             )
 
     def _generated(self, model: ImageGenerator, indices: range) -> Tensor:
-        settings = asdict(self.sampling)
+        settings = self.sampling.settings
         first, _ = settings.pop('seed'), settings.pop('batch_size')
         prompts = [self.prompts[index] for index in indices]
         return model.generate(prompts, seeds=[first + index for index in indices], **settings)
@@ -173,7 +180,7 @@ class GeneratedImages:
 
     def _text_of(self, index: int) -> PngImagePlugin.PngInfo:
         text = PngImagePlugin.PngInfo()
-        sampling = {**asdict(self.sampling), 'seed': self.sampling.seed + index, 'checkpoint': self.checkpoint}
+        sampling = {**self.sampling.settings, 'seed': self.sampling.seed + index, 'checkpoint': self.checkpoint}
         for key, value in {'prompt': self.prompts[index], **sampling}.items():
             text.add_itxt(key, value if isinstance(value, str) else json.dumps(value))
         return text

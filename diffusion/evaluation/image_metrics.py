@@ -61,6 +61,7 @@ class ImageMetrics:
         num_inference_steps: Steps of the noise scheduler per image.
         noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         negative_prompt: Prompt that guidance moves away from.
+        sparse_guidance: Guide by the prediction with tokens routed as in training (TREAD, SPRINT).
         size: Height and width of the images in pixels; null means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         batch_size: Images per batch. Changing it generates all images again, because it affects their last bits.
@@ -83,6 +84,7 @@ class ImageMetrics:
         num_inference_steps: int = 50,
         noise_scheduler: str = 'ddim',
         negative_prompt: str = '',
+        sparse_guidance: bool = False,
         size: Sequence[int] | None = None,
         seed: int = 0,
         batch_size: int = 32,
@@ -106,6 +108,7 @@ class ImageMetrics:
             'num_inference_steps': num_inference_steps,
             'noise_scheduler': noise_scheduler,
             'negative_prompt': negative_prompt,
+            'sparse_guidance': sparse_guidance,
             'size': None if size is None else (size[0], size[1]),
             'seed': seed,
             'batch_size': batch_size,

@@ -3,6 +3,7 @@
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from diffusion.models.representation_alignment import (
 )
 from diffusion.models.sampler import (
     LatentGrid,
+    Predict,
     as_captions,
     check_sampling,
     guided_denoiser,
@@ -52,7 +54,7 @@ from diffusion.models.sampler import (
 )
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
-from diffusion.models.token_routing import Route, TokenRouter
+from diffusion.models.token_routing import FUSION, Route, TokenFusion, TokenRouter
 from diffusion.models.training_keywords import PixelTransformerKeywords
 from diffusion.models.vae import (
     PixelSpace,
@@ -191,6 +193,11 @@ class LatentDiffusion(ComposerModel):
         self._captions_checked: set[str] = set()
         self._empty_text: TextOutput | None = None
         self._placed_on: torch.device | None = None
+        self.sprint = training['sprint']
+        if self.sprint is not None:
+            # Add it before anything copies, compiles or shards the denoiser.
+            for each in filter(None, (denoiser, mup_base)):
+                self._add_fusion(each)
         self._flops = TrainingFlops(denoiser, text, trains_text=train_text_encoder)
 
         # A plain dict hides the frozen parts from nn.Module. Otherwise FSDP would shard them, although `vae.encode`
@@ -220,6 +227,9 @@ class LatentDiffusion(ComposerModel):
                 load_perceptual_loss(perceptual_losses, feature_encoder), torch.float32
             )
 
+        if self.sprint is not None:
+            assert self.adapter.token_blocks is not None
+            self.route_tokens(self.sprint.route(len(self.adapter.token_blocks.of(denoiser))))
         self.learning_rate_factors = {} if mup_base is None else self._scale_for_width(mup_base)
 
         # The buffers are not persistent: they are derived from the settings, and a checkpoint must not replace them.
@@ -240,6 +250,14 @@ class LatentDiffusion(ComposerModel):
                 narrow = FeatureProjector.of(settings.projection, width, settings.hidden_size, encoder.width)
             factors |= scale_for_width(self.feature_projector[0], narrow[0], prefix='feature_projector.0.')
         return factors
+
+    def _add_fusion(self, denoiser: nn.Module) -> None:
+        """Add SPRINT's layer to a denoiser; as its submodule, FSDP gathers it together with the denoiser."""
+        width = self.adapter.sizes(denoiser).token_width
+        if width is None or self.adapter.token_blocks is None:
+            raise UserError(f'sprint: a {type(denoiser).__name__} has no image tokens; use a transformer')
+        with next(denoiser.parameters()).device:
+            denoiser.add_module(FUSION, TokenFusion(width))
 
     @property
     def vae(self) -> Vae:
@@ -308,6 +326,8 @@ class LatentDiffusion(ComposerModel):
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
         self._check_captions(batch[batch_keys.INPUT_IDS], FIRST_BATCH)
+        if self.sprint is not None and self.router is not None:
+            self.router.begin(draws)  # with a fraction of 0 too: DDP needs a gradient of the mask token
         timesteps = training_timesteps(self.objective, draws, batch.get(batch_keys.TIMESTEP_QUANTILE))
         noise = draws.normal(Purpose.NOISE, latents.shape[1:])
         if self.objective.offset_noise:
@@ -366,6 +386,8 @@ class LatentDiffusion(ComposerModel):
         The router's `begin` and `finish` must be called before and after each batch's forward and backward pass.
         """
         assert self.adapter.token_blocks is not None, 'the family has no token blocks'
+        if self.sprint is not None and self.router is not None:
+            raise UserError('algorithms.tread: model.sprint routes tokens too; remove one of the two')
         self.router = TokenRouter(self.denoiser, self.adapter.token_blocks, route)
         self._flops.route(route)
         return self.router
@@ -515,6 +537,7 @@ class LatentDiffusion(ComposerModel):
         num_inference_steps: int = 50,
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
+        sparse_guidance: bool = False,
         noise_scheduler: str = 'ddim',
         latents: Tensor | None = None,
     ) -> Tensor:
@@ -529,6 +552,8 @@ class LatentDiffusion(ComposerModel):
             guidance_scale: 0 or more; 1 or less turns guidance off.
             guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
+            sparse_guidance: Guide by the prediction for the same prompt with tokens routed as in training, instead of
+                the unconditional prediction (Krause et al. 2026, arXiv 2601.01608); needs TREAD or SPRINT.
             noise_scheduler: A name from `diffusion.config.sampling_checks.SCHEDULERS`, or a scheduler class of
                 diffusers.
             latents: Initial noise, standard normal [B, C, H, W], used instead of noise drawn from the seeds; its shape
@@ -544,6 +569,8 @@ class LatentDiffusion(ComposerModel):
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
+        if (weak := self._sparse_predict(seeds) if sparse_guidance else None) is not None and negative_prompt:
+            raise UserError('negative_prompt: sparse_guidance has no unconditional prediction; set one of the two')
         check_sampling(seeds, num_inference_steps, self.objective.num_train_timesteps, guidance_scale, guidance_rescale)
         grid = self.latent_grid
         if latents is not None:
@@ -558,14 +585,13 @@ class LatentDiffusion(ComposerModel):
         with evaluating(self):  # a text encoder in training mode may apply dropout
             sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
             condition = self._condition(self._tokens(prompts), sizes=sizes)
-            if guidance_scale > 1:
+            if guidance_scale > 1 and weak is None:
                 # Compute the unconditional and the conditional prediction in one pass with twice the batch size.
                 unconditional = self._unconditional(negative_prompt, condition)
                 condition = unconditional.followed_by(condition)
 
-        denoise = guided_denoiser(
-            self._predict, condition, scheduler, self.objective, scale=guidance_scale, rescale=guidance_rescale
-        )
+        guidance: dict[str, Any] = {'scale': guidance_scale, 'rescale': guidance_rescale, 'weak': weak}
+        denoise = guided_denoiser(self._predict, condition, scheduler, self.objective, **guidance)
         with evaluating(self):
             start = latents.float() * self.objective.noise_scale
             latents = sample_latents(denoise, scheduler, start, num_inference_steps=num_inference_steps, seeds=seeds)
@@ -740,6 +766,19 @@ class LatentDiffusion(ComposerModel):
         if self.adapter.timesteps_up_to_one:
             timesteps = timesteps / self.objective.num_train_timesteps
         return self.adapter.predict(self.denoiser, noisy, timesteps, condition)
+
+    def _sparse_predict(self, seeds: Sequence[int]) -> Predict:
+        """Return `_predict` with tokens routed; each image's tokens depend on its seed and the number of the call."""
+        if (router := self.router) is None:
+            raise UserError('sparse_guidance: the model has neither algorithms.tread nor model.sprint; use false')
+        draws, calls = draws_for(seeds, seed=0, device=self.device), itertools.count()
+
+        def predict(noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+            step = replace(draws, batch_index=torch.full_like(draws.sample_id, next(calls)))
+            with router.routing(step, in_sampling=True):
+                return self._predict(noisy, timesteps, condition)
+
+        return predict
 
     def _tokens(self, captions: Sequence[str]) -> Tensor:
         """Tokenize captions; return token ids on the model's device, int64 [B, E, L]."""

@@ -25,6 +25,8 @@ from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition
 from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
 
+Predict = Callable[[Tensor, Tensor, Condition], Tensor]
+"""Function that maps noisy latents [B, C, H, W], timesteps [B] and a condition to the denoiser's prediction."""
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """Function that maps noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
 
@@ -122,21 +124,24 @@ def sample_latents(
 
 
 def guided_denoiser(
-    predict: Callable[[Tensor, Tensor, Condition], Tensor],
+    predict: Predict,
     condition: Condition,
     scheduler: Any,
     objective: Objective,
     *,
     scale: float,
     rescale: float = 0.0,
+    weak: Predict | None = None,
 ) -> Denoise:
     """Return the function that `sample_latents` calls: the guided prediction, converted to what the scheduler expects.
 
     Args:
-        predict: Function that maps noisy latents, timesteps [B] and a condition to the denoiser's prediction.
-        condition: Condition for the prompts. With guidance, the batch starts with the unconditional condition.
+        predict: The denoiser's prediction.
+        condition: Condition for the prompts. With guidance, the batch starts with the unconditional condition, unless
+            there is a `weak` prediction.
         scale: Guidance scale; 1 or less turns guidance off.
         rescale: Strength of guidance rescaling; see `guide`.
+        weak: Prediction of a weaker model for the same condition, which replaces the unconditional prediction.
     """
     # Schedulers for flow matching expect the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
@@ -147,6 +152,9 @@ def guided_denoiser(
     def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
         if scale <= 1:
             prediction = predict(noisy, timestep.expand(len(noisy)), condition).float()
+        elif weak is not None:
+            strong, weaker = (each(noisy, timestep.expand(len(noisy)), condition).float() for each in (predict, weak))
+            prediction = guide(weaker, strong, scale=scale, rescale=rescale)
         else:
             both = torch.cat([noisy, noisy])
             both = predict(both, timestep.expand(len(both)), condition).float()

@@ -19,6 +19,7 @@ from diffusion.config.declarations import (
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
 from diffusion.models.representation_alignment import RepresentationAlignment
+from diffusion.models.token_routing import Sprint
 
 # -- builder keywords that only some models have --
 
@@ -64,6 +65,13 @@ class TransformerKeywords(TrainingKeywords, total=False):
         NotArchitecture(),
     ]
     """Settings for aligning the denoiser's tokens with a frozen image encoder's features; None turns alignment off."""
+    sprint: Annotated[
+        Sprint | None,
+        Default(None),
+        fixed_on_resume('the layer that fuses dense and sparse tokens is trained, and is part of the weights'),
+        NotArchitecture(),
+    ]
+    """Settings of SPRINT, which trains most blocks on a part of the image tokens; None turns it off."""
 
 
 class PixelTransformerKeywords(TransformerKeywords, total=False):

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
-from diffusion.config.model_checks import PIXELS, UNROUTED_BLOCKS
+from diffusion.config.model_checks import PIXELS, SPRINT, SPRINT_DENSE_BLOCKS, UNROUTED_BLOCKS
 from diffusion.config.recipe import Component, LoraConfig
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
@@ -101,6 +101,8 @@ class TokenRoute:
     start: int
     end: int
     fraction: float
+    fuses: bool = False
+    """True for SPRINT, which adds a linear layer that fuses the tokens before and after the blocks."""
 
     def __str__(self) -> str:
         return f'tread={self.start}:{self.end}:{self.fraction}'
@@ -110,8 +112,12 @@ class TokenRoute:
         return 1 - self.fraction if self.start <= block < self.end else 1.0
 
 
-def route_of(algorithms: Mapping[str, Component], blocks: int) -> TokenRoute | None:
-    """Return the TREAD route of a recipe whose denoiser has `blocks` blocks, or None if it does not use TREAD."""
+def route_of(model: Component, algorithms: Mapping[str, Component], blocks: int) -> TokenRoute | None:
+    """Return the TREAD or SPRINT route of a recipe whose denoiser has `blocks` blocks, or None if it uses neither."""
+    if model.kwargs.get(SPRINT) is not None:
+        settings = registry.settings_of('model', model, SPRINT)
+        end = blocks - SPRINT_DENSE_BLOCKS if settings['end'] is None else settings['end']
+        return TokenRoute(settings['start'], end, settings['fraction'], fuses=True)
     for algorithm in algorithms.values():
         if algorithm.name == 'tread':
             settings = registry.settings_of('algorithm', algorithm)
@@ -214,6 +220,16 @@ class ModelCosts(CountedCosts):
     def trained_flops(self, shape: Shape, route: TokenRoute | None = None) -> int:
         """Return the forward FLOPs of the denoiser (or other trained modules) for one image of this shape."""
         return self.flops(_flops_name(shape, route))['trained']
+
+    @property
+    def fusion_parameters(self) -> int:
+        """Number of parameters of SPRINT's fusion layer and mask token, which are not part of `trained_parameters`."""
+        return 2 * self.facts['token_width'] * (self.facts['token_width'] + 1)
+
+    def fusion_flops(self, shape: Shape) -> int:
+        """Return the forward FLOPs of SPRINT's fusion layer for one image of this shape."""
+        tokens = shape.pixels // self.facts['pixels_per_patch'] ** 2
+        return 4 * self.facts['token_width'] ** 2 * tokens
 
     def image_encoder_flops(self, shape: Shape) -> int:
         """Return the FLOPs of the frozen image encoder for one image of this shape."""

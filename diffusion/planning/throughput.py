@@ -261,7 +261,8 @@ def techniques_of(phase: Phase) -> tuple[Technique, ...]:
     names = [each.name for each in phase.recipe.algorithms.values()]
     # Each technique is removed while all others stay, so their effects do not add up to the effect of all together.
     without = {
-        'TREAD': replace(phase, route=None) if phase.route else None,
+        'TREAD': replace(phase, route=None) if phase.route and not phase.route.fuses else None,
+        'SPRINT': replace(phase, route=None) if phase.route and phase.route.fuses else None,
         'REPA': replace(phase, alignment=None) if phase.alignment else None,
         'perceptual losses': replace(phase, perceptual=None) if phase.perceptual else None,
         'contrastive flow matching': phase if CONTRASTIVE in names else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config.image_shapes import Shape, read_buckets
+from diffusion.config.model_checks import routes_tokens
 from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig, effective_parts
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
@@ -41,7 +42,7 @@ class Phase:
     encoding: Encoding
     notes: tuple[str, ...] = ()
     route: TokenRoute | None = None
-    """Blocks that some tokens skip (TREAD), or None."""
+    """Blocks that some tokens skip (TREAD, SPRINT), or None."""
     alignment: AlignmentCosts | None = None
     perceptual: PerceptualCosts | None = None
     optimizer_flops: int = 0
@@ -96,8 +97,13 @@ class Phase:
 
     @property
     def auxiliary_parameters(self) -> int:
-        """Number of trained parameters outside the model: those of representation alignment's MLP."""
-        return 0 if self.alignment is None else self.alignment.facts['trained_parameters']
+        """Number of trained parameters that losses and SPRINT add to the model."""
+        fusion = self.model.fusion_parameters if self._fuses else 0
+        return fusion + (0 if self.alignment is None else self.alignment.facts['trained_parameters'])
+
+    @property
+    def _fuses(self) -> bool:
+        return self.route is not None and self.route.fuses
 
     @property
     def trained_parameters(self) -> int:
@@ -106,7 +112,8 @@ class Phase:
     @cached_property
     def forward_flops(self) -> float:
         """FLOPs per image of the forward pass of the trained modules, including the denoiser if a LoRA is trained."""
-        return self._mean(lambda shape: self.model.trained_flops(shape, self.route))
+        fusion = self._mean(self.model.fusion_flops) if self._fuses else 0.0
+        return fusion + self._mean(lambda shape: self.model.trained_flops(shape, self.route))
 
     @property
     def passes(self) -> int:
@@ -216,8 +223,9 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     phase = Phase(recipe, model, shapes, batches, samples, stored_bytes, encoding or recipe_encoding)
     # Request everything that the plan needs, for every strategy that it compares, in one call per network: each call
     # that has to count starts a process that imports torch for 15 s. With TREAD, an earlier call must count the blocks.
-    routes = any(algorithm.name == 'tread' for algorithm in recipe.algorithms.values())
-    route = route_of(recipe.algorithms, model.facts['token_blocks']) if routes else None
+    route = None
+    if routes_tokens(recipe):
+        route = route_of(recipe.model, recipe.algorithms, model.facts['token_blocks'])
     largest, strategies = phase.largest_shape, (None, 'ddp', 'fsdp2')
     model.count(list(shapes), [(largest, phase.precision(strategy)) for strategy in strategies], route)
     alignment, perceptual = alignment_of(recipe.model, model, notes), perceptual_of(recipe.model, notes)

@@ -5,7 +5,6 @@ import json
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -79,7 +78,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
     folder = settings.out / IMAGES / model.name.lower()
     generated = generate_images(model, settings, folder)
     files = [generated.path(index) for index in range(len(settings.prompts))]
-    return files, {'source': generated.checkpoint, 'sampling': asdict(generated.sampling)}
+    return files, {'source': generated.checkpoint, 'sampling': generated.sampling.settings}
 
 
 def serve_page(folder: Path, *, host: str, port: int) -> None:

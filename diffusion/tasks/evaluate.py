@@ -11,6 +11,7 @@ from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
 
+from diffusion.algorithms.tread import TREAD
 from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
@@ -57,6 +58,9 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
             components.add_lora(recipe, model)
         # Copy the tensors while the file is open, since they may be memory-mapped.
         load_weights(model, weights, str(checkpoint))
+        for algorithm in recipe.algorithms.values():
+            if algorithm.name == 'tread':  # for sparse guidance; evaluation and sampling use all tokens otherwise
+                TREAD(**algorithm.kwargs).install(model)
         return TrainedModel(model, which, checkpoint.name)
 
 

@@ -189,6 +189,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
         assert recipe.lora is not None
         save_lora(model.denoiser, recipe.lora, folder / LORA_WEIGHTS, precision)
         return LORA
+    _check_fusion(model)
     pipeline = model.adapter.pipeline(model)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
@@ -211,6 +212,14 @@ def _add_code(folder: Path, code: Path) -> None:
     index.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 
+def _check_fusion(model: LatentDiffusion) -> None:
+    if model.sprint is not None:
+        raise UserError(
+            f'export: trained with model.sprint, whose fusion layer no {type(model.denoiser).__name__} of diffusers '
+            'has; draw with task=generate'
+        )
+
+
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:
     """Write a model or its LoRA to a file in the layout that ComfyUI reads; return the kind of export.
 
@@ -222,6 +231,7 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
         assert recipe.lora is not None
         save_lora(model.denoiser, recipe.lora, file, precision, single_file=True)
         return LORA
+    _check_fusion(model)
     content = model.adapter.single_file(model)
     side = model.latent_size * downsampling(model.vae)
     content.save(file, dtype=precision, title=recipe.name, objective=model.objective, resolution=side)

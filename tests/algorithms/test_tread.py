@@ -19,10 +19,13 @@ from diffusion.models import batch_keys
 from diffusion.models.cost_counting import build_empty
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.randomness import Purpose
-from diffusion.models.token_routing import Route
+from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.sampler import inference_scheduler
+from diffusion.models.token_routing import Route, Sprint, TokenFusion
+from diffusion.tasks.export import write_folder
 
 START, END, DEPTH = 1, 3, 4
+CAPTIONS = ['a cat', 'a dog in the rain']
 
 
 @pytest.fixture(scope='module')
@@ -51,33 +54,51 @@ def batch_of(model: LatentDiffusion, *, ids: range = range(10, 14)) -> dict[str,
     return {name: rows[list(ids)] for name, rows in model_batches.batch_of(model, captions, first_id=0).items()}
 
 
+def reference_prediction(model: LatentDiffusion, noisy: Any, time: Any, ids: Any, kept: list[int]) -> torch.Tensor:
+    """Return the prediction for one sample [C, H, W] by a PRX of one-cell patches, by the blocks of diffusers.
+
+    Blocks of the route only see the `kept` tokens. If the PRX has a fusion layer, it is applied as by SPRINT.
+    """
+    prx, count = model.denoiser, noisy[0].numel()
+    mask = model.text.padding_mask(ids)
+    text = prx.txt_in(model.text(ids).embeds)
+    dense = image = prx.img_in(noisy.flatten(1).T[None])
+    frequencies = 1000 * time * torch.exp(-torch.arange(128) / 128 * torch.log(torch.tensor(10000.0)))
+    embedded = prx.time_in(torch.cat([frequencies.cos(), frequencies.sin()])[None])
+    grid = torch.cartesian_prod(torch.arange(noisy.shape[1]), torch.arange(noisy.shape[2]))
+    rope = prx.pe_embedder(grid[None])
+    for number, block in enumerate(prx.blocks):
+        if number == START:
+            dense = image
+        used = kept if START <= number < END else list(range(count))
+        result = block(image[:, used], text, embedded, rope[:, :, used], mask)
+        rows = dict(zip(used, result[0], strict=True))
+        image = torch.stack([rows.get(token, image[0, token]) for token in range(count)])[None]
+        if number == END - 1 and hasattr(prx, 'token_fusion'):
+            weight, bias = prx.token_fusion.linear.weight, prx.token_fusion.linear.bias
+            sparse = [image[0, token] if token in kept else prx.token_fusion.mask_token for token in range(count)]
+            image = (dense[0] @ weight[:, :32].T + torch.stack(sparse) @ weight[:, 32:].T + bias)[None]
+    return prx.final_layer(image, embedded)[0].T.view_as(noisy)
+
+
+def smallest(words: torch.Tensor, fraction: float) -> list[int]:
+    """Return the tokens that are kept: those with the smallest random words."""
+    order = sorted(range(len(words)), key=lambda token: int(words[token]))
+    return sorted(order[: len(words) - round(fraction * len(words))])
+
+
 def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor], fraction: float) -> torch.Tensor:
     """Return the loss of a flow with a PRX of one-cell patches, one sample at a time, by the blocks of diffusers."""
-    draws, prx = model.draws_of(batch), model.denoiser
+    draws = model.draws_of(batch)
     latents = model.latents_of(batch, draws)
     noise = draws.normal(Purpose.NOISE, latents.shape[1:])
     times = model.objective.time_of(draws.uniform(Purpose.TIMESTEP)).float()
-    count = latents.shape[2] * latents.shape[3]
-    words = draws.words(Purpose.ROUTING, count)
+    words = draws.words(Purpose.ROUTING, latents.shape[2] * latents.shape[3])
     losses = []
     for i in range(len(latents)):
         noisy = (1 - times[i]) * latents[i] + times[i] * noise[i]
-        ids = batch[batch_keys.INPUT_IDS][i : i + 1]
-        mask = model.text.padding_mask(ids)
-        text = prx.txt_in(model.text(ids).embeds)
-        image = prx.img_in(noisy.flatten(1).T[None])
-        frequencies = 1000 * times[i] * torch.exp(-torch.arange(128) / 128 * torch.log(torch.tensor(10000.0)))
-        time = prx.time_in(torch.cat([frequencies.cos(), frequencies.sin()])[None])
-        grid = torch.cartesian_prod(torch.arange(latents.shape[2]), torch.arange(latents.shape[3]))
-        rope = prx.pe_embedder(grid[None])
-        smallest = words[i].tolist()
-        kept = sorted(sorted(range(count), key=lambda token: smallest[token])[: count - round(fraction * count)])
-        for number, block in enumerate(prx.blocks):
-            used = kept if START <= number < END else list(range(count))
-            result = block(image[:, used], text, time, rope[:, :, used], mask)
-            rows = dict(zip(used, result[0], strict=True))
-            image = torch.stack([rows.get(token, image[0, token]) for token in range(count)])[None]
-        predicted = prx.final_layer(image, time)[0].T.view_as(noisy)
+        ids, kept = batch[batch_keys.INPUT_IDS][i : i + 1], smallest(words[i], fraction)
+        predicted = reference_prediction(model, noisy, times[i], ids, kept)
         losses.append((predicted - (noise[i] - latents[i])).square().mean())
     return torch.stack(losses)
 
@@ -106,6 +127,62 @@ def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx,
     assert found.keys() == expected_gradients.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_sprint_samples_with_all_tokens_and_the_fusion_layer(make_prx, write_recipe, tmp_path):
+    model, full = (make_prx(sprint=Sprint(START, END, fraction)) for fraction in (0.75, 0.0))
+    full.load_state_dict(model.state_dict())
+    batch = batch_of(model)
+    model(batch)  # training has routed tokens before
+    assert torch.equal(model.eval_forward(batch), full.eval_forward(batch))
+    images = [each.generate(['a cat'], num_inference_steps=2, size=(64, 64)) for each in (model, full)]
+    assert torch.equal(*images)
+    with torch.no_grad():
+        model.denoiser.token_fusion.linear.bias.add_(1)
+    assert not torch.equal(model.eval_forward(batch), full.eval_forward(batch))
+    with pytest.raises(UserError, match='export: trained with model.sprint, whose fusion layer .* draw with task=gen'):
+        write_folder(model, load(write_recipe()), tmp_path, torch.float32, lora=False)
+
+
+def test_sprint_refuses_what_does_not_fit(make_prx, write_recipe):
+    with pytest.raises(UserError, match='sprint.end: no tokens can skip the blocks 2 to 8 of 4'):
+        make_prx(sprint=Sprint(2, 9))
+    with pytest.raises(UserError, match='algorithms.tread: model.sprint routes tokens too; remove one of the two'):
+        make_prx(sprint=Sprint(START, END)).route_tokens(Route(START, END, 0.5))
+    model = {'name': 'tiny_prx', 'sprint': {'fraction': 1.0}}
+    with pytest.raises(UserError) as caught:
+        load(write_recipe(model=model, algorithms={'tread': {'end': 3}}))
+    assert 'model.sprint.fraction: 1.0 is not a fraction' in str(caught.value)
+    assert 'algorithms.tread: model.sprint routes tokens too' in str(caught.value)
+    grid = {'image_grid': {'prompts': ['a cat'], 'sparse_guidance': True}}
+    with pytest.raises(UserError, match='image_grid.sparse_guidance: needs algorithms.tread or model.sprint in trai'):
+        load(write_recipe(model={'name': 'tiny_prx'}, callbacks=grid))
+    load(write_recipe(model={'name': 'tiny_prx', 'sprint': {}}, callbacks=grid))
+
+
+@pytest.mark.parametrize(
+    ('fraction', 'checkpointing'), [(0.75, False), (0.75, True), pytest.param(0.0, True, marks=pytest.mark.slow)]
+)
+def test_sprint_equals_blocks_with_the_kept_tokens_and_a_fusion_layer(make_prx, fraction, checkpointing):
+    model = make_prx(caption_dropout=0.0, sprint=Sprint(START, END, fraction))
+    batch = batch_of(model)
+    plain = make_prx(caption_dropout=0.0)  # its blocks have no hooks
+    plain.denoiser.token_fusion = TokenFusion(32)
+    plain.load_state_dict(model.state_dict())
+    expected = reference_loss(plain, batch, fraction)
+    expected.mean().backward()
+    expected_gradients = gradients(plain)
+    if checkpointing:
+        model.denoiser.enable_gradient_checkpointing()
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    torch.testing.assert_close(model.sample_losses, expected.detach(), rtol=1e-5, atol=1e-6)
+    found = gradients(model)
+    expected_gradients.setdefault('token_fusion.mask_token', torch.zeros(32))  # no token is dropped
+    assert found.keys() == expected_gradients.keys()
+    for name, gradient in found.items():
+        difference = (gradient - expected_gradients[name]).norm()
+        assert difference <= 1e-4 * expected_gradients[name].norm(), name
 
 
 def test_a_samples_tokens_do_not_depend_on_its_batch(shared_prx):
@@ -137,6 +214,34 @@ def test_evaluation_and_sampling_use_all_tokens(make_prx):
     assert router.kept is None
 
 
+@torch.no_grad()
+def test_sparse_guidance_equals_eulers_method_with_routed_predictions(make_prx):
+    plain = make_prx()
+    model = make_prx()
+    with pytest.raises(UserError, match='sparse_guidance: the model has neither algorithms.tread nor model.sprint'):
+        model.generate(['a'], sparse_guidance=True)
+    model.route_tokens(Route(START, END, 0.5))
+    with pytest.raises(UserError, match='negative_prompt: sparse_guidance has no unconditional prediction'):
+        model.generate(['a'], sparse_guidance=True, negative_prompt='b')
+    start = torch.randn(2, *model.latent_grid.shape((64, 64)), generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {'num_inference_steps': 3, 'guidance_scale': 2.5, 'noise_scheduler': 'euler'}
+    found = model.generate(CAPTIONS, latents=start, seeds=[7, 8], sparse_guidance=True, **settings)
+    scheduler = inference_scheduler('euler', plain.objective)
+    scheduler.set_timesteps(3)
+    latents, count, zero = start.clone(), start[0, 0].numel(), torch.zeros(2, dtype=torch.int64)
+    for step, (now, after) in enumerate(itertools.pairwise(scheduler.sigmas.tolist())):
+        words = Draws(0, torch.tensor([7, 8]), zero, zero + step).words(Purpose.ROUTING, count)
+        for i in range(2):
+            ids = plain._tokens(CAPTIONS[i : i + 1])
+            keeps = list(range(count)), smallest(words[i], 0.5)
+            strong, weak = (reference_prediction(plain, latents[i], now, ids, kept) for kept in keeps)
+            latents[i] += (after - now) * (weak + 2.5 * (strong - weak))
+    torch.testing.assert_close(found, plain.decode(latents), rtol=1e-4, atol=1e-4)
+    assert found.std() > 0.05, 'the images are not saturated'
+    unrouted = model.generate(CAPTIONS, latents=start, **settings | {'guidance_scale': 1.0}, sparse_guidance=True)
+    assert torch.equal(unrouted, plain.generate(CAPTIONS, latents=start, **settings | {'guidance_scale': 1.0}))
+
+
 def test_flops_count_the_tokens_that_blocks_see(make_prx):
     model = make_prx()
     batch = batch_of(model)
@@ -148,6 +253,8 @@ def test_flops_count_the_tokens_that_blocks_see(make_prx):
     saved = before - model.flops_per_batch(batch)
     attention_flops = 3 * 4 * 2 * 2 * 32 * (64 * (64 + 16) - 32 * (32 + 16))
     assert saved == (END - START) * (blocks / 2 + attention_flops)
+    fused = make_prx(sprint=Sprint(START, END, 0.5)).flops_per_batch(batch)
+    assert fused == before - saved + 3 * 4 * (2 * 64 * 64 * 32)
 
 
 def test_algorithm_routes_training_batches_only(make_prx):

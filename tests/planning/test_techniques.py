@@ -16,10 +16,11 @@ from diffusion.config.recipe import Component
 from diffusion.models import batch_keys
 from diffusion.models.block_matrices import newton_schulz_flops
 from diffusion.models.families.sd2.builder import tiny
-from diffusion.models.token_routing import Route
+from diffusion.models.token_routing import Route, TokenFusion
 from diffusion.planning import published_runs
 from diffusion.planning.auxiliary_costs import PUBLISHED_ENCODERS, encoder_sizes
 from diffusion.planning.memory import Setup, memory_of
+from diffusion.planning.model_costs import TokenRoute, route_of
 from diffusion.planning.plan import make_plan
 from diffusion.planning.throughput import TRANSFORMER_MFU, Assumptions, planned_speed, techniques_of
 from diffusion.training import components
@@ -92,6 +93,18 @@ def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
     without = memory_of(replace(work, perceptual=None), Setup(1, 8, work.recipe.parallelism))
     assert memory.activations - without.activations == 8 * work.perceptual.activations(work.largest_shape, 'half').kept
     assert memory.activations > without.activations
+
+
+def test_sprint_adds_its_fusion_layer_to_the_route(pixel_recipe):
+    model = Component('tiny_prx', {'sprint': {'start': 1}})
+    assert route_of(model, {}, 6) == TokenRoute(1, 4, 0.75, fuses=True)
+    work = phase(pixel_recipe)
+    assert work.route is not None
+    fused = replace(work, route=replace(work.route, fuses=True))
+    layer = TokenFusion(work.model.facts['token_width'])
+    assert fused.trained_parameters - work.trained_parameters == sum(each.numel() for each in layer.parameters())
+    assert fused.training_flops - work.training_flops == 3 * 2 * layer.linear.weight.numel() * 8 * 8
+    assert {each.name for each in techniques_of(fused)} & {'TREAD', 'SPRINT'} == {'SPRINT'}
 
 
 def test_perceptual_losses_take_three_passes_of_each_network(pixel_recipe):

@@ -46,17 +46,21 @@ def test_shared_memory_shortage(source, tmp_path, monkeypatch):
     assert not fatal
 
 
-def test_sample_order_takes_eight_bytes_per_sample(source, monkeypatch):
-    """Compare the constant with the shared memory that Streaming really allocates."""
+def test_shared_memory_of_samples_and_shards(source, monkeypatch):
+    """Compare the constants with the shared memory that Streaming really allocates."""
     sizes = {}
 
-    def record(name: str, create: bool, size: int = 0, **rest) -> SharedMemory:
+    def record(name: str, create: bool | None = None, size: int = 0, **rest) -> SharedMemory:
         sizes[name.partition('_')[2]] = size
         return SharedMemory(name, create, size, **rest)
 
-    monkeypatch.setattr('streaming.base.dataset.SharedMemory', record)
-    served(loader_over(None, source))
+    for module in ('dataset', 'shared.array'):
+        monkeypatch.setattr(f'streaming.base.{module}.SharedMemory', record)
+    loader = loader_over(None, source)
+    served(loader)
     assert sizes['epoch_data'] == host_limits.ORDER_BYTES * SAMPLES
+    per_shard = [size for name, size in sizes.items() if name.startswith(('shard_', 'signatures'))]
+    assert sum(per_shard) == host_limits.SHARD_SHM_BYTES * loader.dataset.num_shards
 
 
 @pytest.mark.parametrize(('available', 'fatal'), [(10**9, True), (2 * 10**9, False), (None, None), (10**10, None)])

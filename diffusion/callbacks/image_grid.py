@@ -36,6 +36,7 @@ class ImageGrid(Callback):
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
         sparse_guidance: Guide by the prediction with tokens routed as in training (TREAD, SPRINT).
+        snr_shift: Shift of a flow's sampling times toward noise; None means the objective's.
         num_inference_steps: Number of sampling steps.
         noise_scheduler: Name of the sampler, one of `diffusion.config.sampling_checks.SCHEDULERS`.
         size: Height and width in pixels; None uses the model's default.
@@ -54,6 +55,7 @@ class ImageGrid(Callback):
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
         sparse_guidance: bool = False,
+        snr_shift: float | None = None,
         num_inference_steps: int = 50,
         noise_scheduler: str = 'ddim',
         size: list[int] | None = None,
@@ -74,6 +76,7 @@ class ImageGrid(Callback):
             'guidance_scale': guidance_scale,
             'guidance_rescale': guidance_rescale,
             'sparse_guidance': sparse_guidance,
+            'snr_shift': snr_shift,
             'num_inference_steps': num_inference_steps,
             'noise_scheduler': noise_scheduler,
             'size': tuple(size) if size is not None else None,

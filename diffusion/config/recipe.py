@@ -261,6 +261,9 @@ class GenerateConfig:
     sparse_guidance: bool = False
     """Guide by the prediction for the same prompt with tokens routed as in training (TREAD, SPRINT) instead of by the
     unconditional prediction."""
+    snr_shift: float | None = None
+    """The shift of a flow's sampling times toward noise, as `objective.snr_shift` shifts those of training. Null means
+    the objective's."""
     num_inference_steps: int = 50
     """The number of sampling steps of the noise scheduler."""
     num_images_per_prompt: int = 1
@@ -280,7 +283,7 @@ class GenerateConfig:
             *('negative_prompt', 'guidance_scale', 'guidance_rescale', 'sparse_guidance'),
             *('num_inference_steps', 'noise_scheduler'),
         )
-        return {key: getattr(self, key) for key in keys}
+        return {key: getattr(self, key) for key in (*keys, 'snr_shift')}
 
 
 NotifyEvent = Literal['started', 'ended', 'hang', 'loss_guard', 'checkpoint_failed', 'goodput']

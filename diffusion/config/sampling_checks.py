@@ -44,6 +44,14 @@ def rescale_problem(rescale: float) -> str | None:
     return None if 0 <= rescale <= 1 else f'{rescale} is out of range; use 0 (off) to 1'
 
 
+def shift_problem(shift: float | None, *, flow: bool) -> str | None:
+    if shift is None or (flow and math.isfinite(shift) and shift > 0):
+        return None
+    if not flow:
+        return f'{shift} shifts the times of a flow, and this model is diffusion; remove it'
+    return f'{shift} is not positive; use 1 for no shift, or more for more steps near noise'
+
+
 SCHEDULERS = {
     'ddim': 'DDIMScheduler',
     'ddpm': 'DDPMScheduler',
@@ -132,6 +140,8 @@ def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flo
         problems['guidance_scale'] = guidance_problem(scale)
     if isinstance(rescale, int | float):
         problems['guidance_rescale'] = rescale_problem(rescale)
+    if isinstance(shift := settings.get('snr_shift'), int | float):
+        problems['snr_shift'] = shift_problem(shift, flow=flow)
     if isinstance(name, str) and name != MISSING:
         problems['noise_scheduler'] = scheduler_problem(name, flow=flow)
     return {key: what for key, what in problems.items() if what is not None}

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 MANIFEST = 'images.json'
 """File in an image folder that records the checkpoint and the settings, written before the first image."""
 
+NEWER = ('sparse_guidance', 'snr_shift')
+"""Settings that were added later; false or None have no effect."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -35,6 +38,7 @@ class Sampling:
         seed: Seed of the first image; each following image uses the next seed.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
         sparse_guidance: Guide by the prediction with routed tokens; see `LatentDiffusion.generate`.
+        snr_shift: Shift of a flow's sampling times toward noise; None means the objective's.
         batch_size: Images generated at once. It counts as a setting because it affects the images' last bits.
     """
 
@@ -46,12 +50,13 @@ class Sampling:
     seed: int = 0
     guidance_rescale: float = 0.0
     sparse_guidance: bool = False
+    snr_shift: float | None = None
     batch_size: int = 32
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name, without `sparse_guidance: False`: older folders and exports do not have it."""
-        return {key: value for key, value in asdict(self).items() if key != 'sparse_guidance' or value}
+        """The settings by name, without defaults that older folders and exports do not have."""
+        return {key: value for key, value in asdict(self).items() if value or key not in NEWER}
 
 
 class ImageGenerator(Protocol):

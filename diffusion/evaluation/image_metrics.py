@@ -52,6 +52,8 @@ class ImageMetrics:
             with captions, one per evaluation image.
         images_per_prompt: Number of images per prompt, with different seeds.
         guidance_scales: Classifier-free guidance scales; 1 turns guidance off.
+        guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
+        snr_shift: Shift of a flow's sampling times toward noise; null means the objective's.
         reference: Folder of reference images; null means the images of the evaluation data.
         num_references: Number of reference images, evenly spaced in the data; null means all.
         reference_features: Folder where features of the reference images are kept; runs may share it. Null means
@@ -77,6 +79,8 @@ class ImageMetrics:
         num_images: int | None = None,
         images_per_prompt: int = 1,
         guidance_scales: Sequence[float] = (7.5,),
+        guidance_rescale: float = 0.0,
+        snr_shift: float | None = None,
         reference: str | None = None,
         num_references: int | None = None,
         reference_features: str | None = None,
@@ -105,6 +109,7 @@ class ImageMetrics:
         self.reference_features = reference_features
         self.sources = dict(networks or {})
         self.sampling = {
+            **{'guidance_rescale': guidance_rescale, 'snr_shift': snr_shift},
             'num_inference_steps': num_inference_steps,
             'noise_scheduler': noise_scheduler,
             'negative_prompt': negative_prompt,

@@ -538,6 +538,7 @@ class LatentDiffusion(ComposerModel):
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
         sparse_guidance: bool = False,
+        snr_shift: float | None = None,
         noise_scheduler: str = 'ddim',
         latents: Tensor | None = None,
     ) -> Tensor:
@@ -554,6 +555,7 @@ class LatentDiffusion(ComposerModel):
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
             sparse_guidance: Guide by the prediction for the same prompt with tokens routed as in training, instead of
                 the unconditional prediction (Krause et al. 2026, arXiv 2601.01608); needs TREAD or SPRINT.
+            snr_shift: Shift of a flow's sampling times toward noise; by default the objective's.
             noise_scheduler: A name from `diffusion.config.sampling_checks.SCHEDULERS`, or a scheduler class of
                 diffusers.
             latents: Initial noise, standard normal [B, C, H, W], used instead of noise drawn from the seeds; its shape
@@ -571,7 +573,8 @@ class LatentDiffusion(ComposerModel):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
         if (weak := self._sparse_predict(seeds) if sparse_guidance else None) is not None and negative_prompt:
             raise UserError('negative_prompt: sparse_guidance has no unconditional prediction; set one of the two')
-        check_sampling(seeds, num_inference_steps, self.objective.num_train_timesteps, guidance_scale, guidance_rescale)
+        guidance = {'scale': guidance_scale, 'rescale': guidance_rescale}
+        check_sampling(seeds, num_inference_steps, self.objective, **guidance, shift=snr_shift)
         grid = self.latent_grid
         if latents is not None:
             grid.check_noise(latents, size, len(prompts))
@@ -581,7 +584,8 @@ class LatentDiffusion(ComposerModel):
             shape = grid.shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         check_sides(self.vae, *(side * grid.cell for side in latents.shape[2:]))
-        scheduler = inference_scheduler(noise_scheduler, self.objective)
+        objective = self.objective if snr_shift is None else replace(self.objective, snr_shift=snr_shift)
+        scheduler = inference_scheduler(noise_scheduler, objective)
         with evaluating(self):  # a text encoder in training mode may apply dropout
             sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
             condition = self._condition(self._tokens(prompts), sizes=sizes)
@@ -590,11 +594,17 @@ class LatentDiffusion(ComposerModel):
                 unconditional = self._unconditional(negative_prompt, condition)
                 condition = unconditional.followed_by(condition)
 
-        guidance: dict[str, Any] = {'scale': guidance_scale, 'rescale': guidance_rescale, 'weak': weak}
-        denoise = guided_denoiser(self._predict, condition, scheduler, self.objective, **guidance)
+        denoise = guided_denoiser(self._predict, condition, scheduler, objective, **guidance, weak=weak)
         with evaluating(self):
             start = latents.float() * self.objective.noise_scale
-            latents = sample_latents(denoise, scheduler, start, num_inference_steps=num_inference_steps, seeds=seeds)
+            latents = sample_latents(
+                denoise,
+                scheduler,
+                start,
+                num_inference_steps=num_inference_steps,
+                seeds=seeds,
+                even_times=self.adapter.samples_even_times,
+            )
             return self.decode(latents)
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ from diffusion.config.sampling_checks import (
     scheduler_class_name,
     scheduler_problem,
     seeds_problem,
+    shift_problem,
     steps_problem,
 )
 from diffusion.errors import UserError
@@ -106,10 +107,24 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
 
 
 def sample_latents(
-    denoise: Denoise, scheduler: Any, noise: Tensor, *, num_inference_steps: int, seeds: Sequence[int]
+    denoise: Denoise,
+    scheduler: Any,
+    noise: Tensor,
+    *,
+    num_inference_steps: int,
+    seeds: Sequence[int],
+    even_times: bool = False,
 ) -> Tensor:
-    """Generate latents [B, C, H, W] from standard normal noise; schedulers that add noise use one seed per image."""
-    scheduler.set_timesteps(num_inference_steps, device=noise.device)
+    """Generate latents [B, C, H, W] from standard normal noise; schedulers that add noise use one seed per image.
+
+    `even_times`: Euler's method for flows divides [0, 1] evenly before the shift. Otherwise it uses the grid of
+    diffusers' pipelines, whose last step begins at 1/1000, shifted twice.
+    """
+    if even_times and isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        times = [1 - step / num_inference_steps for step in range(num_inference_steps)]
+        scheduler.set_timesteps(sigmas=times, device=noise.device)
+    else:
+        scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
     if 'generator' in inspect.signature(scheduler.step).parameters:
         # Use one generator per image, on the CPU, so that the noise depends neither on other images nor on the device.
@@ -196,13 +211,20 @@ def as_captions(prompts: Sequence[str]) -> list[str]:
 
 
 def check_sampling(
-    seeds: Sequence[int], num_inference_steps: int, num_train_timesteps: int, scale: float, rescale: float
+    seeds: Sequence[int],
+    num_inference_steps: int,
+    objective: Objective,
+    *,
+    scale: float,
+    rescale: float,
+    shift: float | None,
 ) -> None:
     problems = {
         'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
-        'num_inference_steps': steps_problem(num_inference_steps, num_train_timesteps),
+        'num_inference_steps': steps_problem(num_inference_steps, objective.num_train_timesteps),
         'guidance_scale': guidance_problem(scale),
         'guidance_rescale': rescale_problem(rescale),
+        'snr_shift': shift_problem(shift, flow=objective.is_flow),
     }
     for where, problem in problems.items():
         if problem is not None:

@@ -37,6 +37,7 @@ Weights = Literal['ema', 'training']
 CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
+OPTIONS |= {'guidance_rescale': '--rescale', 'snr_shift': '--shift'}
 """Options of `diffusion generate` that override keys of the recipe's `generate` section, by key."""
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
@@ -125,6 +126,10 @@ class GenerateOptions:
     """Number of sampling steps (default: the recipe's; 50 for an export)."""
     guidance: float | None = None
     """Guidance scale; 1 turns guidance off (default: the recipe's; 7.5 for an export)."""
+    rescale: float | None = None
+    """Strength of guidance rescaling, 0 to 1 (default: the recipe's; not for an export)."""
+    shift: float | None = None
+    """SNR shift of a flow's sampling times (default: the recipe's; not for an export)."""
     negative: Annotated[str, Option('TEXT')] = ''
     """Negative prompt for all images (default: none)."""
     scheduler: Annotated[str | None, Option('NAME')] = None
@@ -133,6 +138,12 @@ class GenerateOptions:
     """Exported LoRA to add to an exported pipeline (default: none)."""
     weights: Weights | None = None
     """Weights to generate with: ema (averaged) or training (default: ema if the checkpoint has them)."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options of `OPTIONS` that were given, by key of the recipe's `generate` section."""
+        own = {key: getattr(self, option.removeprefix('--')) for key, option in OPTIONS.items()}
+        return {key: value for key, value in own.items() if value is not None}
 
 
 @dataclass
@@ -217,12 +228,13 @@ def check_generate(options: GenerateOptions) -> None:
     check_writable(options.out, '--out')
     if (problem := seeds_problem(options.seed, len(options.prompts))) is not None:
         raise UserError(f'--seed: {problem}')
-    own = {key: getattr(options, option.removeprefix('--')) for key, option in OPTIONS.items()}
-    given = {key: value for key, value in own.items() if value is not None}
+    given = options.sampling
     if is_export(source):
         if options.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         name = check_pipeline(source)
+        if unused := [OPTIONS[key] for key in ('guidance_rescale', 'snr_shift') if key in given]:
+            raise UserError(f'{unused[0]}: pipelines of diffusers have no such argument; generate from the run')
         if options.lora is not None:
             _check_lora(options.lora, name)
         problems = _problems_of_export(given, name, read_json_object(source / 'scheduler' / 'scheduler_config.json'))

@@ -62,14 +62,15 @@ class ExportedPipeline:
         num_inference_steps: int = 50,
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
+        snr_shift: float | None = None,
         noise_scheduler: str,
     ) -> Tensor:
         """Generate one image per prompt, float32 [B, 3, height, width] in [0, 1].
 
-        The arguments are those of `LatentDiffusion.generate`, but an export supports neither `size` nor
-        `guidance_rescale`. A seed gives the same initial noise as with a checkpoint.
+        The arguments are those of `LatentDiffusion.generate`, but an export supports none of `size`,
+        `guidance_rescale` and `snr_shift`. A seed gives the same initial noise as with a checkpoint.
         """
-        assert size is None and guidance_rescale == 0
+        assert size is None and guidance_rescale == 0 and snr_shift is None
         pipeline, prompts = self._pipeline, list(prompts)
         if noise_scheduler != self.noise_scheduler:
             pipeline.scheduler = scheduler_like(pipeline.scheduler, noise_scheduler)

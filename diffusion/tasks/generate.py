@@ -77,7 +77,6 @@ def run_generate(options: GenerateOptions) -> None:
         settings = recipe.generate
         settings.prompts, settings.out = list(options.prompts), options.out
         settings.seed, settings.negative_prompt, settings.weights = options.seed, options.negative, options.weights
-        settings.num_inference_steps = settings.num_inference_steps if options.steps is None else options.steps
-        settings.guidance_scale = settings.guidance_scale if options.guidance is None else options.guidance
-        settings.noise_scheduler = options.scheduler or settings.noise_scheduler
+        for key, value in options.sampling.items():
+            setattr(settings, key, value)
         generate(recipe)

@@ -269,6 +269,7 @@ WRONG_OVERRIDES = {
     ),
     'generate.guidance_scale=-1': 'generate.guidance_scale: -1.0 is out of range; use 0 or',
     'generate.guidance_rescale=1.5': 'generate.guidance_rescale: 1.5 is out of range',
+    'generate.snr_shift=3': 'generate.snr_shift: 3 shifts the times of a flow, and this model is',
     'generate.seed=4294967290 generate.prompts=[a,b] generate.num_images_per_prompt=4': (
         'generate.seed: 4294967290 is out of range; use 0 to 4294967288 for the first of 8 images'
     ),

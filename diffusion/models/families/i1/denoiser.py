@@ -20,6 +20,7 @@ class I1(DenoiserAdapter):
         **dict.fromkeys(['image_qkv', 'text_qkv', 'qkv'], 3),
         **dict.fromkeys(['image_mlp.up', 'text_mlp.up', 'mlp.up'], 2),
     }
+    samples_even_times = True
     reads_pickles = True
     token_blocks = TokenBlocks('blocks', per_token={'image_rotary': 1}, output=0)
 

@@ -151,15 +151,8 @@ def run_measure(options: MeasureOptions) -> int:
     check_dataset(options.dataset)
     from diffusion.inspection.latent_measurement import measure_latents
 
-    measure_latents(
-        options.vae,
-        options.dataset,
-        resolution=options.resolution,
-        revision=options.revision,
-        samples=options.samples,
-        batch_size=options.batch_size,
-        seed=options.seed,
-    )
+    settings = {name: value for name, value in vars(options).items() if name not in ('vae', 'dataset')}
+    measure_latents(options.vae, options.dataset, **settings)
     return 0
 
 

@@ -148,9 +148,9 @@ def _new_statistics(found: LatentMeasurement, vae: Vae) -> list[str]:
             f'  "bn.running_var": {_numbers(variance)}',
         ]
     if isinstance(vae, RepresentationVae):
-        factor = 'multiply latents_std by the deviation, and add latents_std times the mean to latents_mean'
         return [
-            f'In a local copy of the autoencoder (config.json and weights), {factor}:',
+            'In a local copy of the autoencoder (config.json and weights), add latents_std times the mean to '
+            'latents_mean, then multiply latents_std by the deviation:',
             f'  "mean": {_numbers(found.mean)},',
             f'  "deviation": {_numbers(found.std)}',
         ]

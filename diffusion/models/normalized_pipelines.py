@@ -8,7 +8,11 @@ import math
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLFlux2, AutoencoderRAE, ImagePipelineOutput, PRXPipeline, StableDiffusion3Pipeline
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch.nn import functional as F
 
 

@@ -19,8 +19,8 @@ class RepresentationVae(nn.Module):
         config: Any = autoencoder.config
         self.autoencoder = autoencoder
         autoencoder.reshape_to_2d = True
-        self.image_side = autoencoder.decoder_image_size
-        self.spatial_compression_ratio = config['patch_size']
+        self.image_side: int = autoencoder.decoder_image_size
+        self.spatial_compression_ratio: int = config['patch_size']
         self.config = {
             'in_channels': config['num_channels'],
             'latent_channels': config['encoder_hidden_size'],

@@ -89,12 +89,14 @@ def test_latents_of_flux2_in_both_layouts_are_those_of_its_pipeline(small_flux2,
     decoded = stock.decode(stock.encode(images.float() / 127.5 - 1).latent_dist.mode()).sample / 2 + 0.5
     plain = grouped.reshape(2, 4, 2, 2, 2, 3).permute(0, 1, 4, 2, 5, 3).reshape(2, 4, 4, 6)
     for layout, latents in (('grouped', grouped), ('channels', plain)):
-        model = tiny_prx(32, **PRX | {'vae': str(small_flux2), 'vae_layout': layout})
+        settings: dict[str, Any] = PRX | {'vae': str(small_flux2), 'vae_layout': layout}
+        model = tiny_prx(32, **settings)
         assert (latent_channels(model.vae), downsampling(model.vae)) == (latents.shape[1], 32 // latents.shape[2])
         torch.testing.assert_close(model.latents_of({batch_keys.IMAGE: images}), latents)
         torch.testing.assert_close(model.decode(latents), decoded.clamp(0, 1), rtol=1e-4, atol=1e-5)
         # Half precision does not round the statistics.
-        half = tiny_prx(32, **PRX | {'vae': str(small_flux2), 'vae_layout': layout, 'encoder_dtype': 'bfloat16'})
+        settings['encoder_dtype'] = 'bfloat16'
+        half = tiny_prx(32, **settings)
         assert torch.equal(half.latent_std, model.latent_std)
 
 

@@ -96,7 +96,11 @@ def i1(
         mask_padding=True,
     )
     width, heads = SIZES[size]
-    sizes = {'hidden_size': width, 'num_heads': heads, 'patch_size': 1 if vae_layout == 'grouped' else 2}
+    sizes: dict[str, Any] = {
+        'hidden_size': width,
+        'num_heads': heads,
+        'patch_size': 1 if vae_layout == 'grouped' else 2,
+    }
     return _model(resolution, _vae(vae, vae_revision, pretrained, vae_layout), text, training, **sizes)
 
 

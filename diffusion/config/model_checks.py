@@ -41,7 +41,11 @@ def _check_objective(model: Component) -> list[Problem]:
 
 def objective_settings(model: Component) -> dict[str, Any]:
     """Return the settings of a model's objective with their defaults; empty for a model without one."""
-    return registry.settings_of('model', model, 'objective')
+    settings = registry.settings_of('model', model, 'objective')
+    family = family_of_model(model.name)
+    if settings and model.kwargs.get('objective') is None and family.models and not family.u_net:
+        settings |= {'path': 'flow', 'prediction_type': 'velocity', 'timesteps': 'logit_normal'}
+    return settings
 
 
 def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:

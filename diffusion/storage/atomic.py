@@ -27,7 +27,7 @@ def new_unfinished(path: Path) -> Path:
 def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
     """Yield a temporary path for writing a file; if the block succeeds, flush the file and rename it to `path`.
 
-    Give `create_folder=False` for a run's folder, which must not be recreated if its mount is missing.
+    Give `create_folder=False` for a file in a run's folder, which must not be recreated if its mount is missing.
     """
     if create_folder:
         path.parent.mkdir(parents=True, exist_ok=True)

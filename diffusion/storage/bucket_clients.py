@@ -41,7 +41,8 @@ class GoogleClient(Client):
 
         credentials, project = default()
         self.client: Any = Client(project=project, credentials=credentials)
-        # Options for every request; `retry=None` turns off Google's own retries.
+        # Options for every request: timeouts for connecting and for each wait for data; `retry=None` turns off Google's
+        # own retries.
         self.once: dict[str, Any] = {'timeout': (min(CONNECT_SECONDS, timeout_seconds), timeout_seconds), 'retry': None}
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
@@ -74,7 +75,10 @@ class GoogleClient(Client):
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
     ) -> None:
-        """Download an object's stored bytes to a file, without decompression; Google's client checks their hash."""
+        """Download an object's stored bytes, or a range of them, to a file without decompression.
+
+        Google's client checks the hash of a whole object, but not of a range.
+        """
         part = {} if span is None else {'start': span[0], 'end': span[1] - 1}
         if version:
             part['if_generation_match'] = int(version)
@@ -275,4 +279,5 @@ CLIENTS: dict[str, Callable[[str, str, float], Client]] = {
     'azure-dl': AzureClient,
     'hf': HubClient,
 }
-"""Client constructors by URL scheme; called with the scheme, the account, and the request timeout in seconds."""
+"""Client constructors by URL scheme; called with the scheme, the account, and a timeout in seconds for each wait
+for data."""

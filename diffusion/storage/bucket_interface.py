@@ -68,7 +68,10 @@ class Client(Protocol):
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object; with `if_absent` or `if_tag`, fail with status 412 if it exists or has another etag."""
+        """Upload an object; raise PreconditionFailed, or an error with status 412, if a condition is not met.
+
+        The condition of `if_absent` is that no object exists; that of `if_tag`, that the object has this etag.
+        """
         ...
 
     def delete(self, location: Location) -> None:

@@ -16,7 +16,7 @@ FILE_SYSTEMS = ('ext3', 'ext4', 'f2fs', 'xfs')
 """Types of file systems for direct I/O. Network file systems are not among them: their clients would wait for the
 server after each chunk."""
 CHUNK_BYTES = 8 * 2**20
-"""Size of a direct write, a multiple of every block size."""
+"""Size of a direct write in bytes, a multiple of every block size."""
 
 
 def open_for_writing(path: Path) -> BinaryIO:
@@ -27,7 +27,7 @@ def open_for_writing(path: Path) -> BinaryIO:
 
 
 class DirectFile(io.RawIOBase):
-    """Binary file that collects data in a buffer, and writes each full buffer with O_DIRECT."""
+    """Binary file that collects data in a buffer, and writes each full buffer with O_DIRECT, if this is supported."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
@@ -52,7 +52,7 @@ class DirectFile(io.RawIOBase):
         return len(view)
 
     def flush(self) -> None:
-        """Write the rest of the buffer, which may have any size, through the page cache."""
+        """Write the rest of the buffer, if any, through the page cache; after that, all writes use the page cache."""
         if not self._file.closed and self._filled:
             # Direct writes must consist of whole blocks, and later writes would no longer start at a block boundary.
             self._may_be_direct = False

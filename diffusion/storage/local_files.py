@@ -42,7 +42,10 @@ def append_text(path: Path) -> IO[Any]:
 
 
 def user_folder() -> Path:
-    """Create and return this user's folder in the machine's temporary folder; other users cannot write to it."""
+    """Create and return this user's folder in the machine's temporary folder; other users cannot write to it.
+
+    Raise UserError if the path is a link or belongs to another user.
+    """
     folder = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}')
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
@@ -75,7 +78,7 @@ def why_not_writable(folder: str | Path) -> str | None:
         try:
             mode = os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
-            # mkdir creates missing folders, but fails on dangling symbolic links.
+            # A missing folder is not a problem, since mkdir will create it, but mkdir will fail on a dangling link.
             if not path.is_symlink():
                 continue
             return f'{path} is a dangling link; remove it, or choose another folder'
@@ -97,7 +100,7 @@ that a folder does not exist."""
 
 
 def why_not_visible(path: Path, content: str, seconds: float) -> str:
-    """Wait until a file with this content can be read; return '' or, after the timeout, the reason why it cannot."""
+    """Wait at most `seconds` until a file has this content; return '' if it has, otherwise the reason why not."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -115,14 +118,15 @@ def why_not_visible(path: Path, content: str, seconds: float) -> str:
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the parent folder of all working folders, such as /local/nvme."""
 LAUNCH = 'launch'
-"""Value of `purpose` for the folder of the node entry point, separate so that a new run does not empty it."""
+"""Value of `purpose` in `working_folder` for files of the node entry point. They are separate because a new run at the
+same URL empties the folder of the earlier run."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:
     """Return the working folder on this node's local disk for the run at a URL; it may not exist yet.
 
-    Its parent folder is named `purpose`, to separate training from read-only downloads, and is in
-    $DIFFUSION_WORKING_FOLDER if set, otherwise in ~/.cache/diffusion.
+    The path is ROOT/`purpose`/SCHEME/BUCKET/..., with ROOT from `working_root`. `purpose` separates the files of
+    training from others, such as read-only downloads.
     """
     scheme, _, rest = url.partition('://')
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
@@ -132,7 +136,7 @@ def working_folder(url: str, purpose: str = 'runs') -> Path:
 
 
 def working_root() -> Path:
-    """Return the parent folder of this machine's working folders."""
+    """Return $DIFFUSION_WORKING_FOLDER, or by default a folder for this machine in ~/.cache/diffusion."""
     if chosen := os.environ.get(WORKING_FOLDER_VARIABLE):
         return Path(chosen)
     cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'

@@ -18,9 +18,10 @@ SUFFIX = '.unfinished'
 SHORTEST_POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 0.25
 POLL_FACTOR = 0.02
-"""Time between attempts to take a lock, as a fraction of the time since the first attempt."""
+"""Time between attempts to take a lock, as a fraction of the time since the first attempt; from 20 to 250 ms."""
 STALE_SECONDS = 24 * 3600.0
-"""Age at which unfinished files are removed on a file system without locks; younger ones may still be in use."""
+"""Age in seconds from which temporary download folders are removed on a file system without locks; younger ones may
+still be in use."""
 
 
 class WaitedTooLong(Exception):
@@ -46,7 +47,7 @@ def hold_path_lock(path: Path, wait: Callable[[], None]) -> contextlib.AbstractC
 
 @contextlib.contextmanager
 def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
-    """Hold a lock on a file during the `with` block, creating the file; yield False if the file system has no locks.
+    """Create and lock a file during the `with` block; yield True, or False if the file system has no locks.
 
     Args:
         wait: Called every 20 to 250 ms while another process holds the lock; it may raise an exception to end the wait.
@@ -67,7 +68,7 @@ def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, rem
 
 
 def make_scratch_folder(path: Path, size: int) -> Path:
-    """Create a temporary folder in which to download the file `path` of `size` bytes; its name contains the size."""
+    """Create a folder beside `path` in which to download this file of `size` bytes; the folder's name has the size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{size}.{uuid.uuid4().hex[:12]}{SUFFIX}')
     scratch.mkdir()
@@ -81,7 +82,10 @@ def reserved_bytes(name: str) -> int:
 
 
 def remove_stale_scratch(folder: Path) -> None:
-    """Remove temporary download folders that killed processes left below a folder; folders in use are kept."""
+    """Remove temporary download folders that killed processes left below a folder; folders in use are kept.
+
+    On a file system without locks, which would show if a folder is in use, only those above STALE_SECONDS are removed.
+    """
     for scratch in folder.rglob(f'.*{SUFFIX}'):
         target = scratch.with_name(scratch.name.removesuffix(SUFFIX).rsplit('.', 2)[0][1:])
         # A running download holds its target's lock, so if the lock can be taken, the process has ended.
@@ -102,7 +106,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
-    """Try to take an exclusive or `shared` lock: return its descriptor, -1 if locks do not work, or None if taken."""
+    """Try to take an exclusive or `shared` lock: return a descriptor, -1 if locks do not work, None if it is held."""
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _open(lock)

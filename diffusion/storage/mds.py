@@ -83,7 +83,7 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Divide samples of these sizes (bytes) into one range per shard; a sample above the limit gets its own."""
+        """Yield each shard's range of sample indices, given sizes in bytes; a sample above the limit gets its own."""
         assert self.size_limit is not None
         # Each sample takes 4 more bytes for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])
@@ -98,7 +98,7 @@ class ShardFormat:
         """Write encoded samples to a new shard file, flush it to disk, and return its entry for index.json.
 
         The samples may come from a generator, so that a shard need not fit in memory. Their sizes in bytes are needed
-        in advance, since the header contains offsets.
+        in advance, since the header contains offsets. `name` is the file name in the entry.
         """
         header = self._header(sizes)
         hashes = {algorithm: _NEW_HASH[algorithm]() for algorithm in HASHES}
@@ -168,10 +168,10 @@ def index_text(shards: Sequence[Mapping[str, Any]]) -> str:
 
 
 def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Return up to `count` samples from the beginning of a dataset's first shard.
+    """Return up to `count` samples from the beginning of a dataset's first shard that has any.
 
-    The list is empty if the shard is missing or compressed, or has columns that `ShardFormat.decode` does not support.
-    Raise ValueError if the index or the shard is damaged.
+    The list is empty if the index or the shard is missing, or if the shard is compressed or has columns that
+    `ShardFormat.decode` does not support. Raise ValueError if one of them is damaged, or if no shard has samples.
     """
     try:
         entry = next(each for each in json.loads((folder / INDEX).read_bytes())['shards'] if each['samples'])
@@ -242,7 +242,7 @@ class FileInfo(Protocol):
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the algorithm for checking a file: `demanded`, or else the fastest in `hashes`; None if it has none."""
+    """Return the hash algorithm for a check: `demanded`, else the fastest in `hashes` (None if it has no known one)."""
     if demanded is not None:
         if demanded not in hashes:
             raise UserError(
@@ -254,7 +254,7 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
 
 
 def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
-    """Return a file's damage, such as `8190 bytes, expected 8192`, or None. For `demanded`, see `algorithm_for`."""
+    """Describe damage of a file, such as `8190 bytes, expected 8192`, or return None; see `algorithm_for`."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:

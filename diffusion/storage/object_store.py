@@ -50,7 +50,7 @@ Collected = TypeVar('Collected')
 
 
 def split(url: str) -> tuple[str, str]:
-    """Split the URL of an object into its bucket (for azure://, account and host) and its key."""
+    """Split the URL of an object into bucket and key; for azure://, into the account's host, and container and key."""
     bucket, _, prefix = url.partition('://')[2].partition('/')
     return bucket, prefix.lstrip('/')
 
@@ -116,7 +116,7 @@ def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = 
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
     """Download the object at a URL, or copy a file from a mounted file system, to a local path.
 
-    Objects above RANGED_BYTES are downloaded in ranges by parallel threads (`transfers.THREADS` per process). All
+    Objects above 64 MiB (RANGED_BYTES) are downloaded in ranges by `transfers.THREADS` threads per process. All
     ranges are from the same version: if the object is overwritten meanwhile, the download starts again. Hugging Face
     objects are read in one stream, since the client cannot request a version.
 
@@ -293,7 +293,7 @@ class RemoteFolder:
         return f'{self.url.rstrip("/")}/{name}'
 
     def persist(self, make: Callable[[], None], name: str) -> None:
-        """Call `make`, which must download and check a file, until it succeeds or the attempts are used up."""
+        """Call `make`, which must download and check the file `name`, with retries; raise GaveUp if all fail."""
         self.retry.run(make, self.address(name))
 
     def download(self, name: str, path: Path) -> None:
@@ -316,7 +316,7 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def files(self, *names: str) -> Iterator[Path]:
-        """Yield a local folder with these files: the folder itself if it is local, otherwise a temporary copy."""
+        """Yield a local path with these files: this folder if it is a path, otherwise a temporary one with copies."""
         if '://' not in self.url:
             if not Path(self.url).is_dir():
                 raise FileNotFoundError(f'{self.url} is not a folder')

@@ -115,7 +115,7 @@ class Place(Protocol):
         ...
 
     def writing(self, name: str) -> AbstractContextManager[Path]:
-        """Yield a local path for writing a new file; if the block succeeds, the file appears in the folder."""
+        """Yield a local path for writing a file; if the block succeeds, the file replaces any file of this name."""
         ...
 
     def put(self, name: str, path: Path) -> None:
@@ -135,7 +135,7 @@ class Place(Protocol):
         ...
 
     def check_conditions(self) -> None:
-        """Raise UserError if `replace` does not work on this storage; call this before work that ends with it."""
+        """Raise UserError if `replace` does not work on this storage; call this before long work whose end needs it."""
         ...
 
 
@@ -402,7 +402,10 @@ class StorePlace(Place):
 
     @contextmanager
     def _faults(self, missing: str | None = None) -> Iterator[None]:
-        """Convert errors in the block as `refusal_is_fault` says; ignore if there is no object at the URL `missing`."""
+        """Raise a UserError in the block as OSError if `refusal_is_fault`.
+
+        No error is raised if the block fails because there is no object at the URL `missing`.
+        """
         try:
             yield
         except UserError as error:
@@ -420,12 +423,12 @@ def is_url(place: Path | str) -> bool:
 
 
 def place_at(place: Path | str, scratch: Path | None = None) -> Place:
-    """Return the place at a path or URL; for `scratch`, see `StorePlace`."""
+    """Return a `LocalPlace` for a path, or a `StorePlace` for a URL; `scratch` is for the latter."""
     return StorePlace(str(place).rstrip('/'), scratch) if is_url(place) else LocalPlace(Path(place).resolve())
 
 
 def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_fault: bool = True) -> Place:
-    """Return the files of the run in a folder or at a URL; for the options, see `StorePlace`."""
+    """Return a `LocalPlace` for a run's folder, or a `StorePlace` for its URL; the options are for the latter."""
     if is_url(run):
         return StorePlace(str(run).rstrip('/'), retry=retry, refusal_is_fault=refusal_is_fault)
     return LocalPlace(Path(run), is_run=True)

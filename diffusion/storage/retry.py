@@ -127,7 +127,7 @@ class RetryPolicy:
 
 
 def is_transient(error: Exception, url: str) -> bool:
-    """Return True if a retry may succeed, False if the error came from neither the store nor the network.
+    """Return True if a retry may succeed, False if the error is final or came from neither the store nor the network.
 
     Raise UserError if the store rejects the request, PreconditionFailed if its condition is not met, and OSError if the
     local disk is full or cannot be written.

@@ -17,7 +17,7 @@ from diffusion.storage.bucket_interface import CONNECT_SECONDS, Client, FolderLi
 PART_BYTES = 2**26
 """Part size of multipart uploads in bytes; larger files are uploaded in parts, several in parallel."""
 WAIT_SECONDS = 0.01
-"""Interval at which an upload calls the policy's `wait`, which may end the upload."""
+"""Interval in seconds at which the upload of a file calls the policy's `wait`, which may raise an error to end it."""
 GOOGLE_S3 = 'https://storage.googleapis.com'
 """Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
@@ -31,7 +31,10 @@ def _model_loader(data_path: str | None) -> Any:
 
 
 class S3Client(Client):
-    """Client for S3 and S3-compatible stores with boto3's credentials; without credentials, only for public buckets."""
+    """Client for S3 and S3-compatible stores, with boto3's credentials, and for gs:// URLs, with HMAC keys.
+
+    Without boto3's credentials, it can use only public buckets.
+    """
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
@@ -182,7 +185,7 @@ class S3Client(Client):
         return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
 
     def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        """Send a request; raise NoCredentialsError if the store rejected it for lack of credentials."""
+        """Call a client's method; if access is denied and there are no credentials, raise NoCredentialsError."""
         from botocore.exceptions import ClientError, NoCredentialsError
 
         try:

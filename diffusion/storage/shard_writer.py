@@ -68,7 +68,7 @@ class ShardWriter:
 
 
 def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
-    """Write a new dataset's plan, or raise UserError if the folder has unfinished work with another plan.
+    """Write a new dataset's plan to a folder; raise UserError if the folder has another plan, from unfinished work.
 
     Args:
         plan: All settings that determine the bytes of the result, as JSON types.

@@ -23,10 +23,10 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""Seconds by which a client's own timeout exceeds the policy's. It ends the thread of an abandoned download."""
+"""Seconds by which a client's own timeout, which ends the thread of an abandoned download, exceeds the policy's."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
-"""Pool of unused clients, by process, store and timeout. Creating a client takes 0.1 to 0.5 s."""
+"""Pool of unused clients, by process id, URL scheme, account and timeout. Creating a client takes 0.1 to 0.5 s."""
 
 
 def client_of(location: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
@@ -152,7 +152,8 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 PROGRESS_BYTES = 2**20
-"""Bytes that a download must receive per timeout to continue; few, since 64 downloads may share a slow link."""
+"""Bytes that a download must receive within each period of the policy's timeout, otherwise it counts as stalled. They
+are few, since 64 downloads may share a slow link."""
 
 
 class Watched(io.BufferedIOBase):
@@ -237,7 +238,7 @@ def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None
 
 
 RANGE_BYTES = 2**24
-"""Size of a range; if a range fails, only this range is downloaded again."""
+"""Size of a range in bytes; if a range fails, only this range is downloaded again."""
 
 
 def current_version(url: str, retry: RetryPolicy) -> tuple[int, str]:

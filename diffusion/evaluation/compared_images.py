@@ -17,7 +17,7 @@ _LEADING, _TRAILING = re.compile(r'^\d+'), re.compile(r'\d+$')
 
 
 def has_images(folder: Path) -> bool:
-    """Return True if a folder has image files or a manifest of images from `diffusion evaluate`."""
+    """Return True if a folder has image files; if they are from `diffusion evaluate`, they are in its batch folders."""
     return folder.is_dir() and bool(_image_files(folder))
 
 
@@ -90,7 +90,7 @@ def _prompt_of(file: Path) -> str | None:
 
 
 def read_image(file: Path) -> Image.Image:
-    """Read an image as upright sRGB without metadata, with transparency composited over white.
+    """Read an image (or an animation's first frame) as upright sRGB without metadata, transparency over white.
 
     Raises:
         UserError: The file is not an image, or it is damaged.

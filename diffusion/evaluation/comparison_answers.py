@@ -64,7 +64,7 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 
 def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) -> list[Answer]:
-    """Parse an answer file; `where` is its name for messages, `pairs` the page's number of pairs, checks included.
+    """Parse an answer file; `where` is its name for messages, `pairs` the page's number of pairs and attention checks.
 
     Raises:
         UserError: The file is not an answer file, belongs to another comparison, was modified, or answers a question
@@ -102,7 +102,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read answer files; if a rater has two, use the one with more answers, which must contain those of the other."""
+    """Read answer files; if a rater has two, the longer one is used and must contain the other one's answers."""
     by_rater: dict[str, tuple[Path, set[Answer]]] = {}
     for file in files:
         try:

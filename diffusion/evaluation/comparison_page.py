@@ -63,7 +63,7 @@ class ComparisonKey:
     token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
 
     def damaged(self) -> dict[int, str]:
-        """Return which image is damaged for each pair that is an attention check."""
+        """Return the position of the damaged image, `first` or `second`, by pair index, for the attention checks."""
         return {index: pair.damaged for index, pair in enumerate(self.pairs) if pair.damaged is not None}
 
     def to_json(self) -> str:
@@ -71,7 +71,7 @@ class ComparisonKey:
 
 
 def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[Pair]:
-    """Return one pair per prompt plus the attention checks; their order and the images' positions are random.
+    """Return one pair per prompt plus `checks` attention checks; their order and the images' positions are random.
 
     `rng` should be `secrets.SystemRandom()`, which cannot be predicted from the page.
     """
@@ -101,9 +101,9 @@ TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
 JPEG_QUALITY = 92
 MAX_ASPECT_RATIO_ERROR = 0.02
-"""Maximum relative difference of two images' aspect ratios; such images are stretched to the same size."""
+"""Maximum relative difference of a pair's aspect ratios, which stretching hides; a larger difference is an error."""
 MOSAIC_CELLS = 14
-"""Number of cells along the longer side of a damaged image."""
+"""Number of mosaic tiles, each of one color, along the longer side of a damaged image."""
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]
 """Function that returns the RGB images of A and B for a prompt index."""
 
@@ -131,10 +131,10 @@ def pair_images(pair: Pair, a: Image.Image, b: Image.Image) -> tuple[Image.Image
 
 
 def at_one_size(a: Image.Image, b: Image.Image, *, where: str) -> tuple[Image.Image, Image.Image]:
-    """Enlarge the smaller of two images to the size of the larger one.
+    """Return both images at the size of the larger one; `where` is the pair's name for messages.
 
     Raises:
-        UserError: The images have different aspect ratios.
+        UserError: The aspect ratios differ by more than MAX_ASPECT_RATIO_ERROR.
     """
     if abs(a.width * b.height / (a.height * b.width) - 1) > MAX_ASPECT_RATIO_ERROR:
         raise UserError(

@@ -108,7 +108,8 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     https://doi.org/10.1198/jbes.2010.07136). Its lower bound is V(answer), the variance for independent answers. The
     interval is Wilson's (1927) for the number of independent answers with this variance (Dean and Pagano 2015,
     https://doi.org/10.1093/jssam/smv024), with a quantile of Student's t with min(raters, prompts) - 1 degrees of
-    freedom. Unlike mean +- t x standard error, it is also valid near 0 and 1.
+    freedom; if the lower bound is used, it is the number of V(answer)'s clusters - 1. Unlike mean +- t x standard
+    error, the interval is also valid near 0 and 1.
 
     Args:
         values: Answers [N]: 1 for A, 0 for B, 0.5 for no preference; each has a rater [N] and a prompt [N].
@@ -173,7 +174,7 @@ def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, 
 def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
     """Return Krippendorff's alpha for nominal values [N] (Content Analysis, 2004, chapter 11).
 
-    It is 1 for full agreement, 0 for agreement at chance level, and NaN if there is nothing to compare. `units` are the
+    It is 1 for full agreement, 0 for agreement at chance level, and NaN if no prompt has two answers. `units` are the
     prompt indices [N] of the answers; prompts with only one answer are ignored.
     """
     kinds, kind_of = np.unique(values, return_inverse=True)
@@ -204,7 +205,7 @@ class ComparisonResult:
     Args:
         preferences: Preference for A over B for each question, by the keys of `QUESTIONS`.
         raters: Number of raters whose answers count.
-        excluded: Fraction of attention checks that each excluded rater failed.
+        excluded: Fraction of their attention checks that excluded raters failed, by rater ID.
         unchecked: Number of raters whose answers count although they saw no attention check.
     """
 
@@ -244,7 +245,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
 
 
 def result_text(result: ComparisonResult, difference: float) -> str:
-    """Return the result as text, with the number of answers needed to show a preference of 0.5 + `difference`."""
+    """Return the result as text, with the raters and prompts needed to show a preference of 0.5 + `difference`."""
     header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'people', 'prompts', 'agreement')
     rows = {QUESTIONS[question]: _row(found) for question, found in result.preferences.items()}
     lines = [f'A: {result.a}', f'B: {result.b}', '']
@@ -285,7 +286,7 @@ def _needed(found: Preference, difference: float) -> str:
 
 
 def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
-    """Return the result as JSON types; null means that the agreement is unknown."""
+    """Return the result as JSON types; null means an unknown agreement, or that no number of people is enough."""
     questions = {}
     for question, found in result.preferences.items():
         values = asdict(found)

@@ -71,7 +71,8 @@ class AnswerFolder:
                 text = f'the server could not write them ({error.strerror})'
                 raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, text) from error
         total = len(QUESTIONS) * len(self.key.pairs)
-        if before == 0 or before < total == len(answers):  # a page sends all its answers after every pair
+        # Log only a rater's first and last save: a page sends all its answers after every pair.
+        if before == 0 or before < total == len(answers):
             log.info('%s: %d of %d answers', rater, len(answers), total)
 
     def files(self) -> list[Path]:

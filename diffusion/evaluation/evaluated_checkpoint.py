@@ -22,11 +22,11 @@ from diffusion.storage.atomic import write_atomically
 
 Result = TypeVar('Result')
 RaiseTogether = Callable[[str], AbstractContextManager[None]]
-"""Function of a name for messages, whose collective context manager raises an error of any rank on all ranks."""
+"""Function that takes a name for messages and returns a context manager, which raises any rank's error on all ranks."""
 
 
 def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-    """Gather the rows of all ranks, ordered by index; a collective call.
+    """Return the rows of all ranks on every rank, ordered by index; a collective call.
 
     Args:
         parts: This rank's rows on the CPU, as tensors [n, D] with any n; empty if it has no rows.
@@ -90,7 +90,7 @@ class EvaluatedCheckpoint:
         return self.run_dir / EVALUATIONS / self.name
 
     def batches_of(self, images: GeneratedImages) -> Iterator[tuple[range, list[Tensor]]]:
-        """Yield this rank's batches from `GeneratedImages.own_batches`; a collective if the model is sharded."""
+        """Yield indices and images of this rank's batches (`own_batches`); a collective if the model is sharded."""
         for batch in images.own_batches(self.model, together=self.sharded, should_stop=self.should_stop):
             yield batch
             self.on_progress()
@@ -115,7 +115,7 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
     """Write the results of a checkpoint to `evaluations/NAME.json`, and return the path.
 
     If the file has earlier results of the same weights, metrics that were not measured again stay in it, and so do
-    guidance scales that were evaluated with other image settings.
+    guidance scales that were evaluated with other image settings. Earlier results of other weights are replaced.
     """
     path = run_dir / EVALUATIONS / f'{name}.json'
     merged = dict(results)
@@ -132,7 +132,7 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
 
 
 def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:
-    """Parse the content of a results file; return None if there is none or (after a warning) if it is invalid."""
+    """Parse the content of a results file; None if there is none, if it is not JSON (logged), or not an object."""
     if content is None:
         return None
     try:

@@ -218,7 +218,7 @@ def _inception_file() -> Path:
 
 
 def _import(module: str, extra: str) -> Any:
-    """Import a module of an optional dependency that has no type hints."""
+    """Import a module without type hints; if it is not installed, UserError names the pip extra that installs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ from diffusion.storage.atomic import atomic_folder, write_atomically
 log = logging.getLogger(__name__)
 
 MANIFEST = 'images.json'
-"""File in an image folder that records the checkpoint and the settings, written before the first image."""
+"""File in an image folder that records checkpoint, settings and a hash of the prompts, before the first image."""
 
 NEWER = ('sparse_guidance', 'snr_shift')
 """Settings that were added later; false or None have no effect."""
@@ -31,7 +31,7 @@ NEWER = ('sparse_guidance', 'snr_shift')
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for generating images, which are those of `ImageMetrics`.
+    """Settings for generating images; `ImageMetrics` describes those that are not listed here.
 
     Args:
         size: Height and width in pixels; None means the model's own.
@@ -80,7 +80,7 @@ class GeneratedImages:
         checkpoint: Name of the checkpoint and its weights, such as `ba1600, ema weights`.
 
     Raises:
-        UserError: The folder has images from another checkpoint, other prompts or other settings.
+        UserError: There are no prompts, or the folder has images from another checkpoint, other prompts or settings.
     """
 
     def __init__(self, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str) -> None:
@@ -95,9 +95,9 @@ class GeneratedImages:
     def below(
         cls, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str, *, name: str | None = None
     ) -> 'GeneratedImages':
-        """Return images in a subfolder named after the guidance scale and a hash of prompts and settings.
+        """Return images in a subfolder named `guidance-SCALE-HASH`, or `NAME-HASH` if `name` is given.
 
-        Images with other settings go to other subfolders, so other settings can be tried without removing images.
+        The hash covers prompts, settings and checkpoint, so other settings can be tried without removing images.
         """
         key = xxh3_128_hexdigest(json.dumps([list(prompts), sampling.settings, checkpoint]).encode())[:8]
         return cls(folder / f'{name or f"guidance-{sampling.guidance_scale:g}"}-{key}', prompts, sampling, checkpoint)
@@ -176,7 +176,7 @@ class GeneratedImages:
         return model.generate(prompts, seeds=[first + index for index in indices], **settings)
 
     def _write(self, number: int, indices: range, pixels: Tensor) -> list[Tensor]:
-        """Write a batch's images, and return them as they will be read back."""
+        """Write a batch's images as PNG files, and return them as `_read` would: uint8 [3, H, W] each."""
         images = to_images(pixels)
         with atomic_folder(self._batch_folder(number)) as unfinished:
             for index, image in zip(indices, images, strict=True):

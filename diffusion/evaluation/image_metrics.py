@@ -33,7 +33,7 @@ from diffusion.storage.atomic import atomic_folder
 log = logging.getLogger(__name__)
 
 AREA_TOLERANCE = 1.25
-"""Maximum ratio of the areas of generated and reference images; aspect ratio buckets differ by less."""
+"""Generated and reference images whose areas differ by this factor or more are an error; buckets differ by less."""
 
 
 class ImageMetrics:
@@ -187,7 +187,7 @@ class ImageMetrics:
                 )
 
     def _check_area(self, checkpoint: EvaluatedCheckpoint, images: ReferenceImages) -> None:
-        """Raise UserError if the first reference image and the generated images differ in resolution."""
+        """Raise UserError if the areas of the first reference image and the generated images differ too much."""
         grid = checkpoint.model.latent_grid
         size = [side * grid.cell for side in grid.shape(self.sampling['size'])[1:]]
         height, width = images[0].shape[1:]

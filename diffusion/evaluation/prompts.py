@@ -29,7 +29,7 @@ class Prompt:
 
     Args:
         category: Category within the prompt set, or an empty string.
-        metadata: The prompt's whole row in a JSONL file, needed by GenEval's scorer.
+        metadata: The prompt's whole row in a JSONL file, needed by GenEval's scorer; empty for other file types.
     """
 
     text: str
@@ -102,7 +102,7 @@ def _text_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # In PartiPrompts (TSV), quotation marks inside cells are literal.
+    # Read TSV files without quoting: in PartiPrompts, quotation marks inside fields are literal.
     tabs = file.suffix.lower() == '.tsv'
     quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
     return csv_rows(file, str(file), delimiter=DELIMITERS[file.suffix.lower()], quoting=quoting)

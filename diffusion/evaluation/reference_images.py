@@ -38,7 +38,7 @@ class ReferenceImages(Protocol):
         ...
 
     def description(self) -> dict[str, Any]:
-        """Return a description of the images as JSON types; equal descriptions mean equal images."""
+        """Return a description of the images as JSON types; cached features are used again if it has not changed."""
         ...
 
 
@@ -114,7 +114,7 @@ class ReferenceFeatures:
     def of(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
         """Return each network's features [M, D] of the images; all ranks compute those that are not cached.
 
-        A collective call. Only rank 0 reads and writes the files; only its result may be used.
+        A collective call. Only rank 0 reads and writes the files, so on other ranks the result lacks cached features.
 
         Raises:
             UserError: A file's features are from other images, another network, or another kind of resizing.

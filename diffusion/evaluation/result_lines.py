@@ -13,7 +13,7 @@ MAX_EARLIER = 5
 
 
 def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, Any]]:
-    """Return the results of the last MAX_EARLIER evaluations before a batch, newest first, without other weights."""
+    """Return those of the last MAX_EARLIER results before a batch that are of the same weights, newest first."""
     names = (name for name in files.list(EVALUATIONS).files if name.startswith('ba') and name[2:-5].isdigit())
     batches = sorted((each for name in names if (each := int(name[2:-5])) < batch), reverse=True)
     paths = [f'{EVALUATIONS}/ba{each}.json' for each in batches[:MAX_EARLIER]]
@@ -22,7 +22,9 @@ def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, An
 
 
 def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line per metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
+    """Yield a line per loss or metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
+
+    A line per further guidance scale follows, with all its metrics.
 
     Args:
         results: Results of this evaluation alone, in the form of a results file.
@@ -51,7 +53,7 @@ def _change(value: float, before: float, where: str, better: str) -> str:
 
 
 def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric's earlier value at the same guidance scale, for as many images of equal prompts, else None."""
+    """Return a value in earlier results; a guidance scale's metrics need the same scale, prompts and image count."""
     scale = next((each['guidance_scale'] for each in results.get('guidance', ()) if name in each['metrics']), None)
     if scale is None:
         return (earlier.get('losses', {}) | earlier.get('metrics', {})).get(name)

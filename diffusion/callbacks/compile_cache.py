@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 class CompileCache(Callback):
     """Callback that saves what torch.compile has compiled, and loads it when a run starts again.
 
-    The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, after a batch in which
-    nothing was compiled. Each process reads the file for its device. Files of other releases or GPU models are not
-    read. If a file cannot be used, a warning is logged and the blocks are compiled.
+    The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, once a batch has compiled
+    nothing more, and at the end of training. Each process reads the file for its device. Files of other releases of
+    PyTorch or Python, or other GPU models, are not read. If a file cannot be used, a warning is logged and the blocks
+    are compiled.
 
     Args:
         folder: Folder on a file system that all nodes share, such as the run's.
@@ -90,7 +91,7 @@ def compiled_graphs() -> int:
 
 
 def file_name() -> str:
-    """Return the file name for this process's compiled code: release, Python version, GPU model, device index."""
+    """Return this process's file name: PyTorch's and Python's version, GPU model (else CPU type), device index."""
     on_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else platform.machine()
     parts = (torch.__version__, f'python{platform.python_version()}', device, f'gpu{dist.get_local_rank()}')

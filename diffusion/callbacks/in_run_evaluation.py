@@ -30,7 +30,7 @@ from diffusion.models.frozen_parts import evaluating
 log = logging.getLogger(__name__)
 
 Evaluator = Callable[[EvaluatedCheckpoint], EvaluationResult]
-"""An instance of a component of kind `evaluator`; calling it is a collective."""
+"""Callable that measures a checkpoint: an instance of a component of kind `evaluator`; calling it is a collective."""
 
 
 class InRunEvaluation(Callback):

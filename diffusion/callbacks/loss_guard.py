@@ -163,7 +163,7 @@ class LossGuard(Callback):
             self._gradients = summarize_gradients(gradients_of(state))
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the gradients' summary and squared norm over ranks, None if unchecked; one collective per batch."""
+        """Return this rank's gradient summary and the squared norm over all ranks, or None if unchecked; collective."""
         if self._gradients is None:
             return None
         return self._gradients, self._reduced_figures(state)[-1]
@@ -275,7 +275,7 @@ class LossGuard(Callback):
 
 
 def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
-    """Record a microbatch without waiting for the GPU; if `sample_losses` is None, each sample gets the mean loss."""
+    """Record a microbatch without waiting for the GPU; samples get the mean loss unless `sample_losses` fits them."""
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
     # Create new tensors, since Composer scales the loss in place before the backward pass.
@@ -330,7 +330,10 @@ def reduce_over_ranks(
 
 
 def explosion_limit(history: Sequence[float], explosion: float | None, window: int) -> float:
-    """Return the loss above which a batch is bad: a multiple of the recent median, or infinity for no limit."""
+    """Return the loss above which a batch is bad: a multiple of the median of `history`.
+
+    Infinity means no limit: the check is off, `history` is shorter than half the window, or the median is not positive.
+    """
     if explosion is None or len(history) < window // 2:
         return math.inf
     middle = median(history)
@@ -359,11 +362,11 @@ def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Sam
 
 
 def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
-    """Return the IDs of suspicious samples in a bad batch, largest loss first; empty if samples have no IDs.
+    """Return the IDs of suspicious samples in a bad batch; empty if samples have no IDs.
 
-    Suspicious samples are those whose own loss is not finite or above the limit; if there are none, all samples of the
-    ranks whose loss or gradients are not finite are suspicious. (Under DDP gradients are averaged over ranks, so this
-    means all samples of all ranks.)
+    Suspicious samples are those whose own loss is not finite; if there are none, those whose loss is above the limit,
+    largest first; if there are none either, all samples of ranks whose loss or gradients are not finite. (Under DDP
+    gradients are averaged over ranks, so this means all samples of all ranks.)
     """
     pairs = [pair for rank in ranks if rank.ids for pair in zip(rank.losses, rank.ids, strict=True)]
     found = [(loss, i) for loss, i in pairs if not math.isfinite(loss)]

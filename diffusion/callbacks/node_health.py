@@ -43,7 +43,7 @@ FAULTS = {
     'gpu_remapped_rows': 'remapped memory rows',
     'gpu_xid_errors': 'critical errors (Xids)',
 }
-"""Metrics that never increase on a healthy GPU, with descriptions."""
+"""Metrics that never increase on a healthy GPU, with descriptions; each increase is logged as a warning."""
 HARDWARE_XIDS = {
     48: 'double-bit memory error',
     62: 'halt of the internal microcontroller',
@@ -219,7 +219,10 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Return the Xid count, {} if unsupported; if no new Xid is pending, first wait `seconds` or until `done`."""
+        """Return the number of Xids so far as `gpu_xid_errors`, or {} if Xids are not supported.
+
+        At most one pending Xid is counted per call. If none is pending, wait `seconds`, or until `done`, before return.
+        """
         if self._events is None:
             done.wait(seconds)
             return {}
@@ -284,7 +287,7 @@ def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, 
 
 
 def worst_of_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the worst value of each metric over the rows of all ranks, and the rank that has this value."""
+    """Return each metric's worst value over all ranks as `health/NAME`, and the rank that has it as `..._rank`."""
     found: dict[str, float] = {}
     for name, worst in WORST.items():
         values = [(row[name], rank) for rank, row in enumerate(rows) if not math.isnan(row[name])]

@@ -21,7 +21,7 @@ MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_d
 SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
 """Names of the parameter group settings of all supported optimizers, except the learning rate."""
 MAX_CALM_FACTOR = 2.0
-"""A change of the learning rate on resume is logged as a warning if it is larger than this factor."""
+"""A change of the learning rate on resume is logged as a warning if it rises or falls by more than this factor."""
 
 
 class OptimizerSettings(Callback):
@@ -85,7 +85,7 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
 
     Args:
         batch: Number of the first batch after the resume; `now` is its learning rate.
-        last: Learning rate of the batch before; None if it was on a GPU and therefore not recorded.
+        last: Learning rate of the batch before; None if it was on a GPU and therefore not recorded, or not saved.
         saved: Learning rate that the first batch would have had without changes.
     """
     before = saved if last is None else last

@@ -13,7 +13,7 @@ from diffusion.runs.attempts import Attempt
 from diffusion.runs.heartbeats import SAVING, TRAINING, write_rank_heartbeat
 
 RECORD_SECONDS = 30.0
-"""Interval at which the progress of an attempt is recorded, in case this process is killed."""
+"""Interval at which the progress of an attempt (one start of the run) is recorded, in case this process is killed."""
 _DOING = {
     Event.BEFORE_DATALOADER: node_status.TRAINING,
     Event.BATCH_CHECKPOINT: node_status.SAVING,

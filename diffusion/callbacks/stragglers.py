@@ -122,7 +122,7 @@ class Stragglers(Callback):
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the slowest rank, and its time divided by the median time of all ranks."""
+    """Return the slowest rank, and its time divided by the median time of all ranks (1 if the median is 0)."""
     rank = max(range(len(seconds)), key=lambda each: seconds[each])
     # Use the lower median: of two ranks it is the faster one.
     middle = statistics.median_low(seconds)

@@ -24,7 +24,7 @@ from diffusion.training.components import build_dataset, build_loader
 
 MAX_SAMPLES = 512
 MAX_BATCH = 64
-"""Maximum batch size for timing; a recipe's global batch may be larger, since it is for many devices."""
+"""Timed batches have the greatest common divisor of this and the recipe's global batch, which is for many devices."""
 
 Result = TypeVar('Result')
 
@@ -167,7 +167,7 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 
 
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
-    """Return an estimate of how many samples per second a GPU trains on, or a text on why this is unknown.
+    """Return how many samples per second a GPU trains on at `mfu` of its bf16 peak, or a text on why it is unknown.
 
     A training step counts as three forward passes, because a backward pass costs as much as two of them.
     """

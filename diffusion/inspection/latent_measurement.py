@@ -77,7 +77,7 @@ def measure_latents(
 ) -> None:
     """Measure latents of `samples` random images, center-cropped to `resolution`; print the check and new statistics.
 
-    A group of FLUX.2's latent cells, each with its own statistics, is measured as one cell.
+    FLUX.2 has statistics for each position in a group of 2x2 latents, so these positions are measured as channels.
     """
     if source == PIXELS:
         raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')
@@ -109,9 +109,9 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
 
 
 def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, batch_size: int) -> Iterable[Tensor]:
-    """Yield the images with the ids `chosen` in batches from one stream each, uint8 [B, 3, 8H, 8W].
+    """Yield the images with the dataset indices `chosen`, uint8 [B, 3, 8H, 8W]; a batch has images of one stream.
 
-    `ends` has the id after each stream's last image.
+    `ends` has the index after each stream's last image.
     """
     with tqdm(total=len(chosen), desc='latents', unit='image', disable=None) as progress:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):

@@ -107,7 +107,7 @@ def _pixels(moments: Tensor, manifest: LatentManifest, vae: Vae | None) -> Tenso
 
 
 def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBase]) -> str:
-    """Return a sample's caption decoded from tokens, which shows where the tokenizer truncated it."""
+    """Return a sample's caption, decoded from its tokens to show where they were truncated; empty without tokens."""
     if batch_keys.INPUT_IDS not in item or not tokenizers:
         return ''
     ids = item[batch_keys.INPUT_IDS][0].tolist()
@@ -117,7 +117,10 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
 
 
 def _vae(model: Component, *, download: bool) -> Vae | None:
-    """Return the model's VAE, downloading it if needed; if `download` is False, return None unless the VAE is local."""
+    """Return the model's VAE, downloaded if needed; UserError if it has none.
+
+    If `download` is False, return None unless the model has a VAE that is local.
+    """
     values = registry.keywords('model', model)
     own_tiny = registry.is_own('model', model.name) and model.name.startswith('tiny')
     bundled = str(TINY_VAE) if own_tiny else None

@@ -260,7 +260,10 @@ class VerifyReport:
 
 
 def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int = 1) -> int:
-    """Check a fraction `sample` of each stream's shards (at least one); print a report and return the exit status."""
+    """Check a fraction `sample` of each stream's shards (at least one) and print a report.
+
+    Returns the exit status: 0, or DEFECTS_FOUND if a stream cannot be checked or has a defect that is not harmless.
+    """
     sound = True
     with _pool(jobs) as pool:
         for section, streams in sections.items():

@@ -143,7 +143,7 @@ class Recorder:
 
 
 def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the fraction of time in each stage of a training step; the fractions sum to 1.
+    """Return the fraction of time in each stage of a training step; they sum to 1 (all are 0 if no time was measured).
 
     Args:
         host: Host seconds in each stage.
@@ -266,7 +266,7 @@ class Breakdown(Callback):
         self.sampled = min(window, sampled)
         self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
         self.report: BreakdownReport | None = None
-        """Report on the last complete window; None before the end of the first window."""
+        """Report on the last window; None before its end. A run shorter than a window gets its report at the end."""
         self.timeline = Timeline()
         self._microbatches_left = 0
         self._to_skip = skip

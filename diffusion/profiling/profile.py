@@ -38,7 +38,7 @@ LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
 KEPT = ('console_lines', 'metrics_file')
 """Loggers that a profiling run keeps; other loggers are removed, since they would create runs in external services."""
 MICROBATCHES = 4
-"""Maximum number of microbatches per step: one device cannot process the global batch, which is for all devices."""
+"""A profile uses one device, so the global batch, which is for all devices, is cut to this many microbatches."""
 BATCHES_WATCHED = 2
 
 

@@ -200,7 +200,7 @@ def _append_to_object(url: str, record: dict[str, Any]) -> None:
 
 
 def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
-    """Return the stored records, or the local records if these continue the stored ones.
+    """Return the stored records, or the local ones if these continue them; empty if there is no stored file.
 
     The local copy is ahead if this node was lost before the upload. It is behind or different if the run continued on
     another node, or if the object was deleted (`stored` is None) or edited.
@@ -287,7 +287,8 @@ def _assign_faults(found: list[Attempt], files: Place) -> None:
 def restarts_used(earlier: Sequence[Attempt]) -> int:
     """Return the number of restarts used up by the last consecutive attempts that failed without progress.
 
-    Preemptions do not count. An attempt that resumes from a newer checkpoint than before resets the number to 0.
+    Attempts that completed, were preempted or stopped, or ran without the node entry point do not count. An attempt
+    that resumes from a newer checkpoint than before resets the number to 0.
     """
     used, furthest = 0, None
     for attempt in earlier:
@@ -339,7 +340,7 @@ class TimeBreakdown:
 
     Attributes:
         productive: Time in batches that no later attempt repeated.
-        starting: Time from the start of each attempt to its first batch.
+        starting: Time from the start of each attempt to its first batch, or to its end if no batch began.
         redone: Time in batches that a later attempt repeated.
         down: Time between attempts.
         ending: Time from the last batch of each attempt to its end.
@@ -359,7 +360,7 @@ class TimeBreakdown:
 
 
 def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str, float]]:
-    """Return the time of a run by category, and the seconds lost to each cause that ended an attempt.
+    """Return the time of a run by category, and the seconds lost by each cause (a key of `CAUSES`) of a restart.
 
     The lost time includes shutdown, downtime, startup of the next attempt, and batches that had to be repeated.
     """

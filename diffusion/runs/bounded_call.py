@@ -34,7 +34,7 @@ def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
 
 
 def storage_problem(function: Callable[[], object], seconds: float | None = None) -> str:
-    """Call a function on shared storage for at most `seconds` (default: STORAGE_SECONDS); return its error or ''."""
+    """Call a function on shared storage for at most `seconds` (default: STORAGE_SECONDS); return '' or what failed."""
 
     def run() -> str:
         try:
@@ -48,5 +48,5 @@ def storage_problem(function: Callable[[], object], seconds: float | None = None
 
 
 def within_limit(function: Callable[[], object], seconds: float | None = None) -> bool:
-    """Call a function like `storage_problem`; return False if the storage fails or does not respond in time."""
+    """Call a function like `storage_problem`; return True if it succeeded, False if it failed or exceeded the limit."""
     return not storage_problem(function, seconds)

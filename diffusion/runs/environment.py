@@ -67,7 +67,7 @@ def machine_name(environ: Mapping[str, str]) -> str:
 
 
 def worker_notice_seconds(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from a worker's stop signal until its node kills it; None without a scheduler."""
+    """Return the seconds from a worker's stop signal until its node kills it; None if no notice period is set."""
     if NOTICE_SECONDS not in environ:
         return None
     return max(1.0, number(environ, NOTICE_SECONDS, 0) - MARGIN_SECONDS)

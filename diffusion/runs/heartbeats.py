@@ -38,7 +38,7 @@ MEDIAN_STEPS = 10
 """A run counts as hanging only after this number of median batch times without a heartbeat."""
 SLOW_WORK_FACTOR = 4
 """Factor by which the time limit is longer in the first batch, saves and evaluations. No limit is more than this
-multiple of HANG_SECONDS."""
+multiple of the run's `hang_seconds`."""
 COLLECTIVE_MARGIN_SECONDS = 60.0
 """Time by which the timeout of collectives exceeds the watchdog's longest time limit, for the nodes to collect the
 stacks of their ranks."""

@@ -22,9 +22,9 @@ NODE_VARIABLE = 'DIFFUSION_NODE'
 """Environment variable that the node entry point sets for its workers: node index and number of nodes, such as
 `0/16`."""
 INTERVAL_SECONDS = 10.0
-"""Interval between two writes. It starts at one second and doubles up to this value."""
+"""Longest interval between two writes. The interval starts at one second and doubles up to this value."""
 BUCKET_INTERVAL_SECONDS = 30.0
-"""The same interval for an object store, which charges for requests: 120 writes per hour and node, each a PUT and a GET
+"""Longest interval for an object store, which charges for requests: 120 writes per hour and node, each a PUT and a GET
 request, cost 0.0006 USD in S3."""
 _JOIN_SECONDS = 3.0
 """Maximum wait for the last write, so that storage that hangs does not delay the end of the run."""

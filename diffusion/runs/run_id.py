@@ -98,7 +98,7 @@ def open_bucket_run(url: str) -> str:
 
 
 def claim_working_folder(folder: Path, run_id: str) -> None:
-    """Create a node's working folder for a run, after removing files of an earlier run at the same URL."""
+    """Create a node's working folder for a run, or keep it if it is this run's; a folder of another run is emptied."""
     try:
         found = read_run_id(folder)
     except UserError:  # the file is damaged, for example by a full disk

@@ -93,7 +93,10 @@ class RunLock:
         return None if found is None else LockContent(found.content.decode(errors='replace'), found.version)
 
     def poll(self, content: LockContent) -> LockContent | None:
-        """Return the current content, UNREADABLE if the storage fails; cheaper than `read` if nothing has changed."""
+        """Return the current content: None if there is no lock, UNREADABLE if the storage fails.
+
+        For an object whose content is still `content`, this is cheaper than `read`.
+        """
         if not self.in_bucket:
             return self.read()
         try:
@@ -213,7 +216,7 @@ def hold_run_lock(
         stopped: Polled while this process waits for another owner; the wait ends when it returns True.
 
     Raises:
-        RunLocked: Another job holds the lock and is alive.
+        RunLocked: Another job holds the lock and is alive, or `stopped` has ended the wait.
         UserError: The store refuses to read or write the lock.
         OSError: The storage does not respond.
     """
@@ -277,7 +280,7 @@ def parse_owner(content: str | None) -> Owner | None:
 
 
 def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> LockContent | None:
-    """Wait until a lock has no owner or its owner is known to be dead, and return the lock's content.
+    """Wait until a lock has no owner, or one that has ended or counts as dead; return its content, if any.
 
     Raises:
         RunLocked: The owner is alive, or `stopped` returned True.

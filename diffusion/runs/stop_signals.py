@@ -38,7 +38,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    """Describe the batches that are lost if a run ends after `batch` and its newest checkpoint is `saved`."""
+    """Describe the loss if a run ends after `batch` batches; its newest checkpoint is ba`saved`, if not None."""
     if saved is None and not batch:
         return 'nothing is lost'
     newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is ba{saved}'

@@ -119,9 +119,9 @@ class _Recording:
     outside: dict[int, int] = field(default_factory=dict)
     """Sizes in bytes of the storages kept outside checkpointed blocks, by address."""
     inside: list[dict[int, int]] = field(default_factory=list)
-    """Sizes of the storages kept inside each block if it is not checkpointed."""
+    """For each checkpointed block, sizes in bytes of the storages kept if it were not, by address."""
     inputs: dict[int, int] = field(default_factory=dict)
-    """Inputs of checkpointed blocks, kept for recomputing them."""
+    """Sizes in bytes of the inputs of checkpointed blocks, which are kept for recomputing the blocks, by address."""
     outputs: list[int] = field(default_factory=list)
     """Bytes of the largest output of each operation, in order of execution."""
     flops_seen: int = 0

@@ -22,7 +22,7 @@ _STATISTICS_MOMENTUM = 0.01
 
 
 class ReconstructedImages(NamedTuple):
-    """Original and reconstructed images in [-1, 1], [B, 3, 8H, 8W], and KL(posterior || N(0, 1)), [B]."""
+    """Original and reconstructed images [B, 3, 8H, 8W] in [-1, 1], and mean KL(posterior || N(0, 1)) per value, [B]."""
 
     pixels: Tensor
     reconstructed: Tensor

@@ -27,7 +27,7 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the mask of text that is stored without padding, bool [B, L], or None if padding is stored too.
+    """Return the mask of text that is stored without padding, bool [B, L]; None if padding, or no text, is stored.
 
     Raises UserError for a mask without `mask_padding`: the model would need the padding that is not stored.
     """

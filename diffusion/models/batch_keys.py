@@ -44,7 +44,7 @@ BATCH_INDEX = 'batch_index'
 """Index of the global batch within the epoch, int64 [B]."""
 
 TIMESTEP_QUANTILE = 'timestep_quantile'
-"""Quantile of the sample's timestep in the noise schedule, float64 [B] in [0, 1); stratified over the global batch."""
+"""Uniform number in [0, 1), float64 [B], that determines the timestep; only present for stratified timesteps."""
 
 IS_COUNTED = 'is_counted'
 """False for a sample that another rank has already served, bool [B]; only present in evaluation batches."""
@@ -54,7 +54,7 @@ REPLACED = 'replaced'
 
 
 def check_batch(batch: Mapping[str, Tensor]) -> None:
-    """Raise UserError unless a batch is a dict of tensors, with token ids and images; reads no values from the GPU."""
+    """Raise UserError unless a batch has token ids and any images are valid; reads no values from the GPU."""
     if not isinstance(batch, Mapping) or INPUT_IDS not in batch:
         has = f'has {sorted(batch)}' if isinstance(batch, Mapping) else f'is a {type(batch).__name__}'
         raise UserError(

@@ -12,7 +12,7 @@ MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_matrix(shape: Sequence[int], *, convolutions: bool = True) -> bool:
-    """Return True if Muon can update a weight of this shape: a matrix, or a kernel if `convolutions`; no vector."""
+    """Return True if Muon can update a weight: a matrix (or kernel, if `convolutions`) of several rows and columns."""
     dimensions = len(shape) == 2 or (convolutions and len(shape) > 2)
     return dimensions and shape[0] > 1 and math.prod(shape[1:]) > 1
 

@@ -55,7 +55,7 @@ class AuxiliaryCounter(ABC):
 
     @abstractmethod
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return the FLOPs of a training step for one image of a shape, by part."""
+        """Return the FLOPs of a training step for one image of a shape, by network (such as `encoder`), or as `all`."""
 
     @abstractmethod
     def activations(self, shape: Shape, precision: str) -> Activations:
@@ -234,7 +234,7 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
-        """Return the forward FLOPs of one image in the `trained` modules and the `image_encoder`.
+        """Return one image's forward FLOPs: `trained` (denoiser, trained text encoder) and `image_encoder` (the VAE's).
 
         With a `route`, only the kept tokens count in the blocks that the other tokens skip.
         """
@@ -267,7 +267,7 @@ class ModelCounter:
         return total
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Return the number of elements per image in the largest tensor of a frozen VAE's encoder."""
+        """Return the number of elements per image in the largest tensor of a frozen VAE's encoder, or 0."""
         if self.denoiser is None or not encoder_blocks(self.vae):
             return 0
         vae = self.vae
@@ -320,7 +320,10 @@ def _part(model: nn.Module, name: str) -> Any:
 
 
 def _newton_schulz_flops(denoiser: nn.Module) -> dict[str, int]:
-    """Return the FLOPs of one Newton-Schulz iteration on all matrices in the blocks, for each setting of `Muon`."""
+    """Return the FLOPs of one Newton-Schulz iteration on all matrices in the blocks, for each setting of `Muon`.
+
+    Keys end in `_linears` or `_all` (with convolutions), and in `_split` or `_whole` (fused projections as one matrix).
+    """
     fused = fused_projections(denoiser)
     counts = {}
     for layers in ('linears', 'all'):
@@ -352,7 +355,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             tokens ('640x384 tread=2:13:0.5'); and `activations`, a list of pairs of shape and precision.
 
     Returns:
-        `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION'.
+        `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION': the fields of `Activations`, and
+        `largest_encoder_elements`.
     """
     counter = _counter(request)
     requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]

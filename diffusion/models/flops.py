@@ -150,7 +150,7 @@ def _autocast_except_on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any
 
 
 def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ()) -> nn.Module:
-    """Return a copy on a device, without data; it shares the objects in `shared`, such as tokenizers, to save time."""
+    """Return a copy with uninitialized tensors on a device; objects in `shared`, such as tokenizers, are not copied."""
     # deepcopy looks up existing copies in its memo. Put empty tensors there, so that it never copies data.
     memo: dict[int, Any] = {id(each): each for each in shared}
     for parameter in module.parameters():

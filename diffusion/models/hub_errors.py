@@ -26,7 +26,7 @@ def way_out(subfolder: str) -> str:
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:
-    """Return a clearer error to raise instead of one raised by `part.from_pretrained`; None for a bug.
+    """Return a clearer error to raise than the one that `part.from_pretrained` raised; None if that is a bug.
 
     A UserError means that a file is missing, not accessible or damaged; an OSError that the disk cannot be read.
     """
@@ -50,7 +50,7 @@ def loading_error(
 
 
 def check_config(path: Path) -> None:
-    """Raise UserError if a configuration file is not a JSON object; diffusers' and transformers' errors are unclear."""
+    """Raise UserError if a configuration file exists and is not a JSON object; the libraries' errors are unclear."""
     if not path.is_file():
         return
     try:

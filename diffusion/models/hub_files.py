@@ -52,7 +52,8 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
     """Ensure that the cache has the files of a model or tokenizer; return the revision to load from the cache.
 
     No request is made if all files of the commit are in the cache. An empty subfolder is the top folder, and the
-    revision None is the main branch. Without `weights`, only a model's configuration is fetched.
+    revision None is the main branch. If the Hub does not respond, a branch's copy in the cache is used. Without
+    `weights`, only a model's configuration is fetched.
 
     Raises:
         UserError: There is no such repository, revision or file on the Hub, or no access to it. Or offline mode is on,
@@ -223,7 +224,7 @@ def _size(repository: str, path: str, commit: str) -> int:
 
 @contextlib.contextmanager
 def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
-    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` is other advice."""
+    """Context that replaces the Hub's errors with those documented for `fetch`; `instead` is added as advice."""
     failed = f'{what} could not be loaded from the Hugging Face Hub'
     try:
         yield
@@ -262,7 +263,7 @@ def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
     """Return the variant and the safetensors files in a model's local folder: one file, or all shards of an index.
 
     Files without a variant (None) are preferred, but a folder may only have half precision, `model.fp16.safetensors`.
-    Returns None if there are no weights or a shard is missing.
+    Returns None if there are no weights, a shard is missing, or the index is damaged.
     """
     for variant in VARIANTS:
         infix = '' if variant is None else f'.{variant}'

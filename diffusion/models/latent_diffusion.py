@@ -83,7 +83,8 @@ FIRST_BATCH = 'captions of the first batch'
 class Denoised(NamedTuple):
     """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
 
-    In training, `alignment` and `perceptual` are the alignment and perceptual losses, [B], if the model has them.
+    In training, `alignment` and `perceptual` are further losses, [B], if the model has them. The alignment loss is not
+    yet multiplied by its weight; the perceptual loss is.
     """
 
     prediction: Tensor
@@ -420,7 +421,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - repeated(self.latent_mean, mean)) / repeated(self.latent_std, mean)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W], or mean only, [B, C, H, W]."""
+        """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W], or to latents [B, C, H, W]."""
         batch_keys.check_images(images)
         vae = self.vae
         with self._encoding(images.device):
@@ -431,7 +432,7 @@ class LatentDiffusion(ComposerModel):
     def encode_batch(self, batch: Mapping[str, Tensor], batch_size: int) -> dict[str, Tensor]:
         """Return a batch with the frozen encoders' outputs instead of images, encoding `batch_size` samples at a time.
 
-        Images stay if the model is trained on pixels.
+        Outputs that the batch already has are kept. Token ids stay, and so do images if the model is trained on pixels.
         """
         batch_keys.check_batch(batch)
         encoded, device = dict(batch), self.device
@@ -484,8 +485,9 @@ class LatentDiffusion(ComposerModel):
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
         """Return the FLOPs of training on a device's batch; Composer's SpeedMonitor calls this method.
 
-        The count is three forward passes of the trained parts (forward and backward), one of each frozen encoder that
-        the batch needs, and the passes of the networks of perceptual losses. The optimizer's FLOPs are not counted.
+        The count is three forward passes of the trained parts (forward and backward; two for a denoiser with a LoRA),
+        one of each frozen encoder that the batch needs, and the passes of the networks of perceptual losses. The
+        optimizer's FLOPs are not counted.
         """
         count, _, token_length = batch[batch_keys.INPUT_IDS].shape
         outputs = batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.IMAGE_FEATURES
@@ -654,6 +656,7 @@ class LatentDiffusion(ComposerModel):
         """Log a warning if captions fill all tokens of the text encoder; once for training and once for prompts.
 
         `what` is `FIRST_BATCH` or `prompts`. In training, only the first batch is read: reading waits for the GPU.
+        Raises UserError for token ids outside of the vocabulary.
         """
         if what in self._captions_checked or input_ids.shape[1:] != self.empty_ids.shape:
             return
@@ -764,7 +767,7 @@ class LatentDiffusion(ComposerModel):
         return self._empty_text
 
     def _unconditional(self, negative_prompt: str, condition: Condition) -> Condition:
-        """Return guidance's unconditional condition for prompts; an empty one is a dropped caption, as in training."""
+        """Return the condition that guidance steers away from; without a negative prompt, that of a dropped caption."""
         if self.caption_dropout_mode == 'zeros' and not negative_prompt:
             pooled = None if condition.pooled is None else torch.zeros_like(condition.pooled)
             return replace(condition, embeds=torch.zeros_like(condition.embeds), pooled=pooled)
@@ -778,7 +781,7 @@ class LatentDiffusion(ComposerModel):
         return self.adapter.predict(self.denoiser, noisy, timesteps, condition)
 
     def _sparse_predict(self, seeds: Sequence[int]) -> Predict:
-        """Return `_predict` with tokens routed; each image's tokens depend on its seed and the number of the call."""
+        """Return `_predict` in which some tokens skip blocks, chosen by each image's seed and the number of calls."""
         if (router := self.router) is None:
             raise UserError('sparse_guidance: the model has neither algorithms.tread nor model.sprint; use false')
         draws, calls = draws_for(seeds, seed=0, device=self.device), itertools.count()

@@ -60,8 +60,8 @@ def save_lora(
 ) -> None:
     """Write a denoiser's LoRA to a safetensors file that diffusers pipelines can load.
 
-    With `single_file`, a U-Net's weights have the names of kohya's scripts, which ComfyUI also reads; for Stable
-    Diffusion 3's transformer, the names are the same. Raises UserError if this denoiser's pipeline loads no LoRA.
+    With `single_file`, a U-Net's weights have the names of kohya's scripts, which ComfyUI also reads; the names for
+    Stable Diffusion 3's transformer do not change. Raises UserError if this denoiser's pipeline loads no LoRA.
     """
     adapter = find_adapter(denoiser)
     writer = None if adapter is None else adapter.lora_writer

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 
 class _NormalizedLatents:
-    """Mixin for a pipeline: draw normalized latents with its own loop, and decode them with their statistics.
+    """Mixin for a pipeline of diffusers, whose loop generates normalized latents: unnormalize and decode them.
 
     The denoiser may see each group of 2x2 latent cells as one cell, with four times the channels.
     """
@@ -38,7 +38,7 @@ class _NormalizedLatents:
 
     @vae_scale_factor.setter
     def vae_scale_factor(self, value: int) -> None:
-        # Constructors of diffusers set the value for other autoencoders.
+        # Ignore the value that constructors of diffusers set, which is that of other autoencoders.
         pass
 
     @property

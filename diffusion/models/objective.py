@@ -205,7 +205,8 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
     """Return the weight of each sample's squared error in a flow's loss, which is on the velocity, [B].
 
-    An error d in a predicted x is an error d / t in the velocity (x_t - x) / t, where t is at least MIN_TIME.
+    It is 1 for a predicted velocity and 1 / t^2 for a predicted x, since an error d in x is an error d / t in the
+    velocity (x_t - x) / t. Here t is at least MIN_TIME.
     """
     return time.clamp(min=MIN_TIME) ** -2 if objective.prediction_type == 'sample' else torch.ones_like(time)
 

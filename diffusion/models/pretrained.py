@@ -58,7 +58,7 @@ CLIP_L: dict[str, Any] = {
     'eos_token_id': 2,
     'pad_token_id': 1,
 }
-"""CLIP ViT-L/14, the first text encoder of Stable Diffusion XL and 3."""
+"""Configuration of CLIP ViT-L/14, the first text encoder of Stable Diffusion XL and 3."""
 CLIP_BIG_G: dict[str, Any] = CLIP_L | {
     'hidden_size': 1280,
     'intermediate_size': 5120,
@@ -67,7 +67,7 @@ CLIP_BIG_G: dict[str, Any] = CLIP_L | {
     'hidden_act': 'gelu',
     'projection_dim': 1280,
 }
-"""OpenCLIP ViT-bigG/14, the second text encoder of Stable Diffusion XL and 3."""
+"""Configuration of OpenCLIP ViT-bigG/14, the second text encoder of Stable Diffusion XL and 3."""
 
 _without_weights = False
 _checked: list[str] | None = None
@@ -119,7 +119,7 @@ def load_pretrained(
     """Load a model or tokenizer of a diffusers pipeline with `from_pretrained`, from a folder or the Hugging Face Hub.
 
     Args:
-        subfolder: `vae`, `text_encoder` or `tokenizer`; empty if the folder itself is the part.
+        subfolder: Folder of the part in the source, such as `vae` or `text_encoder_2`; empty if the part is at the top.
         revision: Commit of the repository; ignored for a local folder.
         read_config: Function that converts the content of config.json to a configuration, for transformers models whose
             class cannot read it.
@@ -247,7 +247,7 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 
 
 def check_sources(**sources: str | None) -> None:
-    """Raise UserError if a source is a path but not a folder; keywords are settings, such as `vae='/models/vae'`."""
+    """Raise UserError if a source that looks like a path is not a folder; keywords are settings (`vae='/a/vae'`)."""
     for name, source in sources.items():
         # A Hub repository is `org/name`, or just `name` for some old ones.
         if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
@@ -262,7 +262,7 @@ def check_sources(**sources: str | None) -> None:
 def load_vae(source: str, *, revision: str | None = None, layout: Layout = 'channels') -> Vae:
     """Load an autoencoder from `source` or its subfolder `vae`; PixelSpace if `source` is `pixels`.
 
-    `layout` is that of the latents of an AutoencoderKLFlux2; others only have `channels`.
+    `layout` is that of an AutoencoderKLFlux2's latents (see Flux2Vae); others only have `channels`, else UserError.
     """
     if source == PIXELS:
         return _only_channels(PixelSpace(), source, layout)
@@ -327,7 +327,7 @@ def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]
 
 
 def latent_side(resolution: int, vae: Vae) -> int:
-    """Return the side of the latents for images of `resolution` pixels, a multiple of the VAE's downsampling factor."""
+    """Return the side of the latents of images of `resolution` px; raise UserError if the VAE cannot encode them."""
     # Recipes only ensure multiples of 8, the factor of the default VAEs, but this VAE may have a larger factor.
     step = image_step(vae)
     if resolution % step:

@@ -194,8 +194,9 @@ class Draws:
         epoch: Epoch of each sample, combined by `epoch_word` with the number of its earlier copies in that epoch, int64
             [B].
         batch_index: Index of the global batch, int64 [B].
-        ready_words: Words drawn by `precompute_draws`, by purpose, as integers and as fractions [B].
-        ready_normals: Normal numbers drawn by `precompute_draws`, by purpose.
+        ready_words: One word per sample that `precompute_draws` drew, by purpose: a pair of the 32-bit integers and the
+            same numbers as fractions in [0, 1), [B] each.
+        ready_normals: Normal numbers that `precompute_draws` drew, by purpose, [B, N]; N is a multiple of 4.
     """
 
     seed: int
@@ -277,7 +278,7 @@ def _blocks(count: int) -> int:
 
 
 def epoch_word(epoch: Words, occurrence: Words) -> Words:
-    """Return the counter word for a sample's `occurrence` in an epoch: the number of its earlier copies there."""
+    """Return a counter word for an epoch and a sample's `occurrence`, the number of its earlier copies in the epoch."""
     return epoch + (occurrence << 16)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class RepresentationVae(nn.Module):
-    """AutoencoderRAE for images in [-1, 1] of the one side that its decoder draws; it normalizes latents itself."""
+    """Wrapper of an AutoencoderRAE for images in [-1, 1], all of the size it decodes to; its latents are normalized."""
 
     def __init__(self, autoencoder: AutoencoderRAE) -> None:
         super().__init__()

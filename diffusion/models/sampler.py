@@ -41,7 +41,7 @@ class LatentGrid:
     cell: int
     """Side of a latent cell in pixels."""
     patch: int
-    """Side of a denoiser token in latent cells; 1 if the denoiser takes any size."""
+    """Number of cells by which the sides of latents must be divisible, such as a patch size; 1 if any size works."""
     default_side: int
     """Side in latent cells of images that are generated without a given size."""
 
@@ -115,7 +115,7 @@ def sample_latents(
     seeds: Sequence[int],
     even_times: bool = False,
 ) -> Tensor:
-    """Generate latents [B, C, H, W] from standard normal noise; schedulers that add noise use one seed per image.
+    """Denoise initial noise to latents [B, C, H, W]; schedulers that draw noise at each step use one seed per image.
 
     `even_times`: Euler's method for flows divides [0, 1] evenly before the shift. Otherwise it uses the grid of
     diffusers' pipelines, whose last step begins at 1/1000, shifted twice.

@@ -71,7 +71,7 @@ class SingleFile:
 
 
 def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is CLIP ViT-L."""
+    """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is OpenAI's CLIP."""
     encoder = _clip(pipeline.text_encoder)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SD_SCALE)
     # OpenAI's CLIP, the text encoder of version 1, has this activation in all sizes; OpenCLIP (version 2) never has it.

@@ -128,7 +128,7 @@ class TokenRouter:
         return self._kept
 
     def begin(self, draws: Draws, *, in_sampling: bool = False) -> None:
-        """Start routing tokens by the random draws of a batch; `in_sampling`, in passes without gradients too."""
+        """Start routing tokens by the draws of a batch; with `in_sampling`, also in passes without gradients."""
         self.finish()
         self._draws, self._in_sampling = draws, in_sampling
 
@@ -175,7 +175,7 @@ class TokenRouter:
         return (), named
 
     def _restore(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Merge the processed and the skipped tokens after the route's last block; a forward hook."""
+        """Restore the skipped tokens after the route's last block, or fuse all tokens (SPRINT); a forward hook."""
         fusion = self._fusion
         if not self._routes and fusion is None:
             return None

@@ -1,8 +1,8 @@
 """Operations on an autoencoder: encoding, decoding, and the statistics that normalize its latents.
 
 An autoencoder is one of: an AutoencoderKL, whose encoder returns the mean and log-variance of a Gaussian posterior; a
-Flux2Vae, the same with statistics of its own; an AutoencoderDC (DC-AE, Chen et al. 2024) or RepresentationVae, whose
-encoders only return latents; or PixelSpace, which changes nothing.
+Flux2Vae, which wraps FLUX.2's and returns a posterior too; an AutoencoderDC (DC-AE, Chen et al. 2024) or
+RepresentationVae, whose encoders only return latents; or PixelSpace, which changes nothing.
 
 Shapes: B batch, C latent channels, H W latent size; images are [B, 3, 8H, 8W] if the autoencoder downsamples by 8.
 """
@@ -61,7 +61,7 @@ STABLE_DIFFUSION_VAE: dict[str, Any] = {
 }
 """Configuration of Stable Diffusion 2's AutoencoderKL, on which later models' configurations are based."""
 RAE_BASE_DIMENSION = 4096
-"""Number of latent values at which a flow needs no time shift, of 1024 tokens with 4 channels."""
+"""Number of values per image in latents for which a flow needs no time shift, such as 32x32 cells of 4 channels."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 
 
@@ -99,7 +99,7 @@ def repeated(statistics: Tensor, latents: Tensor) -> Tensor:
 
 
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
-    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1]; DC-AE and RAE: latents."""
+    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1]; latents if it has none."""
     if isinstance(vae, AutoencoderKL | Flux2Vae):
         return posterior_of(vae, pixels).parameters
     check_sides(vae, *pixels.shape[2:])
@@ -129,7 +129,7 @@ def check_sides(vae: Vae, height: int, width: int) -> None:
 
 
 def encoder_blocks(vae: Vae) -> list[nn.Module]:
-    """Return the blocks of a VAE's encoder, which are compiled separately."""
+    """Return the blocks of a VAE's encoder, which are compiled separately; [] for pixels and RAE."""
     encoder = getattr(vae, 'encoder', None)
     return [] if encoder is None else [block for block in encoder.modules() if isinstance(block, ENCODER_BLOCKS)]
 
@@ -147,7 +147,7 @@ def downsampling(vae: Vae) -> int:
 
 
 def period_of(vae: Vae) -> int:
-    """Return the side in latent cells of the groups that an autoencoder normalizes together, 1 for most."""
+    """Return the side in cells after which the latent statistics repeat: 2 for FLUX.2's layout `channels`, else 1."""
     return vae.cells_per_period if isinstance(vae, Flux2Vae) else 1
 
 
@@ -157,7 +157,7 @@ def image_step(vae: Vae) -> int:
 
 
 def description(vae: Vae) -> str:
-    """Return an autoencoder's name for messages and manifests: its class, and the shape of a latent cell."""
+    """Return an autoencoder's name for messages and manifests, such as `AutoencoderKL with 4 channels per 8x8 px`."""
     cell = downsampling(vae)
     return f'{_class_name(vae)} with {latent_channels(vae)} channels per {cell}x{cell} px'
 
@@ -170,7 +170,7 @@ def objective_for(vae: Vae, objective: Objective | None, default: Objective) -> 
     """Return a model's objective: the given one or, if it is None, the default one.
 
     With a RepresentationVae, the default's time shift is sqrt(CHW / 4096), since noise destroys latents of more
-    dimensions later (Zheng et al. 2025). A warning names it if the given objective has no shift.
+    dimensions later (Zheng et al. 2025). A given flow without a shift is kept, but a warning recommends this shift.
     """
     if not isinstance(vae, RepresentationVae):
         return objective or default
@@ -192,12 +192,12 @@ def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
 
 @torch.no_grad()
 def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> AnyVae:
-    """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
+    """Return a float32 copy of a VAE with its latent means and standard deviations folded into its weights.
 
     diffusers' pipelines apply the scalar `scaling_factor`, and some also the scalar `shift_factor` (set
     `pipeline_shifts`). The 1x1 convolutions next to the latents can apply all other statistics: with normalized latents
     z = (m - mean) / std, `quant_conv` outputs the moments of z, and `post_quant_conv` maps z back to m. A VAE without
-    other statistics is copied unchanged. Raises UserError if it has other statistics but not these convolutions.
+    other statistics keeps its weights. Raises UserError for pixels, or for other statistics without these convolutions.
     """
     if isinstance(vae, PixelSpace):
         raise UserError(
@@ -226,7 +226,8 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
 def with_latent_scale(vae: AutoencoderKL, scale: float, shift: float = 0.0) -> AutoencoderKL:
     """Return a VAE for programs that always normalize latents m to (m - shift) * scale.
 
-    If the VAE's own scale or shift differs, the result is a copy with the difference folded into its weights.
+    This is the VAE itself if it has this scale and shift, else a float32 copy with the difference folded into its
+    weights. Raises UserError if the VAE does not have the convolutions that this needs.
     """
     mean, std = latent_statistics(vae)
     wanted_mean, wanted_std = torch.full_like(mean, shift), torch.full_like(std, 1 / scale)

@@ -19,7 +19,7 @@ from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 log = logging.getLogger(__name__)
 
 T5_LENGTH = 't5_length'
-"""Key in the first tokenizer's configuration for an export without T5: the number of zeros in place of T5 tokens."""
+"""Key that an export without T5 adds to the first tokenizer's configuration: number of zeros in place of T5 tokens."""
 PIPELINE_TEXT_LENGTH = 256
 """Default number of T5 tokens in a StableDiffusion3Pipeline."""
 

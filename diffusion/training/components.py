@@ -146,7 +146,7 @@ def cache_folder(settings: LoaderConfig) -> Path:
 def build_loader(
     recipe: Recipe, split: Literal['train', 'eval'] = 'train', *, kind: type[BucketedLoader] = BucketedLoader
 ) -> BucketedLoader:
-    """Build the loader for a recipe's `streams`, or for its `eval_streams` (center crops, first captions, no shuffle).
+    """Build the loader for a recipe's `streams`, or for its `eval_streams` (by default center crops, no shuffle).
 
     Raises:
         UserError: An argument is wrong, the recipe has no such streams, or the number of devices does not divide the
@@ -223,8 +223,8 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
     """Build a recipe's optimizer for the trained parameters, fused if `speed` and the optimizer's keywords allow it.
 
     An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, that returns
-    parameter groups and can take some of the optimizer's keywords. Other classes get a list of parameters, or one group
-    per learning rate if the model scales learning rates by width.
+    parameter groups and can take some of the optimizer's keywords. Other classes get a list of parameters. If the model
+    scales learning rates by width (muP), there is one group per learning rate instead, see `width_groups`.
     """
     component = recipe.optimizer
     factors = getattr(model, 'learning_rate_factors', {})
@@ -286,7 +286,7 @@ def _gpu_is_broken() -> bool:
 
 
 def effective_speed(recipe: Recipe) -> SpeedConfig:
-    """Return a recipe's `speed` settings, each resolved to true or false for this machine and parallelism strategy."""
+    """Return a recipe's `speed` settings with the preset applied, and those that cannot work here turned off."""
     return effective_parts(recipe.speed, on_gpu=on_gpu(recipe.trainer), strategy=recipe.parallelism.strategy)
 
 

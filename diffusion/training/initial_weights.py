@@ -96,7 +96,7 @@ def source_of(start: InitFrom) -> 'Checkpoint | OriginalFile | DiffusersModel':
 
 
 class Checkpoint(NamedTuple):
-    """Path or URL of a checkpoint, or of a run; for a run, its newest checkpoint is read."""
+    """Path or URL of a checkpoint, of a run (whose newest checkpoint is read), or of a `.pt` file of original code."""
 
     start: InitFrom
 
@@ -128,7 +128,7 @@ class OriginalFile(NamedTuple):
 
 
 class DiffusersModel(NamedTuple):
-    """Pipeline or denoiser that diffusers saved, in a folder or in a repository on the Hub."""
+    """Pipeline or denoiser of diffusers in a folder or on the Hub, or a `.pt` file of original code on the Hub."""
 
     start: InitFrom
 
@@ -153,9 +153,10 @@ class DiffusersModel(NamedTuple):
 
 
 def original_on_hub(model: LatentDiffusion, start: InitFrom) -> str | None:
-    """Return the name of the `.pt` file of original code to read from a repository; None if diffusers wrote it.
+    """Return the name of the `.pt` file of original code to read from a repository; None to read diffusers' files.
 
-    Of several files, the one for the model's image size is read, such as 256_resolution_checkpoint_torch.pt.
+    It is the file that `init_from` names, else the only one, else the one for the model's image size, such as
+    256_resolution_checkpoint_torch.pt.
     """
     repository, name = hub_repository(start), hub_file(start)
     assert repository is not None

@@ -19,7 +19,7 @@ class Layout:
     """Distribution of matrices over ranks: sharded by rows as under FSDP2, or replicated on every rank as under DDP."""
 
     group: dist.ProcessGroup | None
-    """Ranks that hold the shards or copies of a matrix; None if this is the only rank."""
+    """Ranks that divide the matrices among them; None if this rank computes all of them itself."""
     sharded: bool
     """True if each rank has consecutive rows, divided as by torch.chunk; False if each rank has all rows."""
 
@@ -52,12 +52,12 @@ def layout_of(weight: Tensor) -> Layout:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], parts: Tensor, layout: Layout, *, rows: int, first: int = 0
 ) -> Tensor:
-    """Apply a function to whole matrices, divided among ranks; return this rank's part of the results. A collective.
+    """Apply a function to whole matrices, divided among ranks; return the results for `parts`. A collective.
 
     Args:
         function: Function that maps matrices [N, R, C] to results of the same shape and dtype, each independent of the
             others.
-        parts: This rank's part of each matrix: shards [N, r, C], or whole copies [N, R, C].
+        parts: What this rank has of each matrix: its rows [N, r, C], or whole copies [N, R, C].
         rows: R, number of rows of a whole matrix.
         first: Rank that computes the first matrix, modulo the number of ranks.
     """

@@ -114,7 +114,7 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
 
 
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
-    """Use torch.compile on the denoiser's blocks (for training only) and on the blocks of a frozen VAE's encoder."""
+    """Compile the denoiser's blocks (for training only), the VAE encoder's blocks, and random number draws."""
     # Compile each block's `forward` instead of the module, so that FSDP's hooks stay outside the graph and state dict
     # names do not change. Evaluation and sampling run the denoiser without compiled blocks: they have many batch sizes,
     # and each would be compiled. Blocks with equal shapes share compiled code; transformer blocks do so only if they

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     """Return the changes since the recipe of a checkpoint, after checking that all are allowed; a collective.
 
+    Ranks other than 0 get no changes, and neither does rank 0, with a warning, if there is no saved recipe.
+
     Args:
         checkpoint: The checkpoint to resume from; None if Composer has loaded one of its own checkpoints.
 
@@ -125,7 +127,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
 
 
 def schedule_of(recipe_text: str) -> dict[str, Any]:
-    """Return all values in a recipe's YAML that determine the learning rate schedule, except the base learning rate."""
+    """Return the settings in a recipe's YAML that determine the learning rate schedule, but not the base rate."""
     values = recipe_values(parse_yaml(recipe_text)).values
     keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
     return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}

@@ -322,7 +322,7 @@ def dist_timeout(trainer: Mapping[str, Any]) -> float:
 
 
 def _console(trainer: Mapping[str, Any], loggers: Mapping[str, Component]) -> list[LoggerDestination]:
-    """Build the progress logger: a status line in a terminal unless that is turned off, else log lines."""
+    """Build the progress logger: a status line in a terminal, else log lines; none if another one is set."""
     if trainer.get('log_to_console') or 'console_lines' in loggers:
         return []
     return [ProgressLine() if has_terminal(trainer.get('progress_bar', True)) else ConsoleLines()]

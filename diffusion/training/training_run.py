@@ -43,17 +43,17 @@ class TrainingRun:
     hide: Callable[[str], str] = str
     """Function that removes secrets from a text."""
     attempt: Attempt | None = None
-    """Record of this attempt, kept up to date while training; None if the node entry point records it."""
+    """Record of this attempt, updated while training; None if the node entry point records it, or if not rank 0."""
     notifier: Notifier = field(init=False)
-    """Sender of messages about the run."""
+    """Sender of notifications about the run, such as `started` and `loss_guard`."""
     _mirror: RunMirror | None = None
     _clock: Clock = field(default_factory=Clock)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the run's lock, record the attempt, send messages, and copy files to the store during a `with` block.
+        """Hold the run's lock, record the attempt, send notifications and copy files to the store in a `with` block.
 
-        If the node entry point started this process, this only copies files and sends some of the messages.
+        Only rank 0 does this. If the node entry point started it, it only copies files and sends some notifications.
         """
         is_rank_zero = os.environ.get('RANK', '0') == '0'
         # If the run's place is a URL, copy the recipe, metrics and images from rank 0's working folder to it.
@@ -70,7 +70,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it."""
+        """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send notifications."""
         try:
             number = attempts.next_number(attempts.read_attempts(self.place))
         except UserError:  # before the first attempt, there is no record
@@ -95,7 +95,7 @@ class TrainingRun:
             self.notifier.close()
 
     def connect(self, callbacks: Sequence[Callback]) -> None:
-        """Make callbacks update the record of the attempt, send messages, and upload the run's small files."""
+        """Make callbacks update the attempt's record, send notifications, and upload small files before checkpoints."""
         for callback in callbacks:
             if isinstance(callback, RunStatus) and self.attempt is not None:
                 callback.attempt, callback.on_record = self.attempt, self._record_progress
@@ -114,7 +114,7 @@ class TrainingRun:
         self.notifier.check_goodput()
 
     def _record_interrupt(self, attempt: Attempt, loss: str) -> None:
-        """Record that a second Ctrl-C ends this process, and send a message about it; takes at most two seconds."""
+        """Record that a second Ctrl-C ends this process, and send a notification; takes at most two seconds."""
         attempt.status, attempt.cause, attempt.end = INTERRUPTED, 'stopped', self._clock.now()
         attempt.detail = f'ended by a second Ctrl-C: {loss}'
         within_limit(lambda: self._record('end', attempt), INTERRUPT_SECONDS)

@@ -21,7 +21,7 @@ Modules, in the order of the data flow:
 | | `caption_table` | joins captions from tables to the images of another source by key |
 | | `file_listing` | lists and sorts files in a local folder or an object store |
 | | `extra_columns` | converts metadata to JSON types; computes columns with a user's function |
-| plan | `input_plan` | settings, versions and parts, fixed before work starts; divides parts among jobs |
+| plan | `input_plan` | settings, versions and parts, fixed before work starts; divides parts into jobs |
 | jobs | `worker_pool` | runs jobs in local processes, on Ray, or on another engine |
 | parts | `convert_part` | converts one input part into one folder of shards |
 | | `process_sample` | converts an entry into one sample per matching bucket, or rejects it with a reason |
@@ -32,7 +32,7 @@ Modules, in the order of the data flow:
 | | `part_shards` | shards and tables of a part: all inputs (kept and rejected) and all stored samples |
 | shards | `catalog` | combined tables of all parts; removes duplicates and holds out images |
 | | `output_folders` | output datasets, local or in an object store, and the jobs that write final shards |
-| changes | `append` | adds a delivery to a finished dataset |
+| changes | `append` | adds a delivery (images from another input) to a finished dataset |
 | | `remove` | removes images from a dataset; finds latents and runs made from it |
 | | `remove_cli` | options of `diffusion data remove` |
 | | `shard_rewriting` | copies shards without some samples, including shards without a record, such as latents |

@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 DUPLICATE_KEY = 'duplicate_key'
 REMOVED = 'removed'
 PRESENT = 'already in the dataset'
-"""The report's label for images that are already in the dataset under the same key; they do not count as rejected."""
+"""The report's label for images that the dataset has already, with the same key and pixels; they count as skipped."""
 COMPUTED = 'columns_from'
 """Setting with the path of a Python file that computes columns; a dataset records the file's hash, not its path."""
 BASE = 'base'
-"""File in the work folder that records the version of the dataset with which the delivery has been compared."""
+"""File in the work folder with the name of the delivery's folder, which depends on the dataset's version."""
 
 
 def append(
@@ -63,7 +63,7 @@ def append(
         settings: Settings of the preparation; those that affect samples must equal the dataset's.
 
     Returns:
-        The report of this delivery, or None if `share` is given.
+        The report of this delivery, with 0 inputs if the dataset has all of them; None after converting a share.
     """
     problems = check_settings(settings)
     if problems:
@@ -81,7 +81,7 @@ def append(
 
 
 def inherited_settings(out: str) -> dict[str, Any]:
-    """Return the settings shared by all deliveries of the dataset at `out`, as the content of a YAML file."""
+    """Return, by name, the settings that all deliveries of the dataset at `out` share, except `columns_from`."""
     settings = dict(RecordedDataset(out, Path()).record.settings)
     del settings[COMPUTED]  # the dataset records the file's hash, not its path
     return settings
@@ -90,7 +90,7 @@ def inherited_settings(out: str) -> dict[str, Any]:
 def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> None:
     """Raise UserError that lists each setting that affects samples and differs from the dataset's."""
     there, now = dataset.record.settings, comparable_settings(settings.content_settings())
-    if there['sizes'] != now['sizes']:  # `buckets` has no effect for a single size
+    if there['sizes'] != now['sizes']:  # report only `sizes`: `buckets` is saved as `largest` for one size
         now['buckets'] = there['buckets']
     if there[COMPUTED] and not now[COMPUTED]:
         file = there[COMPUTED]['file']
@@ -138,7 +138,7 @@ class _Addition(Preparation):
         return report
 
     def remaining_plan(self) -> InputPlan:
-        """Return an input plan of only those parts that no earlier delivery from the same source contained."""
+        """Return an input plan of the parts that are new or changed since earlier deliveries of the same source."""
         plan = InputPlan.make(self.settings, self.source)
         known = self.dataset.known_parts(plan.settings['source'])
         heads = enumerate(plan.parts.heads)
@@ -171,7 +171,7 @@ class _Addition(Preparation):
         )
 
     def add(self, plan: InputPlan, start: float) -> PrepareReport:
-        """Compare the converted delivery with the dataset and add it; repeat if the dataset changed meanwhile."""
+        """Add the converted delivery; if the dataset changes meanwhile, repeat, unless it has this delivery by then."""
         while True:
             try:
                 return self.add_to_version(plan, start)
@@ -211,7 +211,7 @@ class _Addition(Preparation):
         return report
 
     def start_on_version(self, plan: InputPlan) -> None:
-        """Remove results that an earlier start derived from another version of the dataset."""
+        """Choose names of new files for the dataset's present version; remove results that are for another version."""
         self.token = self.dataset.token(plan.fingerprint)
         folder = delivery_folder(len(self.dataset.record.deliveries), self.token)
         base = self.work.path / BASE
@@ -239,7 +239,8 @@ class _Addition(Preparation):
     def drop_duplicates(self, catalog: Catalog, earlier: EarlierImages) -> list[tuple[int, str]]:
         """Reject images that duplicate an image of the dataset or of the delivery, or an image that has been removed.
 
-        Return (row number, key of the original) for the first few duplicates, for the report.
+        With `duplicates: none`, reject only copies of removed images. Return (row number, key of the original) for the
+        first few duplicates, for the report.
         """
         kept = catalog.kept
         names = ('exact_hash', 'perceptual_hash', 'is_flat')
@@ -280,7 +281,7 @@ class _Addition(Preparation):
         return report
 
     def add_notes(self, report: PrepareReport, plan: InputPlan) -> None:
-        """Add notes to the delivery's report: rejected keys, changed package versions, and the new size."""
+        """Add notes to the report about images rejected for keys that the dataset has, and changed package versions."""
         if self.repeated_keys:
             report.notes.append(
                 f'{self.repeated_keys} images have the key of another image of the dataset, with other pixels; put a '
@@ -297,7 +298,7 @@ class _Addition(Preparation):
             )
 
     def write_reports(self, catalog: Catalog, repeats: list[tuple[int, str]]) -> PrepareReport:
-        """Write and return the whole dataset's report; its page shows thumbnails of the new delivery."""
+        """Write report and captions.txt of the whole dataset, with thumbnails of this delivery; return the report."""
         report = report_of(self.dataset)
         page = report_page(
             report,

@@ -1,4 +1,4 @@
-"""Read captions from files: a CSV, JSONL or Parquet file for an image folder, or .txt and .json files beside images."""
+"""Read captions from CSV, JSONL or Parquet tables (a row per image), or from .txt and .json files beside images."""
 
 import json
 import os
@@ -25,10 +25,10 @@ NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
 """Problems of rows that give no valid path of an image inside the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
-"""Name in `caption_columns` that selects the .txt file beside an image; other names are keys of its .json file."""
+"""Name in `caption_columns` that selects the text file beside an image; other names are keys of its .json file."""
 
 Wanted = tuple[Sequence[str], Sequence[str]]
-"""Possible names of the column with keys or paths, and the caption columns; without these, the common names."""
+"""(Possible names of the column with keys or paths, caption columns); if these are empty, `CAPTION_COLUMNS`."""
 Rows = Iterator[tuple[str, dict[str, Any] | None]]
 
 
@@ -53,10 +53,11 @@ class CaptionRow:
 
 
 def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterator[CaptionRow]:
-    """Yield rows of a caption file with columns `file` and `caption` (or, except in CSV, `captions`).
+    """Yield rows of a caption file with columns `file` and `captions` or `caption`.
 
     The imagefolder names `file_name` and `text` are accepted too. A row without a usable caption or path has `problem`
-    set. Rows of a JSONL file may lack some of `caption_columns`. Without `caption_columns`, the common names are used.
+    set. A CSV or Parquet file must have all of `caption_columns`, but rows of a JSONL file may lack some. Without
+    `caption_columns`, the common names are used.
     """
     for where, row in _checked_rows(file, (FILE_COLUMNS, caption_columns)):
         unreadable = CaptionRow(where, 'None', [], {}, [], 'not_json')
@@ -68,7 +69,8 @@ def read_keyed_captions(
 ) -> Iterator[tuple[str, str | None, list[Any], list[str]]]:
     """Yield (position, key, captions, column of each caption) for each row of a table; the key may be None.
 
-    The key is in the first of `key_columns` that exists. Empty `caption_columns` stand for the common names.
+    The key is in the first of `key_columns` that exists. Without `caption_columns`, the common names are used, and no
+    columns are returned.
     """
     for where, row in _checked_rows(file, (key_columns, caption_columns)):
         values = row or {}
@@ -78,7 +80,7 @@ def read_keyed_captions(
 
 
 def _checked_rows(file: Path, wanted: Wanted) -> Rows:
-    """Yield the rows of a table; raise UserError if no row has one of the key columns, or a caption column."""
+    """Yield the rows of a table; at its end, raise UserError if no row had a key column, or none a caption column."""
     columns: dict[str, None] = {}
     for where, row in _rows(file, wanted):
         columns |= dict.fromkeys(row or ())
@@ -119,7 +121,7 @@ def _path_problem(path: Any) -> str | None:
 
 
 def _caption_problem(captions: Sequence[Any]) -> str | None:
-    """Return the reason (one of `_REJECTED_ROWS`) why none of a row's captions can be used, or None."""
+    """Return the reason in `_REJECTED_ROWS` why no caption of a row is usable; None if one is, or for other reasons."""
     try:
         usable_captions(captions)
     except Unfit as unfit:
@@ -136,7 +138,7 @@ def _column(row: Container[str], names: Sequence[str]) -> str | None:
 
 
 def _check(wanted: Wanted, where: str) -> Callable[[Sequence[str]], None]:
-    """Return a function that raises an error if a table lacks a required column."""
+    """Return a function that takes a table's column names, and raises UserError if a required column is missing."""
 
     def check(columns: Sequence[str]) -> None:
         for names in (wanted[0], *([(name,) for name in wanted[1]] or [CAPTION_COLUMNS])):
@@ -149,7 +151,7 @@ def _check(wanted: Wanted, where: str) -> Callable[[Sequence[str]], None]:
 
 
 def _rows(file: Path, wanted: Wanted) -> Rows:
-    """Yield (position, columns) for each row; the columns are None if a line of a JSONL file is not a JSON object."""
+    """Yield (position, values by column) for each row; the values are None for a JSONL line that is not an object."""
     readers: dict[str, Callable[[Path, Wanted], Rows]] = {
         '.csv': _csv_rows,
         '.jsonl': _jsonl_rows,
@@ -182,7 +184,7 @@ def _jsonl_rows(file: Path, wanted: Wanted) -> Rows:
                 problem = '' if isinstance(row, dict) else f'is {type(row).__name__}'
             except (ValueError, RecursionError) as error:  # ValueError also covers numbers above 4300 digits
                 row, problem = None, f'is not JSON ({error})'
-            # If the first line is not valid, the file is not a JSONL file at all.
+            # If the first line is not valid, the file is not a JSONL file at all; a later line is rejected alone.
             if problem and not found:
                 raise UserError(f'{where}: {problem}; write one object with `{wanted[0][0]}` and `caption` per line')
             found = True
@@ -210,9 +212,10 @@ def read_sidecars(
 ) -> None:
     """Set the captions and the metadata of an entry, or its problem if they cannot be read.
 
-    The captions are those of `caption_columns` (keys of the .json file, and `txt` for the .txt file). If none is given:
+    `text` and `columns` are the contents of the image's .txt and .json files; None means that there is no such file.
+    The captions are those of `caption_columns` (keys of the .json file, and `txt` for the .txt file). If this is empty:
     `captions` in the .json file if that is a list; otherwise the .txt file's; otherwise `caption` in the .json file,
-    which may be a string or a list of strings.
+    which may be a string or a list of strings. The other keys of the .json file become metadata.
     """
     entry.metadata = {} if columns is None else read_columns(columns)
     captions, caption = (entry.metadata.get(name) for name in ('captions', 'caption'))

@@ -69,9 +69,10 @@ class CaptionTable:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def rows(self, key: str) -> list[tuple[int, str]]:
-        """Return number and JSON of the rows of an image; those of its whole key come before those of its end.
+        """Return (row number, JSON of captions and their columns) for each row of an image.
 
-        The key of an image in a tar is `00000/000000012`, but a table may have only `000000012`.
+        Only if no row has the whole key, try the key without its first folder, and so on: the key of an image in a tar
+        is `00000/000000012`, but a table may have only `000000012`.
         """
         query, rest = 'SELECT number, content FROM captions WHERE key = ? ORDER BY number', key
         while not (found := _opened(self.index()).execute(query, (rest,)).fetchall()) and '/' in rest:
@@ -79,7 +80,7 @@ class CaptionTable:
         return found
 
     def unused(self, keys: Iterable[str]) -> dict[str, NamedCount]:
-        """Return the rows that none of the images uses, by kind: keys without image, and rows without key."""
+        """Count, for the report, the tables' keys that belong to none of the images `keys`, and rows without key."""
         found: dict[str, NamedCount] = {}
         used = {number for key in keys for number, _ in self.rows(key)}
         query, last = 'SELECT number, key, iif(key IS NULL, content, 0) FROM captions ORDER BY key, number', None
@@ -132,7 +133,7 @@ class CaptionedSource:
     table: CaptionTable
 
     def parts(self) -> PartList:
-        """Return the source's parts; they change with the table too."""
+        """Return the source's parts, with stamps that change with the table too."""
         self.table.index()  # a mistake in the table is reported before the work starts
         stamp = self.table.stamp
         parts = PartList(

@@ -38,7 +38,7 @@ class Samples:
     image: np.ndarray
     """Catalog row of the sample's image, int64."""
     bucket: np.ndarray
-    """Bucket number, int16."""
+    """Index of the sample's bucket among those given to `Catalog.read`, int16."""
     shard: np.ndarray
     """Number of the part's shard that contains the sample, uint32."""
     offset: np.ndarray
@@ -120,7 +120,7 @@ class Catalog:
         return self._lists('captions', images)
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
-        """Count the captions of `images` (catalog rows) by source column; empty if columns are not recorded."""
+        """Count captions of `images` (sorted catalog rows) by the column that they come from; empty if not recorded."""
         total: Counter[str] = Counter()
         for found in self._lists('caption_columns', images):
             counts = found.flatten().value_counts()
@@ -137,7 +137,8 @@ class Catalog:
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
         """Reject images that duplicate an earlier one; return (row number, key of the original) of the first few.
 
-        The search may be slow, so its result is kept in the file `saved` for a resumed preparation.
+        With mode `none`, reject none. The search may be slow, so its result is kept in the file `saved` for a resumed
+        preparation.
         """
         if mode == 'none':
             return []
@@ -201,7 +202,7 @@ def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Sa
 
 
 def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarray:
-    """Count a part's rejected inputs in `rejected`; return REJECTED or TRAIN for each input of the part, int8."""
+    """Add a part's rejected inputs to `rejected`, by reason; return REJECTED or TRAIN for each input, int8."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     split = np.full(len(rows), TRAIN, np.int8)

@@ -51,7 +51,7 @@ from diffusion.storage import mds
 from diffusion.storage.atomic import atomic_folder
 
 SHARD_BYTES = 64 * 10**6
-"""Maximum size of one shard of a part, which is held in memory until it is full."""
+"""Maximum size in bytes of the samples in one shard of a part, which are held in memory until it is full."""
 THUMBNAILS_FILE = 'thumbnails.json'
 COUNTS_FILE = 'part.json'
 THUMBNAILS_PER_REASON = 6
@@ -72,9 +72,9 @@ class PartCounts:
     rejected: Counter[str] = field(default_factory=Counter)
     columns: set[str] = field(default_factory=set)
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Skipped files by suffix: neither images nor files that belong to an image; they do not count as inputs."""
+    """Skipped files by suffix or by another reason, such as `hidden`; they are not in `inputs`."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
-    """For each rejection reason, the decoders' messages, each with its number of images."""
+    """For `undecodable` and `truncated`, the decoders' messages, each with its number of images."""
     repaired: NamedCount = field(default_factory=NamedCount)
     recoded: list[Measured] = field(default_factory=list)
     """Measurements of some lossless images that are stored in a lossy format."""
@@ -100,7 +100,7 @@ class PartJob:
         return f'part {self.number} ({self.part.name})'
 
     def __call__(self, note: Note) -> PartCounts:
-        """Convert the part, unless an earlier start has done so; return its counts."""
+        """Convert the part, unless an earlier start has done so; return its counts. Reading is retried."""
         for attempt in range(ATTEMPTS):
             if self.folder.is_dir():
                 return read_counts(self.folder, self.part)
@@ -209,7 +209,7 @@ class PartJob:
         return len(pending) >= BATCH_IMAGES or pixels >= BATCH_PIXELS
 
     def _compute(self, pending: Sequence[tuple[int, Candidate]]) -> list[dict[str, Any]]:
-        """Return the columns that the user's function computes for each image; empty without a function."""
+        """Return for each image the columns that the user's function computes, by name; {} without a function."""
         path, images = self.settings.columns_from, [each for _, each in pending]
         if path is None or not images:
             return [{} for _ in images]
@@ -244,7 +244,7 @@ class PartJob:
             raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
-        """Yield the part's images with captions; `note` gets each name first, in case the image kills the process."""
+        """Yield the part's entries and skipped files; `note` gets keys first, in case an image kills the process."""
         # `_write` reads and writes in one loop. This wrapper marks an OSError from the source, which is retried, so
         # that it differs from an OSError in the work folder (such as a full disk), which is not retried.
         try:
@@ -300,7 +300,7 @@ def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, A
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """Return a list with a rejected image's thumbnail for the report; empty if the image cannot be decoded."""
+    """Return a list of one record (reason, key, detail, thumbnail as base64 JPEG); empty if it cannot be decoded."""
     try:
         image = decode_image(
             entry.image or b'',

@@ -52,22 +52,22 @@ class PrepareReport:
     repaired: NamedCount = field(default_factory=NamedCount)
     """Images converted although their files contain stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Skipped files by suffix: neither images of a known format nor files that belong to such an image."""
+    """Skipped files by suffix or another reason, such as `split test`, and images that the dataset had already."""
     inputs: int | None = None
     """Number of inputs (images, captions, rows or files): kept, rejected and skipped."""
     notes: list[str] = field(default_factory=list)
     """Further messages, for example about a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
-    """Histograms of the dataset's images by quantity: edges, counts and quantiles."""
+    """Histograms by quantity, such as 'captions per image': lower edges of the bins, counts, and quantiles."""
     fingerprint: str | None = None
-    """Hash of the settings, the input and the package versions."""
+    """Hash of settings, input and package versions; None in the report on several deliveries or after a removal."""
     date: str | None = None
     """Time when the dataset was finished or last changed, in UTC."""
     seconds: float = 0.0
     deliveries: list[dict[str, Any]] = field(default_factory=list)
-    """Date, source and counts of each delivery, if the dataset has several; empty if it has only one."""
+    """Date, source and counts of each delivery; empty until images are added to the dataset or removed from it."""
     removed: int = 0
-    """Number of images that were removed after their delivery."""
+    """Number of images that `diffusion data remove` has removed, not counting held-out ones."""
 
     @property
     def filtered(self) -> int:
@@ -145,7 +145,7 @@ class PrepareReport:
 
 
 def _outcomes(report: PrepareReport) -> dict[str, str]:
-    """Return the number of inputs, and the number with each outcome, such as kept or rejected."""
+    """Return, as text by name, the number of inputs, and the number with each outcome, such as kept or unusable."""
     return {
         'inputs': f'{report.inputs:,}',
         'kept': f'{report.pictures:,}',
@@ -203,7 +203,7 @@ def report_page(
     held_out: Iterable[Figure],
     rejected: Mapping[str, Iterable[Figure]],
 ) -> str:
-    """Return the report as an HTML page."""
+    """Return the report as an HTML page; the keyword arguments are thumbnails, by bucket or by rejection reason."""
     sections = [
         f'<h1>{html.escape(out)}</h1>',
         _summary(report),
@@ -270,7 +270,7 @@ def _bucket_bars(dataset: PrepareReport | HeldOut) -> str:
 
 
 def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
-    """Return an HTML table of counts, each with a bar."""
+    """Return an HTML table of counts, given as (count, further text) by name, each with a bar."""
     largest = max((count for count, _ in counts.values()), default=1) or 1
     rows = [
         f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(extra)}</td>'

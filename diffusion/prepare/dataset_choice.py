@@ -32,7 +32,7 @@ from diffusion.storage.places import is_url
 
 CARD = 'README.md'
 MAX_HEADER_BYTES = 2**20
-"""Maximum size of a dataset card's header; larger ones are rejected, since the YAML is untrusted."""
+"""Maximum number of characters of a dataset card's YAML header; longer ones are rejected, since it is untrusted."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class DatasetListing:
 
     @contextmanager
     def copy(self, url: str) -> Iterator[Path]:
-        """Yield a local copy of one of the dataset's files, given its URL."""
+        """Yield a local path of one of the dataset's files, given its URL; a remote file is copied for the block."""
         with self.hub.copies([file for file in self.files if file.url == url]) as paths:
             yield paths[url]
 
 
 def read_card(text: bytes, where: str) -> dict[str, Any]:
-    """Return a dataset card's YAML header; empty if it has none."""
+    """Return a dataset card's YAML header as a dictionary; empty if it has none. Raise UserError if it is invalid."""
     first, *lines = text.decode('utf-8-sig', 'replace').splitlines() or ['']
     end = next((number for number, line in enumerate(lines) if line.rstrip() == '---'), None)
     if first.rstrip() != '---' or end is None:
@@ -107,7 +107,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_folder(location: str) -> None:
-    """Raise UserError if a location is not a folder, or is the Hub's cache of a repository instead of its files."""
+    """Raise UserError if a location is not a folder, pattern or store URL, or is the Hub's cache of a repository."""
     is_elsewhere = ('{' in location or is_pattern(location) or is_url(location)) and not location.startswith(
         ('http://', 'https://')
     )
@@ -131,8 +131,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
-"""File suffixes of each file layout, such as `parquet`. `folder` has none here, since the image suffixes are a setting;
-`tfrecord` has none, since `is_tfrecord` recognizes the names of TFRecords."""
+"""File suffixes by layout, the kind of files in which a dataset has its images. `folder` (image files) has none here,
+since the image suffixes are a setting; `tfrecord` has none, since `is_tfrecord` recognizes the names of TFRecords."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 """Suffixes of tables that contain no images, though they may contain image URLs."""
 STATE = 'state.json'
@@ -142,7 +142,7 @@ SPLITS = 'dataset_dict.json'
 """File that save_to_disk() writes for a dictionary of datasets, which has one folder per split."""
 ARCHIVE_SUFFIXES = ('.zip', '.7z', '.rar')
 MAX_TABLE_BYTES = 2**26
-"""Maximum size of a table that is read in order to list its columns in a message."""
+"""Maximum size in bytes of a table that is read to find out whether it has a column of image URLs."""
 
 
 @dataclass(frozen=True)
@@ -208,15 +208,15 @@ class Chooser:
         return Choice('arrow', split, splits[split], _others(files, splits[split], splits))
 
     def _saved_folders(self, files: list[File]) -> list[str]:
-        """Return the sorted folders written by `save_to_disk`, each with a trailing slash."""
-        # Require Arrow files beside state.json: other programs also write files with that name.
+        """Return the sorted folders written by `save_to_disk`, each with a trailing slash, or empty for the top."""
+        # Require Arrow files or dataset_info.json beside state.json: other programs also write files with that name.
         saved = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
         saved |= {file.name.removesuffix(INFO).rstrip('/') for file in files if f'/{file.name}'.endswith(f'/{INFO}')}
         states = (file.name.removesuffix(STATE) for file in files if f'/{file.name}'.endswith(f'/{STATE}'))
         return sorted(folder for folder in states if folder.rstrip('/') in saved)
 
     def _by_names(self, files: list[File]) -> Choice:
-        """Return the files to read according to the dataset's card and its file names."""
+        """Return the files to read according to patterns in the dataset's card or, if it has none, to file names."""
         chosen, splits = self._config(files)
         prefix = f'{chosen.folder}/' if chosen.folder else ''
         candidates = [file for file in files if file.name.startswith(prefix)]
@@ -248,7 +248,7 @@ class Chooser:
             )
 
     def _config(self, files: Sequence[File]) -> tuple[DataFiles, dict[str, list[File]]]:
-        """Return the configuration to read, and the files that match the card's patterns for it, by split."""
+        """Return the configuration to read, and the files that match the card's patterns for it, if any, by split."""
         # If the card lists no configurations, take them from folders CONFIG/SPLIT, as in the Hub's own Parquet copies.
         paths = (file.name.split('/') for file in files if file.name.lower().endswith(parquet.SUFFIX))
         folders = {
@@ -265,7 +265,7 @@ class Chooser:
         return choose_config(None, folders, self.config, self.location), {}  # the user chose the files
 
     def _refuse_overlap(self, splits: Mapping[str, list[File]], chosen: str) -> None:
-        """Raise UserError if a card's patterns put the same file in the chosen split and in a test split."""
+        """Raise UserError if a file of the chosen split is also in a test or validation split other than this one."""
         names = {file.name for file in splits[chosen]}
         for split, group in splits.items():
             shared = next((file.name for file in group if file.name in names), None)
@@ -278,7 +278,7 @@ class Chooser:
     def _layout(self, files: Sequence[File]) -> str:
         """Return the layout (a key of `LAYOUTS`) whose files have the most bytes.
 
-        Image files without captions are used only if there is no other layout.
+        Image files without captions are used only if there is no other layout. Raise UserError if there is none.
         """
         found = {layout: data for layout in self.layouts if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
@@ -304,7 +304,7 @@ class Chooser:
         raise UserError(f'{self.location}: has no Parquet files, tars, TFRecords, Arrow files or images')
 
     def _refuse_table(self, file: File) -> None:
-        """Raise UserError if a table contains URLs instead of images."""
+        """Raise UserError if the first line of a table names a column of image URLs; large tables are not read."""
         if file.size > MAX_TABLE_BYTES:
             return
         line = self.dataset.read(file).decode('utf-8-sig', 'replace').partition('\n')[0]
@@ -318,7 +318,7 @@ class Chooser:
             raise UserError(download_first(file.url, address, caption, suffix=Path(file.name).suffix))
 
     def data_files(self, layout: str, files: Sequence[File]) -> list[File]:
-        """Return the files that have a suffix of the layout, without caption files."""
+        """Return the files whose names belong to a layout; caption files, such as metadata.parquet, do not."""
         if layout == 'folder':
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
@@ -348,7 +348,7 @@ def _others(
 
 
 def saved_files(state: bytes, where: str) -> tuple[list[str], str | None]:
-    """Return the names of the Arrow files of a saved dataset, in order, and its split; `state` is its state.json."""
+    """Return the names of a saved dataset's Arrow files, and its split or None; `state` is its state.json's content."""
     try:
         content: dict[str, Any] = json.loads(state)
         names = [str(each['filename']) for each in content['_data_files']]

@@ -42,7 +42,7 @@ Entries = Mapping[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Delivery:
-    """One input added to a dataset; paths are relative to the dataset's folder."""
+    """One input added to a dataset: its source's settings, and the paths of its files relative to the dataset."""
 
     source: dict[str, Any]
     fingerprint: str
@@ -65,11 +65,11 @@ class DatasetRecord:
     removed_held_out: int = 0
     """Number of images removed from the held-out dataset beside this training set, if there is one."""
     indexes: dict[str, list[str]] = field(default_factory=dict)
-    """SHA-256 of each version of a bucket's index.json, oldest first. Latents store their images' index hash."""
+    """SHA-256 of all versions of index.json by bucket, oldest first, to recognize latents made from any of them."""
     kept: list[str] = field(default_factory=list)
-    """Old shards, replaced when images were removed, but not deleted yet, since running jobs may still read them."""
+    """Paths of old shards, replaced when images were removed, but kept since running jobs may still read them."""
     obsolete: list[str] = field(default_factory=list)
-    """Files to delete once the indexes are up to date."""
+    """Paths of files to delete once the indexes are up to date."""
 
     def content(self) -> bytes:
         return (json.dumps({'version': VERSION, **asdict(self)}, indent=1) + '\n').encode()
@@ -91,7 +91,7 @@ class DatasetRecord:
 
 
 def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the subset of `PrepareSettings.content_settings` that all deliveries of a dataset must share."""
+    """Return the settings that all deliveries of a dataset must share: `content` without source and key_prefix."""
     shared = {name: value for name, value in sorted(content.items()) if name not in ('source', 'key_prefix')}
     return json.loads(json.dumps(shared))
 
@@ -183,9 +183,10 @@ class RecordedDataset:
         return max((int(file.split('.')[1]) + 1 for folder, _, file in names if folder == bucket), default=0)
 
     def update_indexes(self) -> None:
-        """Update index.json and buckets.json of all buckets to match the record; each file is replaced atomically.
+        """Update each bucket's index.json, and each resolution's buckets.json if it has shapes, to match the record.
 
-        Several processes may do this at once; none of them replaces a newer version of a file with an older one.
+        Each file is replaced atomically. Several processes may do this at once; none of them replaces a newer version
+        of a file with an older one.
         """
         for name in [f'{bucket}/{mds.INDEX}' for bucket in self.record.indexes]:
             self._update(name)
@@ -208,7 +209,7 @@ class RecordedDataset:
                 continue
 
     def delete_obsolete(self) -> None:
-        """Delete the files that a change replaced; call this once the indexes are up to date."""
+        """Delete the files in `record.obsolete`, which a change replaced; call this once the indexes are up to date."""
         while self.record.obsolete:
             self.folder.delete(self.record.obsolete)
             try:
@@ -224,7 +225,7 @@ def index_hashes(entries: Entries) -> Iterator[tuple[str, str]]:
 
 
 def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
-    """Return the record with the hash of each bucket's current index appended to the bucket's list of index hashes."""
+    """Return the record with the hash of each bucket's current index appended to its hashes, if it is not the last."""
     indexes = {bucket: list(hashes) for bucket, hashes in record.indexes.items()}
     for bucket, digest in index_hashes(entries):
         if indexes.setdefault(bucket, [])[-1:] != [digest]:
@@ -237,7 +238,7 @@ def delivery_folder(number: int, token: str) -> str:
 
 
 def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entries: Entries) -> Delivery:
-    """Write a delivery's files, except its table of images and its report, into a local dataset folder."""
+    """Write a delivery's shards.json and parts.json into a local dataset folder; return the delivery with all paths."""
     folder = delivery_folder(number, token)
     files = (f'{folder}/{name}' for name in (IMAGES, SHARDS, PARTS, REPORT))
     delivery = Delivery(plan.settings['source'], plan.fingerprint, *files)

@@ -73,7 +73,7 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
 def merged_report(
     reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
 ) -> PrepareReport:
-    """Merge the deliveries' reports: sum counts and histograms, subtract removed images, and list the deliveries."""
+    """Merge the deliveries' reports: sum counts and histograms; only `pictures` and buckets lack removed images."""
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
     empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]

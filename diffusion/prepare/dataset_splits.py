@@ -35,10 +35,10 @@ Named = TypeVar('Named')
 @dataclass(frozen=True)
 class DataFiles:
     config: str | None = None
-    """Name of the configuration; None if the card lists none."""
+    """Name of the configuration; None if the dataset has no named ones."""
     folder: str = ''
     patterns: Mapping[str, list[str]] = field(default_factory=dict)
-    """File patterns by split; empty if splits are determined by file names."""
+    """File patterns by split, relative to `folder`; empty if splits are determined by file names."""
 
     def splits_of(self, files: Sequence[File]) -> dict[str, list[File]]:
         """Return the files that match the patterns, by split; splits without files are left out."""
@@ -54,11 +54,11 @@ class DataFiles:
 
 
 def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where: str) -> DataFiles:
-    """Return the files of the configuration to read: the one requested, the only one, or the default.
+    """Return folder and patterns of the configuration to read: the one requested, the only one, or the default.
 
     Args:
         listed: `configs` from the dataset's card, or None.
-        folders: Folders to treat as configurations if the card lists none.
+        folders: Folders to treat as configurations if the card lists none, and there are at least two or one is wanted.
     """
     if not listed and wanted is None and len(set(folders)) < 2:
         return DataFiles()
@@ -142,7 +142,7 @@ def _file_split(path: str) -> str | None:
 
 
 def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
-    """Return the split to read: the one requested, otherwise the only one, otherwise `train`."""
+    """Return the split to read: the one requested, the only one, or `train`; raise UserError if it does not exist."""
     names = list(splits)
     if wanted is None and (len(names) == 1 or TRAIN in names):
         return names[0] if len(names) == 1 else TRAIN
@@ -161,7 +161,8 @@ def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
 
     Names that may be ordinary words count only if every file has one: `images/train` and `images/val` are splits, but
     `vehicles/train` beside `vehicles/plane` contains images of trains. Two kinds of names always count: top-level
-    folders named after a split, and files such as `test-00000-of-00002.parquet` that are not images.
+    folders named after a split, and files such as `test-00000-of-00002.parquet`. With `kind` `folder`, `names` are
+    images, and only names of their folders count.
     """
     # Image names may contain any word, so only their folders count.
     splits, none = group_by_split(names, _without_file if kind == 'folder' else str)

@@ -25,7 +25,7 @@ RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width'
 
 
 def json_value(value: Any) -> Any:
-    """Convert to JSON types: NaN and infinity to None, decimals and durations (s) to numbers, other types to text."""
+    """Convert to JSON types: NaN and infinity to None, decimals to numbers, durations to seconds, others to text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):

@@ -37,9 +37,9 @@ class File(NamedTuple):
     """Path, or URL such as s3://bucket/key; can be passed to `local_copy`."""
     size: int
     stamp: str
-    """Changes when the content changes: a local file's size and modification time, or an object's ETag."""
+    """Changes when the content changes: a local file's size and modification time, or an object's ETag or hash."""
     name: str
-    """Path relative to the listed location, with forward slashes."""
+    """Path relative to the listed folder or to the one before a pattern's first wildcard; slashes are forward."""
 
 
 by_name = attrgetter('name')
@@ -88,7 +88,8 @@ MAX_EXPANDED = 1_000_000
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
     """Return the files at a location, sorted by name or in the order of the braces, and the skipped files.
 
-    Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped.
+    Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped. Files that result
+    from braces are never skipped; a missing one raises UserError.
 
     Args:
         location: A folder, searched recursively; a single file with any suffix; a webdataset-style pattern with braces,

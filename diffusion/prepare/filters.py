@@ -32,7 +32,7 @@ def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_leng
 def usable_captions(
     raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH
 ) -> dict[str, int]:
-    """Return an image's cleaned captions in order, each with the index of the first raw caption that yields it.
+    """Return an image's distinct cleaned captions in order, each with the index of the first raw caption for it.
 
     Raises:
         Unfit: No caption is usable: no_caption, caption_not_text, caption_not_utf8, caption_too_short or
@@ -52,7 +52,7 @@ def usable_captions(
 
 
 def clean_text(text: str) -> str:
-    """Normalize text: NFC, one line, single spaces, no control characters or zero-width characters."""
+    """Normalize text: NFC, one line, single spaces, no control or zero-width characters except `_JOINERS`."""
     text = _REMOVED.sub('', _SURROGATES.sub('\ufffd', text))
     return ' '.join(unicodedata.normalize('NFC', text).split())
 

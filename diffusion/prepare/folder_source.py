@@ -44,7 +44,7 @@ TABLE_KINDS = ('.csv', '.jsonl', '.json', '.parquet', '.tsv', '.xlsx')
 """Suffixes of files that may be caption tables with an unexpected name."""
 PART_IMAGES = 1000
 MIN_IMAGES = 32
-"""Minimum number of images per job; smaller jobs are not worth the overhead."""
+"""Minimum number of images per piece when a part is divided; smaller jobs are not worth the overhead."""
 DOWNLOADS = 16
 
 
@@ -54,9 +54,9 @@ class FolderSource:
 
     Without a caption file, captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in `a.json`,
     otherwise `a.txt` (`caption_text`), otherwise `caption` in `a.json`; other keys of `a.json` become metadata. A
-    caption file is a CSV file with columns `file` and `caption`, or a JSONL file with `file` and `caption` or
-    `captions`; other columns become metadata. If no image has captions beside it, a `metadata.jsonl` or `metadata.csv`
-    in the folder is used as caption file, as in Hugging Face's imagefolder.
+    caption file is a CSV, JSONL or Parquet file with columns `file` and `captions` or `caption`; other columns become
+    metadata. If no image has captions beside it, a `metadata.jsonl`, `metadata.csv` or `metadata.parquet` in the folder
+    is used as caption file, as in Hugging Face's imagefolder.
     """
 
     location: str
@@ -67,7 +67,7 @@ class FolderSource:
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
     caption: str | None = None
-    """Caption of images without caption files beside them; None rejects these images."""
+    """Caption of images without caption files beside them; None rejects these images. Unused with a caption file."""
 
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
@@ -114,7 +114,8 @@ class FolderSource:
             listed: Images and files with their captions.
             others: Further files, counted as skipped.
             metadata: Caption files in imagefolder format, each for the images in and below its folder. None means the
-                one at the top of this source's folder, if any.
+                one at the top of this source's folder, if any. Unused if `captions` is set, or if any image has
+                captions beside it.
             elsewhere: Names of images that were left out on purpose; caption file rows about them are skipped.
             copy: Yields a local copy of a caption file, given its URL.
         """
@@ -353,7 +354,7 @@ class _Span:
 
 
 def _with_captions(file: File, beside: Mapping[str, File], caption: str | None) -> _ImageFile:
-    """Return an image with the caption files beside it, by kind; without any, with the given caption."""
+    """Return an image with its caption files (by kind); without any, with `caption` or the problem no_caption."""
     found = {kind: beside[kind] for kind in BESIDE if kind in beside}
     stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
     image = _ImageFile(file.name, stamp, file.url, file.size, beside={kind: each.url for kind, each in found.items()})
@@ -377,7 +378,7 @@ def kind_beside(file: File, caption_suffix: str) -> str | None:
 
 
 def texts_beside(images: Iterable[File], files: Iterable[File], caption_suffix: str) -> dict[str, dict[str, File]]:
-    """Return the caption files beside some images, by image stem and kind."""
+    """Return the caption files beside some images, by image stem and then by kind (see `BESIDE`)."""
     stems = {_stem(image) for image in images}
     found: dict[str, dict[str, File]] = {}
     for file in files:
@@ -388,7 +389,7 @@ def texts_beside(images: Iterable[File], files: Iterable[File], caption_suffix: 
 
 
 def metadata_in(folder: str, files: Iterable[File]) -> list[File]:
-    """Return a list with a folder's caption file, or an empty list; the case of its name is ignored."""
+    """Return a list with the first of `METADATA_FILES` that a folder has, ignoring case, or an empty list."""
     prefix = f'{folder}/' if folder else ''
     names = [f'{prefix}{name}' for name in METADATA_FILES]
     found = {

@@ -42,7 +42,10 @@ class HubName:
 
 
 def parse_name(location: str) -> HubName | None:
-    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or a dataset's URL; else None."""
+    """Parse `org/dataset[@revision]`, `hf://datasets/org/dataset[@revision][/path]` or a dataset's URL; else None.
+
+    Raise UserError if a location begins with hf:// but is not such a URL.
+    """
     for host in (ENDPOINT, endpoint()):
         if location.startswith(f'{host}/datasets/'):
             page = re.sub(r'/(?:tree|blob|resolve)/([^/]+)', r'@\1', location.partition('?')[0].rstrip('/'), count=1)
@@ -114,7 +117,10 @@ class Hub:
             yield paths
 
     def read_beside(self, table: str, path: str) -> bytes:
-        """Return the image at a path relative to a table or to the repository; its hash is not checked."""
+        """Return the image at a path relative to a table (a URL) or to the repository; its hash is not checked.
+
+        Raise Unfit if the path leads outside the repository, or there is no such file.
+        """
         from huggingface_hub.errors import EntryNotFoundError
 
         name = _name_of(table)
@@ -187,7 +193,7 @@ class Hub:
         return response
 
     def _get_json(self, url: str) -> tuple[Any, str | None]:
-        """Return the response to an API request, and the query for the next page."""
+        """Return the JSON response to an API request, and the query for the next page, or None at the last page."""
         response = self._get(url, {})
         # Return only the query: the token must not be sent to another host.
         following = response.links.get('next', {}).get('url')
@@ -203,7 +209,7 @@ def endpoint() -> str:
 
 
 def token_of(variable: str | None) -> str | None:
-    """Return the token in an environment variable; if None, the one in HF_TOKEN or from `hf auth login`, if any."""
+    """Return the token in the environment variable `variable`; if None, that of HF_TOKEN or `hf auth login`, if any."""
     if variable is None:
         from huggingface_hub import get_token
 
@@ -242,7 +248,7 @@ def _check(path: Path, file: File) -> None:
 
 
 def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | None) -> Answer:
-    """Return the Hub's response to a request, retrying while the Hub does not answer."""
+    """Return a request's result, retrying while the Hub does not answer; raise UserError if it refuses the request."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def attempt() -> Answer:

@@ -54,7 +54,7 @@ class HuggingFaceSource:
     caption_suffix: str = 'txt'
     key_column: str | None = None
     layouts: tuple[str, ...] = tuple(LAYOUTS)
-    """Layouts to read; files of other layouts are skipped."""
+    """Kinds of data files, such as parquet, to choose from; only one is read, and files of the others are skipped."""
     commit: str | None = None
     """Commit on the Hub, used instead of the revision in the location."""
 
@@ -200,9 +200,10 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return an image of a plan and its caption files as Hub files; its `stamp` contains the stamps of them all."""
+    """Return an image of a plan and its caption files as Hub files; empty if the image is not on the Hub."""
     if not is_on_hub(image.get('url', '')):
         return []
+    # `stamp` has the stamps of the image and its caption files, separated by spaces.
     beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')
     sizes = [image.get('size', 0), *[-1] * len(beside)]
     return [File(*each, '') for each in zip([image['url'], *beside], sizes, stamps, strict=True)]

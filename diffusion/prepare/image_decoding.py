@@ -42,7 +42,7 @@ def decode_image(
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
         svg_side: Minimum length in pixels of the shorter side of a rendered SVG drawing.
         resized_to: Function of an image's width and height that returns the largest size to which it will be resized;
-            much larger JPEGs are decoded at a reduced size.
+            much larger JPEGs are decoded at a reduced size. None means to decode all images at full size.
 
     Raises:
         Unfit: The image is rejected for one of `read_image`'s reasons or, for SVG, svg_text, svg_other_file or

@@ -37,7 +37,7 @@ def write_images(
 ) -> None:
     """Write the table of images of one split (training set or held-out dataset).
 
-    `shard_of_sample` is the final shard of each sample. The table of a training set also lists the held-out images.
+    `shard_of_sample` is each sample's final shard number. The table of a training set also lists held-out images.
     """
     names = pa.array(list(buckets), pa.string())
     with atomic_file(path) as unfinished, pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer:

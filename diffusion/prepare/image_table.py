@@ -100,7 +100,9 @@ def download_first(where: str, url_column: str, caption_column: str | None, *, s
 def entry_of(
     values: dict[str, Any], columns: Columns, stem: str, row: int, seen: set[str], read_image: ReadImage | None
 ) -> Entry:
-    """Return a row as an entry; its key is the file's stem plus the `key` column or the row number.
+    """Return a row as an entry; its key is the file's stem plus the key column's value or else the row number.
+
+    Raise UserError if the image column contains URLs.
 
     Args:
         seen: Keys of earlier rows; this row's key is added.
@@ -162,7 +164,7 @@ def paths_inside(path: str, folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class LocalImages:
-    """Reads image files by the paths in a table's rows, relative to the table or to the dataset."""
+    """Reads image files by the paths in a table's rows: relative to the table or dataset, or absolute inside it."""
 
     root: str
     folder: str
@@ -207,7 +209,7 @@ class StoreImages:
 
 
 def image_path(image: object) -> str | None:
-    """Return an image's path or URL if the row has no image bytes, otherwise None."""
+    """Return the path or URL by which a row refers to its image; None if the row has the image's bytes or no image."""
     if isinstance(image, dict):
         image = None if isinstance(image.get('bytes'), bytes) else image.get('path')
     return image if isinstance(image, str) else None

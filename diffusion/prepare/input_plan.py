@@ -33,7 +33,7 @@ _END = ']}\n'
 FEW_PARTS = 64
 """An input with at least this number of parts is processed by whole parts, not by pieces of parts."""
 PIECES = 256
-"""Number of pieces for an input with few parts, if the parts have enough images."""
+"""Maximum number of pieces for an input with few parts; parts with few images give fewer."""
 
 
 def at_planned_version(source: Source, work: WorkFolder) -> Source:
@@ -144,7 +144,7 @@ class SavedPlan:
 
 
 class Piece(NamedTuple):
-    """Piece of the input, converted into a folder of the same name."""
+    """Piece of the input, a part or some of its images, that one job converts into a folder of the same name."""
 
     name: str
     """Part number, such as 000003, or 000003.004 for the fifth piece of a divided part."""

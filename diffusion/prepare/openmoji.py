@@ -25,7 +25,7 @@ LICENSE = (
     '(https://creativecommons.org/licenses/by-sa/4.0/), https://openmoji.org'
 )
 SETTINGS = {'store': 'original', 'license': LICENSE}
-"""Default settings of `diffusion prepare openmoji`: store the rendered PNG files unchanged, without resizing them."""
+"""Default settings of `diffusion prepare openmoji`: store the rendered PNG files unchanged; record the license."""
 UNNAMED_CAPTION = 'emoji'
 PART_EMOJI = 50
 
@@ -88,8 +88,8 @@ class Emoji:
 class OpenMojiSource:
     """Emoji rendered as PNG on white at several sizes, in parts of 50; an image's key is its code points.
 
-    For the attributes, see `SourceSettings`. `distinct` leaves out skin tones, regional flags, keycaps, lettered
-    buttons and near-duplicates. With a limit, a different seed selects different emoji.
+    For the attributes, see `SourceSettings`. `distinct` leaves out skin tones, flags of countries and
+    regions, keycaps, lettered buttons and near-duplicates. With a limit, a different seed selects different emoji.
     """
 
     sizes: tuple[int, ...]
@@ -145,7 +145,7 @@ def choose_emoji(
     offset: int = 0,
     seed: int = 17,
 ) -> list[Emoji]:
-    """Select emoji in an order shuffled by `seed`; for the arguments, see `OpenMojiSource`."""
+    """Select emoji in an order shuffled by `seed`; for the arguments, see `SourceSettings`."""
     if offset < 0 or (limit is not None and limit <= 0):
         raise UserError(
             f'--limit {limit} --offset {offset}: the limit must be positive and the offset must not be negative'

@@ -48,7 +48,7 @@ class FolderOutput:
         return _parsed_report(path) if path.is_file() else None
 
     def check(self, plan: InputPlan) -> None:
-        """Raise UserError if the destination is not empty or cannot be replaced; call this before any work is done."""
+        """Raise UserError if the output may not be replaced, or is on another file system than the work folder."""
         self._check_free(plan)
         # The dataset is moved by a rename, which is possible only within one file system.
         parent = next(path for path in self.out.parents if path.exists())
@@ -74,7 +74,7 @@ class FolderOutput:
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
 
     def _check_free(self, plan: InputPlan | None = None) -> None:
-        """Raise UserError unless the output folder is empty or contains a dataset that may be replaced."""
+        """Raise UserError unless the output folder is missing, empty, or a dataset that `overwrite` may replace."""
         out = self.out
         if os.path.ismount(out):
             raise UserError(f'{out}: is a mount point, which cannot be replaced atomically; give a folder inside it')
@@ -111,7 +111,7 @@ class StoreOutput:
         pass  # nothing to move: a dataset in an object store is never replaced
 
     def put_in_place(self) -> None:
-        """Upload all files except the shards, indexes last, and check the sizes of all objects."""
+        """Upload all files except the shards, indexes last; raise OSError if an object then has a wrong size."""
         # Readers consider a folder with an index a complete dataset, so upload indexes last.
         dataset, packed = self.staging.dataset, self.staging.packed
         files = {path.relative_to(dataset).as_posix(): path for path in dataset.rglob('*') if path.is_file()}
@@ -195,7 +195,7 @@ class ShardJob:
 def plan_shards(
     catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
 ) -> Iterator[ShardJob]:
-    """Yield jobs that write a bucket's final shards, numbered from `first`, with the samples `numbers` in order."""
+    """Yield jobs that write a bucket's final shards, numbered from `first`; `numbers` are rows of catalog.samples."""
     samples = catalog.samples
     for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
         chosen = numbers[span.start : span.stop]

@@ -43,9 +43,9 @@ _ARROW_FILE_MAGIC = b'ARROW1'
 class ParquetSource:
     """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
-    The image column contains bytes, Hugging Face's struct of bytes and path, or paths. A path without bytes is read if
-    the file is in the same folder, local or in an object store. Unless set, columns are found by common names, ignoring
-    case. A row's key is the file's stem plus the `key` column or the row number.
+    The image column contains bytes, Hugging Face's struct of bytes and path, or paths. The file at a path without bytes
+    is read if it is inside the location, local or in an object store. Unless set, columns are found by common names,
+    ignoring case. A row's key is the file's stem plus the `key` column or the row number.
     """
 
     location: str
@@ -68,7 +68,7 @@ class ParquetSource:
         return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield one image with captions and metadata per row; see `parquet_entries`."""
+        """Yield one entry (image, captions and metadata) per row; see `parquet_entries`."""
         url = part.where['url']
         with local_copy(url, size=part.where['size']) as path:
             yield from parquet_entries(path, part, self._columns, images=images_of(self.location, url))

@@ -1,4 +1,4 @@
-"""Shards and tables of converted parts. These shards are in the part's folder or in an object store until packed.
+"""Shards and tables of converted parts. These shards are in the part's folder or a store until copied to final ones.
 
 With an object store, a preparation needs local disk space only for the image tables and the shards being written, it
 can resume after losing its disk, and machines without a shared folder can convert shares of one input. A part counts as
@@ -29,7 +29,7 @@ LOCATION = 'shards.txt'
 GAP_BYTES = 2**20
 """Maximum gap between two samples read with one request: reading the gap is faster than a second request."""
 SPAN_BYTES = 2**22
-"""Size at which a request ends; the next sample is read with a new request."""
+"""Size in bytes at which a request for several samples ends; the next sample is read with a new request."""
 REQUESTS = 8
 TABLES = 'tables.zip'
 """Object with all files in a part's folder (which contains no shards)."""
@@ -122,7 +122,7 @@ def _entries(folder: Path) -> list[tuple[mds.ShardFormat, int]]:
 
 
 def store_tables(folder: Path, url: str) -> None:
-    """Upload the files in a complete part's folder to the store, where its shards must already be."""
+    """Upload the files in a complete part's folder as one zip file to the store, where its shards must already be."""
     archive = _beside(folder)
     try:
         with zipfile.ZipFile(archive, 'x') as file:
@@ -143,7 +143,7 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Download a part's tables into an empty folder; return False if they are damaged or do not match `sizes`."""
+    """Download a part's tables to an empty folder; return False if damaged, or a shard's size differs from `sizes`."""
     archive = _beside(folder)
     try:
         object_store.download(f'{url}/{TABLES}', archive)
@@ -208,7 +208,7 @@ class InputRow:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Row of one stored sample in its part's table: input, bucket and position; an image has one sample per bucket."""
+    """Row of one stored sample in its part's table: input, bucket and position; an image may be in several buckets."""
 
     row: int
     bucket: str

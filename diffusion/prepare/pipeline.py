@@ -72,7 +72,7 @@ def prepare(
             or `settings.parts`; a final call without `share` finishes the preparation.
 
     Returns:
-        The report, or None if `share` is given.
+        The report; None after converting only a share.
 
     Raises:
         UserError: A setting is invalid, the output is not empty, an input does not exist, or no images are left for
@@ -141,7 +141,7 @@ class Preparation:
         return [self.work.parts / piece.name for piece in self.pieces(plan)]
 
     def finished_report(self, plan: InputPlan) -> PrepareReport | None:
-        """Return the report of the dataset already in the output if it was made with the same plan, otherwise None."""
+        """Return the report of the dataset in the output if it has the same plan and is not to be replaced, or None."""
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]

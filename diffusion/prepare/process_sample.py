@@ -1,6 +1,7 @@
-"""Convert a source entry into dataset samples, one for each resolution it is large enough for, or reject it.
+"""Convert a source entry into dataset samples, one for each resolution that it is large enough for, or reject it.
 
-A bucket is a folder of shards for images of one resolution, or of one resolution and shape.
+A bucket is a folder of shards for images of one resolution, or of one resolution and shape. At each resolution, an
+image is stored only in the shape that is closest in aspect ratio.
 """
 
 import io
@@ -92,7 +93,7 @@ MAX_JPEG_SIDE = 65_500
 MAX_WEBP_SIDE = 16_383
 THUMBNAIL_SIDE = 96
 MEASURED_IMAGES = 4
-"""Number of recoded images per part to measure."""
+"""Maximum number of images per part for which the loss by storing them as JPEG or WebP is measured."""
 
 
 def sample_columns(settings: PrepareSettings) -> dict[str, str]:
@@ -166,7 +167,10 @@ def make_samples(
     buckets: Buckets,
     recoded: list[Measured],
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return (bucket name, sample) per resolution, from small to large; the image is encoded separately for each."""
+    """Return (bucket name, sample) for each resolution that `buckets` chooses, from small to large.
+
+    Raise Unfit if a column filter or the size rejects the image. Measurements of lossy copies are added to `recoded`.
+    """
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
     assert entry.image is not None
     metadata = entry.metadata | dict(computed)
@@ -199,7 +203,7 @@ def thumbnail(image: Image.Image) -> bytes:
 def _stored(
     encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings, recoded: list[Measured]
 ) -> tuple[bytes, tuple[int, int]]:
-    """Return the image file to store, either original or resized to its bucket, and its (width, height)."""
+    """Return the file to store, original or encoded (with `store: original` at full size), and its (width, height)."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)
@@ -215,7 +219,7 @@ def _stored(
 
 
 def _metadata(columns: Mapping[str, Any], row: InputRow) -> dict[str, Any]:
-    """Return the metadata to store: the source's columns and our measurements, sorted by name."""
+    """Return the metadata to store: all but private columns, our measurements, and the language, sorted by name."""
     kept = {name: json_value(value) for name, value in columns.items() if name not in PRIVATE_COLUMNS}
     measured = {
         'caption_length': row.caption_length,

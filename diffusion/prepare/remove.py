@@ -80,7 +80,7 @@ class Removal:
 
 
 def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str]) -> Selection:
-    """Find a dataset's images by key, or by pixel hash (16 hexadecimal digits)."""
+    """Find images by key or by pixel hash (16 hexadecimal digits), and all others with the key of a found one."""
     pixels = {hash_: int(hash_, 16) for hash_ in hashes}
     paths = dataset.paths(delivery.images for delivery in dataset.record.deliveries)
     # Keep the hashes of all images in memory (16 bytes each), but not their keys.
@@ -137,7 +137,7 @@ def remove(
 ) -> Removal:
     """Remove images by key or pixel hash (16 hexadecimal digits); keys and hashes that do not exist are skipped.
 
-    `keep_old_shards` keeps the rewritten shards, which running jobs may still read, until `purge` is called.
+    `keep_old_shards` keeps the old files of rewritten shards, which running jobs may still read, until `purge`.
     """
     finish_change(dataset)
     while True:
@@ -214,7 +214,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
 def _without_rows(
     dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
 ) -> Delivery:
-    """Write a delivery's tables without the removed images; return the delivery with the names of the new tables."""
+    """Write a delivery's table of images and report without these images; return the delivery with new file names."""
     folder = delivery.images.rpartition('/')[0]
     new = replace(
         delivery,
@@ -288,7 +288,7 @@ STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 
 
 def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (folder, bucket) for each folder of latents that were made from a bucket of the dataset."""
+    """Yield (folder, bucket) for each folder of latents made from a bucket; `indexes` are `DatasetRecord.indexes`."""
     for place in places:
         names = index_folders(place)
         sources = {name: source for name in names if (source := _source(place, name)) is not None}

@@ -127,7 +127,7 @@ def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_
 
 
 def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]') -> None:
-    """Print the latents made from the datasets, and the runs that read the datasets."""
+    """Print latents made from the datasets, and runs that read either, as far as --latents and --runs-dir are given."""
     from diffusion.prepare.remove import latents_of
 
     stale = []

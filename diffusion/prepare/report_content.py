@@ -50,7 +50,7 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
-    """Return thumbnails by rejection reason, each with the image's key or, for duplicates, the original's key."""
+    """Return thumbnails by rejection reason, each with the image's key and, for duplicates, the original's key."""
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
     for folder in catalog.parts:
@@ -69,7 +69,7 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str
 
 
 def _figure(catalog: Catalog, number: int | np.integer, original: str | None = None) -> Figure:
-    """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original."""
+    """Return a thumbnail of a stored sample with its first caption or, for a duplicate, its and the original's key."""
     sample = catalog.stored_sample(number)
     text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {original})'
     return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)
@@ -139,7 +139,7 @@ def _at_equal_distances(values: Any) -> Any:
 
 
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
-    """Return bin edges, counts and quantiles; the last bin has no upper edge."""
+    """Return the bins' lower edges, counts, and quantiles by percentage; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
     if not len(values):  # np.quantile fails if an added delivery has no kept images
         return {'edges': edges, 'counts': counts.tolist(), 'quantiles': {}}

@@ -51,7 +51,8 @@ LATER_SETTINGS = {
     'resize': 'lanczos',
     'lossless_format': 'png',
 }
-"""Settings added after version 0.1 with defaults, which plans leave out: datasets prepared before can still grow."""
+"""Settings added after version 0.1, with defaults. Plans and records leave out those that have the default, so that
+images can still be added to datasets that were prepared before."""
 OPENMOJI_SPLITS = ('all', 'train', 'heldout')
 NAMED_ASPECTS = ('none', 'sdxl')
 
@@ -457,7 +458,7 @@ def _check_color(color: str, gather: Gatherer) -> None:
 
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
-    """Add to `gather` a mistake if the output cannot be written or contains the input."""
+    """Add mistakes in parts, work, overwrite and out to `gather`, such as an output that contains the input."""
     if settings.parts is not None and not is_url(settings.parts):
         gather.problem('parts', f'{settings.parts} is not in an object store; give a URL such as s3://bucket/parts')
     elif settings.parts is not None and f'{settings.parts.rstrip("/")}/'.startswith(f'{settings.out.rstrip("/")}/'):

@@ -66,7 +66,7 @@ def rewrite_shards(
 ) -> tuple[list[dict[str, Any]], list[str], set[str]]:
     """Copy the shards whose file names are in `holding` under new names, without the samples with one of the keys.
 
-    Return the folder's new index entries, the paths of the old shards, and the captions of the removed samples.
+    Return the new index entries of the whole folder, the paths of the old shards, and the removed samples' captions.
     """
     new: list[dict[str, Any]] = []
     old: list[str] = []
@@ -157,7 +157,7 @@ class ScannedFolder:
 
 
 def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
-    """Find samples that have one of the keys in all folders of shards at a path or URL."""
+    """Count, by shard, samples that have one of the keys, in all folders of shards at a path or URL."""
     found = _indexed_folders(folder, place)
     if not found:
         raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
@@ -187,7 +187,7 @@ def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collecti
 def remove_scanned(
     folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str], scratch: Path
 ) -> list[str]:
-    """Rewrite shards that contain samples to remove, and replace indexes; return the paths of the old shards."""
+    """Rewrite shards that contain samples to remove, replace indexes, and return the old shards' paths, to delete."""
     old: list[str] = []
     for each in scanned:
         if not each.holding:

@@ -17,12 +17,14 @@ NAMES_SHOWN = 20
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
 CaptionText = Literal['whole', 'lines', 'first']
 MEMORY_BYTES = 2**26
-"""Maximum size of a list of parts to keep in memory; larger lists are kept in TMPDIR."""
+"""Maximum size in bytes of a PartList's `where` values to keep in memory; larger ones are kept in a file in TMPDIR."""
 _COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')
 
 
 def captions_in(text: bytes, kind: CaptionText) -> list[str]:
-    """Return the captions in a text file; if it is a JSON list of strings, each is a caption regardless of `kind`.
+    """Return the captions in a text file; in a JSON list of strings, each string counts like a line.
+
+    `whole` returns the text as one caption (or all strings of a list), `lines` all lines, and `first` the first one.
 
     Raises:
         UnicodeDecodeError: The text is not UTF-8.
@@ -54,7 +56,7 @@ def column_list(given: str | Sequence[str] | None) -> list[str]:
 
 
 def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return the captions in the columns (strings or lists of strings), and the column of each caption."""
+    """Return the captions in the columns (strings or lists; None for a missing one), and the column of each caption."""
     captions: list[Any] = []
     names: list[str] = []
     for column in columns:
@@ -66,7 +68,7 @@ def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tu
 
 @dataclass
 class NamedCount:
-    """Number of inputs rejected for one reason or skipped for one suffix, with some of their names."""
+    """Number of inputs rejected for one reason, or skipped for one suffix or reason, with some of their names."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
@@ -110,7 +112,7 @@ def count_details(details: dict[str, dict[str, int]], reason: str, found: Mappin
 
 @dataclass(frozen=True)
 class PassedOver:
-    """Input file that neither is an image nor belongs to one, such as `cat.svg`."""
+    """Input file that is skipped: of another kind, such as `cat.svg`, of another split, hidden, or a broken link."""
 
     key: str
     reason: str | None = None

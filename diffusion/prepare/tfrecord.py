@@ -17,12 +17,12 @@ from diffusion.prepare.tfrecord_reading import DamagedRecords, NotAnExample, par
 IMAGES = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image/encoded', 'image_bytes', 'image_raw', 'img')
 CAPTIONS = ('captions', 'caption', 'txt', 'text', 'image/caption')
 KEYS = ('key', '__key__')
-"""Common names of features, in order of precedence."""
+"""IMAGES, CAPTIONS and KEYS are common names of features, in order of precedence."""
 INFO = 'dataset_info.json'
 MAX_VALUES = 100
 """Longest list of values that is kept as metadata; longer ones, such as embeddings, are dropped."""
 CHECKED = 10
-"""If none of this many records at the start of a file has an image, the name of the feature is wrong."""
+"""If none of this many records at the start of a file has an image, or none a caption, UserError is raised."""
 _NAME = re.compile(r'(?P<base>.*)\.(?:tfrecords?|tfrec)(?:-(?P<shard>\d+)-of-(?P<of>\d+))?(?:\.gz)?', re.IGNORECASE)
 
 
@@ -64,7 +64,7 @@ def tfrecord_parts(
 
 
 def tfrecord_entries(path: Path, part: Part, names: ColumnNames) -> Iterator[Entry]:
-    """Yield a part's records as entries; if damaged, the records before the damage and an entry about it."""
+    """Yield a part's records as entries; if the file is damaged or incomplete, end with an entry that reports it."""
     stem, number = part.where['stem'], 0
     seen: set[str] = set()
     features: dict[str, None] = {}

@@ -102,7 +102,7 @@ class _Sample:
 
 
 def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -> Iterator[_Sample | Member]:
-    """Group adjacent tar members with the same stem into samples; yield other members one by one.
+    """Group adjacent tar members with the same stem into samples; yield other files one by one.
 
     A repeated suffix starts a new sample. `beside` are the suffixes of captions and metadata.
     """

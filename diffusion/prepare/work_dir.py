@@ -89,7 +89,9 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder in the `with` block (shares do not lock each other out); add the path to OSErrors.
+        """Lock the folder in the `with` block (different shares may run together); add the path to OSErrors.
+
+        Afterward, unless for a share, remove the folder if it has neither a plan nor complete datasets.
 
         Raises:
             ExternalError: In place of an OSError for a store that does not respond, or a full disk.
@@ -149,7 +151,7 @@ class WorkFolder:
             raise
 
     def clear(self) -> None:
-        """Remove everything in the folder except the locks, to start over; the caller must hold the lock."""
+        """Remove stored parts, and everything here but locks and `append`, to start over; the caller holds the lock."""
         self._remove_stored_parts()
         # Remove the plan last, since its presence tells the next start that there is something to clear.
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):

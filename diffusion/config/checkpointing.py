@@ -68,7 +68,7 @@ class CheckpointingConfig:
 
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:
-    """Return the rules for keeping checkpoints, from the sections `checkpointing` and `trainer`; None keeps all."""
+    """Return the rules for keeping checkpoints: the Trainer's number, else `checkpointing.keep`; None keeps all."""
     # In Composer, -1 keeps all checkpoints.
     last = trainer.get('save_num_checkpoints_to_keep', -1)
     return KeepConfig(last=last) if last > 0 else checkpointing.keep
@@ -81,11 +81,11 @@ _INTERVAL = re.compile(rf'(\d+(?:\.\d+)?)({"|".join(sorted(_UNITS, key=len, reve
 
 
 def seconds_of(interval: Any) -> float | None:
-    """Return the seconds of an interval such as `90s`, `10m` or `2h`; None for `auto` and for Composer's durations."""
+    """Return a time such as `90s`, `10m` or `2h` in seconds; None for anything else, such as `auto` or `50ba`."""
     found = _INTERVAL.fullmatch(interval) if isinstance(interval, str) else None
     return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
 def is_time(interval: Any) -> bool:
-    """Return True for `auto` and for times longer than 0."""
+    """Return True if a save interval is `auto` or a time above 0, such as `10m`; False if it is in batches (`50ba`)."""
     return interval == AUTO or bool(seconds_of(interval))

@@ -16,7 +16,7 @@ COMPOSER_SAVER_KEYWORDS = {
 }
 """Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
 LAST = 'save_num_checkpoints_to_keep'
-"""Composer's keyword for `checkpointing.keep.last`."""
+"""Keyword of composer.Trainer that means the same as `checkpointing.keep.last`."""
 NOT_COMPOSER = "does not apply to Composer's own checkpoints, which trainer.save_folder selects"
 
 
@@ -83,7 +83,7 @@ CONDITIONAL_SCHEMES = ('s3', 'gs', 'az', 'azure', 'azure-dl')
 
 
 def runs_dir_problem(runs_dir: str) -> str | None:
-    """Return an error message if `runs_dir` is the URL of an object store that cannot hold runs, else None."""
+    """Return an error message if `runs_dir` is a malformed URL or in a store that cannot hold runs, else None."""
     scheme, separator, rest = runs_dir.partition('://')
     if not separator:
         scheme, separator, rest = runs_dir.partition(':/')
@@ -107,7 +107,7 @@ def runs_dir_problem(runs_dir: str) -> str | None:
 
 
 def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return an error message if the environment lacks the credentials for runs in an object store, else None."""
+    """Return an error message if gs:// would use unsuitable credentials or az:// has no account, else None."""
     if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= environ.keys():
         return (
             'conditional writes to gs:// need Application Default Credentials; unset GCS_KEY and GCS_SECRET, and run '

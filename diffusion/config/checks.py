@@ -106,7 +106,7 @@ def check_components(recipe: Recipe) -> list[Problem]:
 
 
 def keyword_types(recipe: Recipe) -> dict[str, str]:
-    """Return the type annotations of all keywords of a recipe's components and Trainer, by path (`model.seed`)."""
+    """Return the annotations, as text, of all keywords that components and Trainer accept, by path (`model.seed`)."""
     places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
     return {
         join(where, parameter.name): parameter.annotation
@@ -117,7 +117,9 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 
 def not_inherited(recipe: Recipe, dropped: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return the settings that a component would also take from the component of another name that it replaces.
+    """Return a note for each component that replaces one of another name, but does not inherit its settings.
+
+    Only settings that the new component accepts, does not set, and has another default for are listed.
 
     Args:
         dropped: The replaced components of extended recipes, by path; see `interpolation.Resolved`.
@@ -203,7 +205,7 @@ def _check_notify(notify: NotifyConfig, gather: Gatherer) -> None:
 
 
 def duration_problem(value: Any) -> str | None:
-    """Return an error message if a value is not a Composer duration, such as `1000ba`, else None."""
+    """Return an error message if a text or number is not a Composer duration such as `1000ba`; None otherwise."""
     if isinstance(value, str):
         if value == MISSING or DURATION.fullmatch(value):
             return None
@@ -216,7 +218,7 @@ def duration_problem(value: Any) -> str | None:
 
 
 def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
-    """Return the streams that a recipe's task reads, as (section, streams); skip streams that are still ???."""
+    """Return the streams that a recipe's task reads, as (section, streams by name); skip streams that are still ???."""
     sections = {
         'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
         'precompute': [('precompute.streams', recipe.precompute.streams)],
@@ -240,7 +242,7 @@ def remote_streams(recipe: Recipe) -> dict[str, StreamConfig]:
 
 
 def image_streams(recipe: Recipe) -> dict[str, StreamConfig]:
-    """Return the streams of images that a recipe trains on; for latents, the streams that they are encoded from."""
+    """Return the image streams that a recipe trains on, by name; for latents, their source in `precompute.streams`."""
     if recipe.dataset.name != 'latents':
         return recipe.streams
     places = {name: str(stream.remote or stream.local).rstrip('/') for name, stream in recipe.streams.items()}
@@ -348,7 +350,7 @@ def _check_microbatch(batch: int, microbatch: int | None, gather: Gatherer) -> N
 
 
 def _check_order(recipe: Recipe, gather: Gatherer) -> None:
-    """Report settings that would make the samples of a global batch depend on the number of devices."""
+    """Report settings of the data's order that conflict, or would make batches depend on the number of devices."""
     streams, batch = dict(stream_sections(recipe)).get('streams', {}), recipe.global_batch
     problems, loader = {}, recipe.loader
     shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]

@@ -214,7 +214,7 @@ def check_arguments(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def defaults(**values: Any) -> Callable[[Function], Function]:
-    """Return a decorator that sets the defaults of a function's `**keywords: Unpack[...]`."""
+    """Return a decorator that stores defaults of `**keywords: Unpack[...]`, which `constrained` passes on."""
 
     def decorate(function: Function) -> Function:
         function.keyword_defaults = values  # type: ignore[attr-defined]

@@ -20,7 +20,9 @@ from diffusion.config.schema import Problem
 
 
 def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = None) -> list[Problem]:
-    """Return a problem if batch, microbatches, replicas or sample order cannot be divided evenly over the devices.
+    """Return at most one problem: batch, microbatches, replicas or sample order do not divide over the devices.
+
+    Only training and evaluation are checked.
 
     Args:
         gpus_per_node: Number of devices per node; None skips the check of the number of nodes.
@@ -83,7 +85,10 @@ def nearest_divisor(number: int, size: int) -> int:
 
 
 MAX_PICKS = 2**20
-"""Largest number of random draws per stream and epoch. Streaming draws in a Python loop: 1.1 s per million draws."""
+"""Largest number of random draws per stream and epoch; for more samples, each draw takes several.
+
+Streaming draws in a Python loop: 1.1 s per million draws.
+"""
 
 
 def default_canonical_nodes(global_batch: int) -> int:
@@ -140,7 +145,7 @@ def whole_batches(samples: int, global_batch: int) -> int:
 
 
 def sampling_granularity(samples: int) -> int:
-    """Return Streaming's `sampling_granularity`, the samples per random draw: 1 for up to MAX_PICKS samples."""
+    """Return Streaming's `sampling_granularity`: samples per random draw, for `samples` per epoch from a stream."""
     return -(-samples // MAX_PICKS)
 
 

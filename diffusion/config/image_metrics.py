@@ -51,14 +51,14 @@ LAYOUTS = ('geneval', 't2i_compbench')
 
 
 def better_directions(names: set[str]) -> dict[str, str]:
-    """Return whether lower or higher is better for each of these metrics and validation losses, where known."""
+    """Return `lower` or `higher`, whichever is better, by name of metric or validation loss; omit unknown names."""
     found: dict[str, str] = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
     found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
     return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
 
 
 def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return error messages for settings of the evaluator `image_metrics` that are out of range, by key."""
+    """Return error messages for wrong values in the settings of the evaluator `image_metrics`, by key."""
     found: dict[str, str | None] = {}
     metrics, networks = settings.get('metrics'), settings.get('networks')
     if metrics is not None:

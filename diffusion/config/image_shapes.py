@@ -12,7 +12,7 @@ from diffusion.errors import UserError
 BUCKETS = 'buckets.json'
 """Name of the file that lists the image shapes of a dataset with one subfolder of shards per shape."""
 STEP = 8
-"""Side of a latent cell in pixels; image sides are multiples of it."""
+"""Image sides in pixels are multiples of this, the downsampling factor of Stable Diffusion's VAEs."""
 SDXL_SHAPES = (
     *((512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664), (640, 1600)),
     *((640, 1536), (704, 1472), (704, 1408), (704, 1344), (768, 1344), (768, 1280), (832, 1216), (832, 1152)),
@@ -82,7 +82,7 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
 
 
 def resolution_problem(folder: Path, resolution: int) -> str | None:
-    """Return an error message if a folder of aspect buckets was not prepared for the stream's `resolution`, else None.
+    """Return an error message if a folder of aspect buckets was prepared for another resolution, else None.
 
     The shapes of an `aspects` stream come from the folder alone, so another resolution would have no effect. Images are
     stored at the prepared size, so a larger resolution would enlarge them.

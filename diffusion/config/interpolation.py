@@ -133,7 +133,7 @@ class _Pass:
     # OmegaConf passes each resolver the root, the parent and the node of the interpolation, the values of its
     # arguments, and their texts.
     def _env(self, _root: Any, _parent: Any, _node: Any, args: tuple[Any, ...], texts: tuple[str, ...]) -> Any:
-        """Return the value of an environment variable, its default, or a placeholder."""
+        """Return an environment variable's value or default; in the first pass, or if it has neither, a placeholder."""
         name, default = str(args[0]) if args else '', args[1:]
         if len(default) > 1 or not re.fullmatch(r'[^\W\d]\w*', name) or self._tag in name:
             raise ValueError(f'oc.env takes the name of an environment variable and one default, not {name!r}')
@@ -166,7 +166,7 @@ class _Pass:
         return oc.select(*args, _parent_=parent)
 
     def _quoted(self, text: str) -> str:
-        """Return a text with placeholders, quoted as an argument of an interpolation."""
+        """Replace placeholders in a text by interpolations, and quote it as an argument of another interpolation."""
         if self._placeholder.fullmatch(text):
             return self.expression(text)
         if '\\' in text or ("'" in text and '"' in text):

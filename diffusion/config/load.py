@@ -136,7 +136,7 @@ def load(
 def read_values(
     path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> Resolved:
-    """Return the plain values of a YAML file, merged with the files it extends and with overrides.
+    """Return the values of a YAML file, merged with the files it extends and with overrides; resolve interpolations.
 
     Raises:
         RecipeError: A file or an override cannot be read.
@@ -223,7 +223,7 @@ def _replace(values: Any, path: KeyPath, text: str) -> None:
 
 
 def plain_values(value: Any) -> Any:
-    """Convert a recipe, or a value in a recipe, to plain mappings, lists and scalars."""
+    """Convert a recipe, or a value in it, to plain mappings, lists and scalars; omit nulls that are the default."""
     if isinstance(value, Component):
         return {'name': value.name} | plain_values(value.kwargs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -239,7 +239,7 @@ def plain_values(value: Any) -> Any:
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """Return a recipe's YAML values with components split into {name, kwargs}, without components that are `false`.
+    """Return a recipe's YAML values with components split into {name, kwargs}; drop those and streams that are `false`.
 
     In YAML, a component's keywords are siblings of `name`; the `Component` dataclass separates them.
     """

@@ -40,7 +40,7 @@ def _check_objective(model: Component) -> list[Problem]:
 
 
 def objective_settings(model: Component) -> dict[str, Any]:
-    """Return the settings of a model's objective with their defaults; empty for a model without one."""
+    """Return a model's objective: given settings and defaults; empty for a model without one or of another package."""
     settings = registry.settings_of('model', model, 'objective')
     family = family_of_model(model.name)
     if settings and model.kwargs.get('objective') is None and family.models and not family.u_net:
@@ -88,7 +88,7 @@ def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any])
 
 
 def _has_type_of(default: Any, value: Any) -> bool:
-    """Return True if a value has the type of a setting with this default: text, a boolean, a number or None."""
+    """Return True if a value has the default's type: text, a boolean or a number; if it is None, a number or None."""
     if default is None and value is None:
         return True
     if isinstance(default, str | bool):
@@ -138,7 +138,7 @@ def alignment_problems(settings: Mapping[str, Any], *, depth: int | None) -> dic
 
 
 def routed_alignment_problem(alignment: Mapping[str, Any], start: int, end: int) -> str | None:
-    """Return an error message if blocks start, ..., end - 1 of a route drop tokens that a convolution needs."""
+    """Return an error message if alignment by a convolution is in blocks start, ..., end - 1, which drop tokens."""
     block = alignment['block']
     if alignment['projection'] != 'conv' or not start <= block < end:
         return None
@@ -224,7 +224,7 @@ def _check_width_transfer(recipe: Recipe) -> list[Problem]:
 
 
 def base_width_problem(base: int, width: int, heads: int) -> str | None:
-    """Return an error message if a base width is invalid for a transformer's width and number of heads, else None."""
+    """Return an error message if muP's base width is not a multiple of a head's size, width / heads; else None."""
     head, rest = divmod(width, heads)
     if rest or base % head == 0:  # another check reports a width that the number of heads does not divide
         return None
@@ -351,7 +351,7 @@ def contrastive_weight_problem(weight: float) -> str | None:
 
 
 def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
-    """Return an error message if contrastive flow matching cannot train with microbatches of this size, else None."""
+    """Return an error message for contrastive flow matching if a device's batch has several microbatches, else None."""
     if microbatch >= device_batch:
         return None
     return (

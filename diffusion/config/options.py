@@ -112,7 +112,7 @@ def given_options(kind: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def option_words(settings: Any) -> list[str]:
-    """Return command-line words that set the fields of a dataclass, except fields with their default values."""
+    """Return words such as --gpus=8 that set a dataclass's fields, except defaults; a mapping gives one per entry."""
     words = []
     for each in _fields(type(settings)):
         value = getattr(settings, each.name)

@@ -18,7 +18,7 @@ SAMPLES_LOOKED_AT = 16
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each local stream or checkpoint that a recipe's task needs and that cannot be read."""
+    """Return a problem for each local stream or checkpoint that the task reads and that is missing or does not fit."""
     gather = Gatherer()
     for section, streams in stream_sections(recipe):
         gather.problems += check_stream_folders(section, streams, for_training=True)
@@ -66,7 +66,7 @@ def check_stream_folders(
 
 
 def check_output(recipe: Recipe) -> list[Problem]:
-    """Return a problem if the task's output folder is not writable, so that the task fails early."""
+    """Return a problem if the output folder is not writable, or the run's store lacks credentials, to fail early."""
     where, out = 'runs_dir', recipe.run_place
     if recipe.task == 'precompute':
         where, out = 'precompute.out', recipe.precompute.out

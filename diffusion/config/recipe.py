@@ -191,7 +191,7 @@ SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name no
 
 
 def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[str]:
-    """Return the settings that a recipe turns on without effect, because they need a GPU."""
+    """Return the names of `speed` settings that a recipe turns on but `effective` (`effective_parts`) does not."""
     return [part for part in SPEED_PARTS if getattr(settings, part) is True and not getattr(effective, part)]
 
 

@@ -47,6 +47,8 @@ def run_list(options: ListOptions) -> int:
 def run_copy(options: CopyOptions) -> int:
     """Run `diffusion recipes copy`: write a recipe whose base is a recipe of this package.
 
+    The file is a copy of the recipe. If the recipe extends another one, the copy extends it as `diffusion:NAME`.
+
     Raises:
         UserError: There is no such recipe, or the file exists.
     """

@@ -91,7 +91,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
 PROGRAM_DEFAULTS = {'model': ('seed',), **dict.fromkeys(('algorithm', 'callback', 'logger'), ('folder',))}
-"""Keywords, by kind of component, for which the program uses the run's seed or folder instead of the default."""
+"""Keywords, by kind of component, that take the run's seed or folder, not their default, if the recipe omits them."""
 
 
 DATASET_KEYWORDS = ('buckets', 'batch_size', 'tokenizers', 'seed')
@@ -209,7 +209,8 @@ def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: 
     """Return the defaults of the keywords that a recipe does not give for a component, to save them with the recipe.
 
     The result is empty for a component that users register, so that they can remove a keyword and still load their
-    saved recipes. A keyword is left out if its default is null or not a plain value, or if the program chooses it.
+    saved recipes. A keyword is left out if its default is null or not a plain value, or if the program chooses it. A
+    mapping that the recipe gives for a dataclass is returned with its missing fields filled in.
     """
     target = _table(kind).get(name)
     if not isinstance(target, str) or not target.startswith(('diffusion.', 'composer.')):
@@ -310,7 +311,7 @@ def annotations(kind: str, name: str) -> dict[str, str]:
 def check_keywords(
     where: str, kind: str, name: str, kwargs: Mapping[str, Any], *, supplied: Collection[str] = ()
 ) -> list[Problem]:
-    """Return a problem for each unknown, missing or wrongly typed keyword of a component."""
+    """Return a problem for each keyword of a component that is unknown, missing, of a wrong type or out of range."""
     try:
         found = signature(kind, name)
     except UserError as error:

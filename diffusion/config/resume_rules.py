@@ -148,7 +148,7 @@ def rule_of_key() -> dict[str, Rule]:
 
 
 def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str, OnResume]]:
-    """Yield a component's keywords, as in `Rule.keys`, each with its own declared effect or else the component's."""
+    """Yield a component, its keywords and their fields, as keys of `Rule.keys`, with their effects on a resume."""
     of_component = ARCHITECTURE if kind == 'model' else signature.on_resume
     if signature.on_resume is not None:
         yield where, signature.on_resume
@@ -194,7 +194,7 @@ def rule_of(path: str) -> Rule:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the values that differ between two recipes, given as the results of `recipe_values`."""
+    """Return the values that differ between two recipes, each given as `RecipeValues.values`."""
     found: list[Change] = []
     for section in [*now, *(key for key in saved if key not in now)]:
         before, after = saved.get(section), now.get(section)

@@ -83,7 +83,7 @@ def scheduler_class_name(name: str, *, flow: bool = False) -> str:
 
 
 def scheduler_problem(name: str, *, flow: bool = False) -> str | None:
-    """Return an error message if a noise scheduler is unknown or not for diffusion (for flows if `flow`), else None."""
+    """Return an error message if a noise scheduler is unknown or not for the model: diffusion, or a flow if `flow`."""
     known = _scheduler_classes()
     is_known = scheduler_class_name(name) in known
     if flow and is_known and scheduler_class_name(name, flow=True) not in FLOW_SCHEDULER_CLASSES:
@@ -130,7 +130,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
 
 
 def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool = False) -> dict[str, str]:
-    """Return error messages, by key, for wrong sampling settings; `timesteps` is the maximum number of steps."""
+    """Return error messages, by key, for wrong sampling settings; `timesteps` limits the steps, None does not."""
     steps, scale = settings.get('num_inference_steps'), settings.get('guidance_scale')
     rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
     problems: dict[str, str | None] = {}

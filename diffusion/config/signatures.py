@@ -87,7 +87,7 @@ class Signature:
         return {parameter.name for parameter in self.parameters}
 
     def nested_signature(self, parameter: Parameter) -> 'Signature | None':
-        """Return the signature of the dataclass in a keyword's annotation, to check a mapping given for the keyword."""
+        """Return the signature of the dataclass in a keyword's annotation, to check a mapping; None without one."""
         names = words(parameter.annotation)
         return next((of_source(*home.split(':')) for name, home in self.nested.items() if name in names), None)
 

@@ -24,7 +24,7 @@ from diffusion.storage.retry import RetryPolicy, is_missing_object
 INDEX = 'index.json'
 MANIFEST = 'manifest.json'
 MAX_BEGINNING_BYTES = 2**26
-"""Maximum number of bytes to read from a shard for its first samples."""
+"""Maximum number of bytes to read from a shard for its first samples; larger samples are not copied or checked."""
 
 
 class CopiedStreams(NamedTuple):
@@ -33,7 +33,7 @@ class CopiedStreams(NamedTuple):
     recipe: Recipe
     refused: list[Problem]
     urls: dict[str, str]
-    """URL of each copied folder."""
+    """URL of each copied stream, by the path of its copy."""
 
     def check(self) -> list[Problem]:
         """Return the streams that cannot be read, then the problems of the copies, whose messages name the URLs."""
@@ -112,7 +112,7 @@ def _copy_beginning(stream: StreamConfig, folder: Path) -> None:
 
 
 def _copy_first_samples(url: str, folder: Path, retry: RetryPolicy) -> None:
-    """Copy the beginning of the first shard; skip a damaged shard or index, which training will report."""
+    """Copy the first shard's first samples, unless they are compressed, damaged (training reports it) or too large."""
     try:
         shards = json.loads((folder / INDEX).read_bytes())['shards']
         entry = next(each for each in shards if each['samples'])

@@ -79,7 +79,7 @@ def _resolved(path: Path) -> Path:
 
 
 def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Error messages do not suggest `extended_by`, the file that extends it.
+    """Return the mapping in a YAML file. Messages about a wrong path name `extended_by`, the file that extends it.
 
     Raises:
         UnreadableYAML: The path is wrong, or the file is not a YAML mapping or has duplicate keys.
@@ -117,7 +117,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
 
 
 def _nearest_yaml(path: Path, extended_by: Path | None) -> str:
-    """Suggest the nearest name among the folder's YAML files and the shipped recipes, else name files of the folder."""
+    """Suggest the nearest name in the folder or among shipped recipes, else name up to 5 of its files, else ''."""
     in_folder = sorted(each for each in path.parent.glob('*.y*ml') if each != extended_by)
     known = {name: f'{SHIPPED}{name}' for name in shipped_names()} | {each.stem: str(each) for each in in_folder}
     if near := difflib.get_close_matches(path.stem, known, n=1):
@@ -204,7 +204,7 @@ def _merged(base: Any, later: Any, where: str) -> Any:
 
 
 def _update(merged: dict[str, Any], override: str, key: str, value: Any) -> None:
-    """Set the value of a dotted key in place, such as `streams.laion.remote` or `generate.prompts[0]`."""
+    """Set a dotted key, such as `streams.laion.remote` or `generate.prompts[0]`, in place; merge mappings."""
     parts = re.sub(r'\[([^\[\]]+)\]', r'.\1', key).split('.')
     if '' in parts:
         raise UnreadableYAML(f'{override!r}: {key!r} is not a key; join the names of sections and keys by single dots')

@@ -39,7 +39,7 @@ class NodeExit:
 
 
 def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
-    """Return the exit record of the node whose failure ended this attempt, or None if no node has failed."""
+    """Return the exit record of the first node that failed; None if none has, or if the first was only preempted."""
     records = map(NodeExit.parse, _read_lines(Path(environ.get(environment.EXIT_FILE, os.devnull))))
     first = next((each for each in records if each is not None and each.status), None)
     return None if first is None or first.cause == 'preempted' else first
@@ -84,7 +84,7 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
 
 
 def report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
-    """Append this node's exit record to the shared exit file; return the exit status."""
+    """Append this node's exit record to the shared exit file, if any; remove its heartbeat; return the exit status."""
     liveness.remove_heartbeat()
     cause = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     append_exit_line(environ, f'{status} {environment.machine_name(environ)}{cause}')

@@ -91,7 +91,8 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 
     Args:
         nvml: The module pynvml or a substitute; None if there is no driver.
-        kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` skips the check.
+        kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` skips all checks.
+        count: Minimum number of visible GPUs.
     """
     if kind == 'none':
         return

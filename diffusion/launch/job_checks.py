@@ -35,7 +35,7 @@ class CheckedSpec:
     """Secrets that must be set before the jobs can be submitted."""
 
     def data_problems(self) -> list[str]:
-        """Return the problems of local data that `diffusion check` lists, for jobs that read this machine's files."""
+        """Return the problems that `diffusion check` finds in local data; empty if jobs read no local data."""
         folder = Path(self.spec.workdir or '.')
         if self.spec.backend not in ('local', 'slurm') or self.spec.image is not None or not folder.is_dir():
             return []
@@ -274,7 +274,7 @@ def _run_folder(recipe: Recipe) -> str:
 
 
 def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]:
-    """Return why a valid recipe does not suit this job: a batch that its GPUs cannot share, or no autoresume."""
+    """Return why a valid recipe does not suit a job: its batch size, no autoresume, or missing variables of notify."""
     problems = check_devices(recipe, nodes * spec.gpus_per_node, spec.gpus_per_node)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
         message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'

@@ -35,9 +35,10 @@ _KEYS: dict[str, dict[str, type]] = {
     'ended': _END | {'problem': str},
     'decided': {'attempt': int, 'restart': bool, 'reason': str},
 }
-"""Keys and types of each message. Messages are checked against them because any program may connect to the port."""
+"""Keys of each message, by its `event`, and their types. Messages are checked against them because any program may
+connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that count as the reason of a failure even if reported later than others, which they may have caused."""
+"""Causes that precede all others, in this order, as the reason of a failure: they may have caused earlier reports."""
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ class NodeRecords:
         self.run, self.environ, self.owns_run, self.say = run, environ, owns_run, say
         self.clock = Clock(run if owns_run else None)
         self.furthest: int | None = None
-        """Latest batch from which any earlier attempt resumed; None if no earlier attempt completed a batch."""
+        """Latest batch from which any earlier attempt resumed; None if no earlier attempt began a batch."""
 
     def append(self, event: str, attempt: Attempt) -> None:
-        """Append the state of an attempt to attempts.jsonl; `event` is begin, progress or end."""
+        """If this node owns the run, append an attempt's state to attempts.jsonl; `event`: begin, progress or end."""
         if self.owns_run:
             append = partial(attempts.append_attempt, self.run, event, replace(attempt), self.clock)
             if self._write(attempts.ATTEMPTS, append) and event == 'begin':

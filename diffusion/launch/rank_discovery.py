@@ -233,7 +233,7 @@ RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_
 def rank_environment(
     position: NodePosition, local_rank: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment variables of a worker process, the same that Composer's launcher would set."""
+    """Return a worker process's environment: `environ`, with the variables that Composer's launcher would set."""
     # Do not inherit RANK_VARIABLES: schedulers set some with other meanings, such as WORLD_SIZE as number of nodes.
     kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     rank = position.rank * position.processes + local_rank

@@ -122,7 +122,7 @@ class ConsoleLines(LoggerDestination):
 
 
 def total_batches(state: State) -> int | None:
-    """Return the run's number of batches, if all epochs are equal; None if its length is not in batches or epochs."""
+    """Return the run's number of batches, assuming equal epochs; None if unknown, such as for a length in samples."""
     end = state.max_duration
     if end is not None and end.unit == TimeUnit.BATCH:
         return end.value
@@ -183,12 +183,12 @@ class ProgressLine(ConsoleLines):
 
 
 def has_terminal(progress_bar: bool) -> bool:
-    """Return True on the rank that shows a status line: rank 0 at a terminal, unless `trainer.progress_bar` is off."""
+    """Reserve a status line on rank 0 at a terminal, unless `progress_bar` is off; return True if there is one."""
     return progress_bar and dist.get_global_rank() == 0 and status_line.install()
 
 
 def with_bar(text: str, batch: int, total: int | None) -> str:
-    """Return a progress text preceded by a bar of 1/8 of the terminal's width, or the text alone if it does not fit."""
+    """Return a text after a bar of 1/8 of the terminal's width, or alone if `total` is None or it does not fit."""
     if total is None:
         return text
     width = status_line.columns() // 8

@@ -20,8 +20,9 @@ from diffusion.storage.places import PATIENT, files_of_run, is_url
 MAX_POINTS = 2000
 MIN_POINTS = 100
 TOTAL_POINTS = 80_000
-"""Maximum number of points in all curves of a page; takes 2 MB."""
+"""Number of points to aim for in all curves of a page, which take 2 MB; each curve may have at least MIN_POINTS."""
 IMPORTANT_POINTS = 2000
+"""Maximum number of points in the curve of the training loss."""
 
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -
 
 
 def _points_per_curve(lengths: Sequence[int], total: int) -> int:
-    """Return the maximum number of points per curve so that all curves together have at most `total`."""
+    """Return the limit of points per curve at which all have at most `total`, but no less than MIN_POINTS."""
     low, high = MIN_POINTS, MAX_POINTS
     while low < high:
         middle = (low + high + 1) // 2
@@ -159,7 +160,7 @@ def _last_evaluation(run: RunContent) -> str:
 
 
 def written_report(place: str, name: str) -> str | None:
-    """Return the URL of a run's page, relative to the table in the same folder, or None if there is no page."""
+    """Return the URL of a run's page, relative to a table in the folder `place`; None without a page or for a URL."""
     if is_url(place):
         return None
     exists = REPORT in files_of_run(f'{place}/{name}').list().files
@@ -225,7 +226,7 @@ class RunsSource:
 
 
 class TableSource:
-    """Content of the page with all runs in a folder or bucket; further calls of `read` read only what was added since.
+    """Content of the page with all runs in a folder or below a URL; `read` reads the receipts of checkpoints only once.
 
     `link` returns the URL of a run's page by name, or None. For `price`, see `RunReader`.
     """

@@ -167,7 +167,7 @@ def recipe_values(text: str) -> dict[str, Any]:
 
 
 def without_secrets(text: str, values: Mapping[str, Any]) -> str:
-    """Return a recipe's text in which values that may be secrets are replaced."""
+    """Return a recipe's text, up to MAX_CHARACTERS, with HIDDEN for those of its `values` that may be secrets."""
     flat = flattened(values)
     for problem in secret_problems(dict(values)):
         secret = flat.get(problem.where)
@@ -189,7 +189,7 @@ def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
 
 
 def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return each key whose values differ between recipes (without secrets): `key`, and `values` by recipe."""
+    """Return each key whose values differ between recipes: `key`, and `values`, one per recipe (None if missing)."""
     recipes = [flattened(recipe_values(text)) for text in texts]
     keys = [key for key in dict.fromkeys(key for each in recipes for key in each) if key not in NOT_COMPARED]
     rows = [(key, [_text(each[key]) if key in each else None for each in recipes]) for key in keys]
@@ -286,7 +286,7 @@ def run_cost(
 
 
 def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
-    """Return the GPU model for a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None if none matches."""
+    """Return the GPU model for a driver's product name, such as `NVIDIA H100 80GB HBM3`; None unless one matches."""
     words = _words(product)
     if product.lower() in gpus:
         return gpus[product.lower()]

@@ -33,9 +33,9 @@ from diffusion.storage.text_tables import parse_json_lines
 T = TypeVar('T')
 _CHUNK = 2**25
 _ATTEMPT_BYTES = 2**24
-"""Number of bytes of attempts.jsonl to read for the axis of hours."""
+"""Number of bytes to read from the end of attempts.jsonl for the axis of hours."""
 _TABLE_BYTES = 2**22
-"""Number of bytes of metrics.jsonl to read for the last validation loss in a table of runs."""
+"""Number of bytes to read from the end of metrics.jsonl for the last validation loss in a table of runs."""
 _VALIDATION = re.compile(r'metrics/.*/loss')
 MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
 """Files and folders that identify a run: every run has at least one of them."""
@@ -80,12 +80,13 @@ def looks_like_a_run(listing: Listing) -> bool:
 
 
 class RunReader:
-    """Reads a run; further calls of `read` read only what was added since.
+    """Reads a run; further calls of `read` reuse the metrics, receipts and images that have not changed.
 
     Args:
         image_bytes: Maximum total size of the images in bytes; 0 means no images.
         price: US dollars per device-hour; None means the price of the run's GPUs in planning/gpus.yaml.
-        curves: False saves time by reading no metrics except the last loss.
+        curves: False saves time by reading no metrics except the last training loss and, without evaluations, the
+            last validation loss.
     """
 
     def __init__(self, place: str, *, image_bytes: int = 0, price: float | None = None, curves: bool = True) -> None:
@@ -195,7 +196,7 @@ class RunReader:
         content.changes = [each._asdict() for each in past_changes(content.recipe)]
 
     def _complete_status(self, content: RunContent) -> None:
-        """Add last loss, batch and length of training to the status of a run that has ended."""
+        """Add the last loss, the batch and the length of training that other files show to the run's status."""
         status, loss = content.status, content.series.get(TRAIN_LOSS, Series())
         if loss.steps:
             status.batch = max(status.batch or 0, loss.steps[-1] + 1)

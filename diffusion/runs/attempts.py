@@ -53,6 +53,7 @@ CAUSES = {
     'mistake': 'user error',
     'lost': 'ended without a report',
 }
+"""Descriptions of the causes that end an attempt, by `Attempt.cause`."""
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Attempt:
         detail: Further description of the cause, such as the ranks that failed.
         machine: Machine on which the attempt failed; empty if unknown or if it did not fail.
         launched: False for attempts by `run.py` without the node entry point, which do not count against max_restarts.
+        devices: Number of GPUs (or processes on CPUs) of the attempt; None if not recorded.
         gpu: GPU model, as in planning/gpus.yaml or as reported by the driver; `cpu` without GPUs, empty if not
             recorded.
     """

@@ -75,7 +75,7 @@ class Place(Protocol):
         ...
 
     def write(self, name: str, content: str | bytes, *, flush: bool = True, in_place: bool = False) -> None:
-        """Write a small file atomically, and create its folder.
+        """Write a small file atomically, and create its folder; the options have no effect on objects in a store.
 
         Args:
             flush: False if the file need not survive a power failure.

@@ -101,7 +101,7 @@ class Averager(Protocol):
     """Interface of algorithms that save weight averages in checkpoints; each average is as large as the model.
 
     Attributes:
-        averages: Weight averages by label, such as `ema`; empty before averaging starts.
+        averages: Weight averages by label, such as `ema` or `width0.05`; empty before averaging starts.
         gathers: True if `state_dict` contains the full averages; False if the sharded checkpoint writer saves them.
     """
 
@@ -170,7 +170,7 @@ def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free FSDP's gathered weights, so that the model's parameters are this device's shards."""
+    """Free FSDP2's gathered weights, so that the model's parameters are this device's shards; UserError for FSDP1."""
     # The root module keeps its weights gathered after a forward pass. Until they are freed, `named_parameters` returns
     # the gathered copies, and writes to those are lost at the next all-gather.
     for module in model.modules():

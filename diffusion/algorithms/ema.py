@@ -207,7 +207,7 @@ class EMA(Algorithm):
 
 @contextmanager
 def averaged_weights(state: State) -> Iterator[bool]:
-    """Swap the run's averaged weights into the model inside the context; yield False if there is no average yet."""
+    """Swap the run's averaged weights into the model in the context; yield False without EMA or before it starts."""
     ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
     if ema is None:
         yield False

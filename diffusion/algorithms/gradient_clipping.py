@@ -82,7 +82,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 
 
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
-    """Return a callback's gradient summary and the squared norm over all ranks, or None if no callback has them."""
+    """Return a callback's gradient summary and squared norm over all ranks; None if there is none, or in amp_fp16."""
     if state.precision == Precision.AMP_FP16:
         return None  # the callback's summary is of gradients that Composer had not unscaled yet
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)

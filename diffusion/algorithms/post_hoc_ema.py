@@ -31,11 +31,11 @@ _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
 """Events at which a snapshot may be due. FIT_END is for runs that stop early."""
 SNAPSHOTS = applied_on_resume('the snapshots after the resume')
 LARGE_ERROR = 0.05
-"""Relative profile error above which a reconstruction logs a warning."""
+"""Relative error of a reconstruction's profile (`ReconstructedAverage.profile_error`) above which it logs a warning."""
 _KEY = 'post_hoc_ema'
 _VERSION = 1
 _NEGLIGIBLE = 1e-8
-"""Coefficient below which a snapshot does not change float32 weights."""
+"""Absolute coefficient below which a snapshot is not read, since it would not change float32 weights."""
 
 
 class PostHocEMA(Algorithm):
@@ -150,7 +150,7 @@ class PostHocEMA(Algorithm):
                 average.start(model)  # `start` copies the weights, as an update with beta(1) = 0 would
 
     def _write(self, model: nn.Module, batch: int) -> None:
-        """Write a snapshot of every average; every rank must call it."""
+        """Write a snapshot of every average, on rank 0; a collective, so every rank must call it."""
         if not self.started:
             return
         is_writer = dist.get_global_rank() == 0
@@ -215,7 +215,7 @@ def label_of(width: float) -> str:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return the snapshots of a run's weight averages, sorted by batch and width; reads only file headers."""
+    """Return a run's snapshots, sorted by batch and width; reads only file headers. UserError if there are none."""
     found = [_header(path) for path in sorted((run / SNAPSHOT_FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
         raise UserError(

@@ -17,7 +17,7 @@ from diffusion.errors import UserError
 SNAPSHOT_FOLDER = 'post_hoc_ema'
 """Name of the folder of snapshots in the run's folder."""
 WIDEST = 12**-0.5
-"""Width at gamma = 0, where all steps have the same weight."""
+"""Largest possible width, about 0.2887: at gamma = 0, all steps have the same weight."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def load_nvml() -> Any | None:
-    """Initialize NVML and return its module, or None if there is no NVIDIA driver."""
+    """Initialize NVML and return its module, or None if that fails, as without an NVIDIA driver."""
     import pynvml
 
     try:

@@ -136,7 +136,7 @@ ATTRIBUTES = {
         ('mosaicml-streaming', 'streaming.base.shared.prefix', '_check_and_find_retrying', 'lets ranks agree on names'),
     )
 }
-"""Private attributes by two names: that of their class or module, and their own."""
+"""Private attributes, by (name of the class or module, name of the attribute)."""
 
 INHERITED = {
     each.name: each

@@ -65,13 +65,13 @@ REFUSED = re.compile(r'(?:unsupported global|unsupported global: global|unsuppor
 
 
 def code_to_run(error: BaseException) -> str | None:
-    """Describe the code in a pickle that `torch.load(weights_only=True)` refused, or return None for another error."""
+    """Describe the code in a pickle that `torch.load(weights_only=True)` refused; return None for another error."""
     found = REFUSED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     return None if found is None else f'wants to run code when it is read (its pickle calls {found[1]})'
 
 
 def kernels_problem(index: int) -> str | None:
-    """Return a message if the installed torch has no kernels for the visible GPU with this index, else None."""
+    """Return a message if the installed torch has no CUDA kernels for the visible GPU with this index, else None."""
     # Skip ROCm, whose architectures (gfx942) follow other rules.
     if hip is not None or not index < torch.cuda.device_count():
         return None

@@ -91,7 +91,7 @@ def clip_features(output: Any) -> Tensor:
 
 
 def mask_without_values(input_ids: Tensor) -> Tensor | None:
-    """Return an attention mask for token ids [B, L] on the meta device, to count the cost of a text encoder.
+    """Return a mask of ones for token ids [B, L] on the meta device, where costs are counted; None for transformers 4.
 
     transformers 5 reads the values of a token mask [B, L], even of its own default mask, which the meta device does not
     allow. It does not read the values of a mask of token pairs, bool [B, 1, L, L], but CLIP in transformers 4 does not

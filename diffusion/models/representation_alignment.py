@@ -98,11 +98,11 @@ class FeatureEncoder(nn.Module):
         return self.encoder.config.patch_size
 
     def forward(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return the features of images, uint8 [B, 3, height, width], on a grid of h x w cells, [B, N, F]."""
+        """Return features [B, N, F] of uint8 images [B, 3, height, width], resized to one patch per grid cell."""
         return self.of_pixels(images.float() / 255, grid)
 
     def of_pixels(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return the features of images [B, 3, height, width] in [0, 1] on a grid of h x w cells, [B, N, F]."""
+        """Return features [B, N, F] of images [B, 3, height, width] in [0, 1], resized to one patch per grid cell."""
         size = [side * self.patch_size for side in grid]
         pixels = functional.interpolate(pixels, size, mode='bicubic', antialias=True)
         pixels = (pixels - self.mean) / self.std
@@ -144,7 +144,7 @@ class ConvolutionProjector(FeatureProjector):
 
 
 class TokenCapture:
-    """Hook that captures the image tokens after a transformer block, given by its index."""
+    """Forward hook on a transformer block that captures the image tokens in its output."""
 
     def __init__(self, blocks: TokenBlocks, block: nn.Module) -> None:
         self._blocks = blocks

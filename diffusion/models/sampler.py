@@ -117,8 +117,8 @@ def sample_latents(
 ) -> Tensor:
     """Denoise initial noise to latents [B, C, H, W]; schedulers that draw noise at each step use one seed per image.
 
-    `even_times`: Euler's method for flows divides [0, 1] evenly before the shift. Otherwise it uses the grid of
-    diffusers' pipelines, whose last step begins at 1/1000, shifted twice.
+    `even_times`: Euler's method for flows divides [0, 1] evenly before the shift. Otherwise it uses the times of
+    diffusers' pipelines, whose last step begins at the time that 1/1000 becomes when it is shifted twice.
     """
     if even_times and isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         times = [1 - step / num_inference_steps for step in range(num_inference_steps)]

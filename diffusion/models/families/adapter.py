@@ -135,7 +135,7 @@ class DenoiserAdapter(ABC):
     """Blocks that process image tokens; None if the denoiser is not a transformer or its tokens cannot skip blocks."""
 
     samples_even_times: ClassVar[bool] = False
-    """True to sample with `even_times` of `sampler.sample_latents`."""
+    """True if sampling divides [0, 1] evenly before the shift, see `sampler.sample_latents`; False as in diffusers."""
     reads_pickles: ClassVar[bool] = False
     """True if `init_from` can read `.pt` files that the original code of the family wrote."""
     lora_writer: ClassVar[tuple[Any, str] | None] = None

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""A run may always replace this many samples, whatever its limit: fewer samples are too few to estimate a rate."""
+"""A run may always replace this many samples, whatever `max_bad_samples` is: so few do not show a rate."""
 
 
 class BadSample(DataError):
@@ -58,8 +58,8 @@ class SampleCounts:
 def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
     """Append one line per replaced sample to a JSON Lines file; call this on one rank only.
 
-    The file is created if it does not exist. Its folder is not created: a missing folder may mean a lost mount. If the
-    file cannot be written, a warning is logged.
+    Each note is a JSON object about one sample, to which the line adds `batch` as `batch_in_epoch`. The folder is not
+    created: a missing folder may mean a lost mount. If the file cannot be written, a warning is logged.
     """
     try:
         with append_text(path) as file:

@@ -63,7 +63,7 @@ def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> 
 
 
 def check_caption_weights(weights: Mapping[str, float] | None, rule: CaptionChoice) -> None:
-    """Raise UserError unless all weights are positive numbers and captions are chosen at random."""
+    """Raise UserError unless `weights` is None, or all weights are positive and captions are chosen at random."""
     if weights is None:
         return
     if rule != 'random':

@@ -56,9 +56,9 @@ class HostToDeviceCopier:
 def prefetch_one(
     items: Iterator[Item], start: Callable[[Item], Started], finish: Callable[[Started], Item]
 ) -> Iterator[Item]:
-    """Yield the finished items in order, starting the work on the next item before each yield.
+    """Yield `finish(start(item))` for each item, calling `start` for the next item before each yield.
 
-    `start` returns immediately, and `finish` waits. If `items` raises, all earlier items are yielded before the error.
+    `start` must return at once. If `items` or `start` raises, all earlier items are yielded before the error.
     """
     # Holds the item in progress, if any: empty before the first item.
     started: list[Started] = []

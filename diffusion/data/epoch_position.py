@@ -31,7 +31,7 @@ def streaming_dataset(state: State) -> StreamingDataset | None:
 
 
 def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[str, Any]:
-    """Return the dataset's state dict at the timestamp's position; raise DataError if the dataset's epoch differs."""
+    """Return the dataset's state dict at the timestamp's position; DataError if the dataset is in another epoch."""
     epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = dataset.state_dict(sample, from_beginning=True)
     # Do not compare at batch 0: the dataset stays in the finished epoch until `place_dataset` sets the next one.

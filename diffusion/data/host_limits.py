@@ -33,9 +33,9 @@ SHARD_SHM_BYTES = 17
 TENSORS = 6
 """Tensors per batch; each is an open file while it passes from a worker to the main process."""
 OPEN_FILES = 200
-"""Estimated number of files that the main process holds open, without those for its workers."""
+"""Estimated number of files that a rank's process holds open, without those for its workers."""
 FILES_PER_WORKER = 10
-"""Estimated number of files that the main process holds open per worker, without those for tensors in transit."""
+"""Estimated number of files that a rank's process holds open per worker, without those for tensors in transit."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
 """Files that dead runs left in shared memory are reported if their total size exceeds this."""
 
@@ -49,10 +49,10 @@ class HostProblem:
 
 
 def check_machine(loader: BucketedLoader) -> None:
-    """Check before training that every machine has enough memory, open files and disk; log a warning per shortage.
+    """Check before training that every machine has enough memory, open files and disk.
 
-    This is a collective call: every rank must make it. One process per machine does the checks. A fatal shortage on
-    some machine raises UserError on all ranks.
+    This is a collective call: every rank must make it. One process per machine does the checks. It logs a warning per
+    shortage that is not fatal; a fatal shortage on some machine raises UserError on all ranks.
     """
     problems: list[HostProblem] = []
     if dist.get_local_rank() == 0:
@@ -91,7 +91,7 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem if this machine has too little memory to shuffle an epoch."""
+    """Yield a problem if shuffling an epoch takes over half of this machine's free memory (fatal if over all of it)."""
     available, need = available_memory(), SHUFFLE_BYTES * loader.dataset.epoch_size
     if available is not None and need > 0.5 * available:
         yield HostProblem(
@@ -119,7 +119,7 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem for each disk without enough space for the shards not yet downloaded (at most `cache_limit`)."""
+    """Yield a problem for each disk without space for the shards to download or, if less, what `cache_limit` leaves."""
     dataset = loader.dataset
     # Several streams may share a disk, so add up the missing shards of each device.
     missing: dict[int, int] = {}
@@ -178,7 +178,7 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def warn_about_leftovers() -> None:
-    """Log a warning about files in /dev/shm that killed runs appear to have left behind."""
+    """Log a warning if files that killed runs seem to have left in /dev/shm exceed MIN_LEFTOVER_BYTES."""
     sizes: dict[str, int] = {}
     for path in unmapped_files(SHM):
         with contextlib.suppress(FileNotFoundError):

@@ -96,8 +96,8 @@ def read_image(
         first_frame: Read the first frame of an animation instead of rejecting it.
 
     Raises:
-        UnreadableImage: The image is empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
-            deep_pixels (32-bit integers) or undecodable. No other exception is raised for any input.
+        UnreadableImage: With `reason` empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
+            deep_pixels (32-bit integers) or undecodable. No other exception is raised for any file.
     """
     rgb = ImageColor.getrgb(background)[:3]
     if not encoded:
@@ -326,7 +326,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def apply_orientation(image: Image.Image, orientation: int) -> Image.Image:
-    """Apply an EXIF orientation to an image; return the same object if it is already upright."""
+    """Apply an EXIF orientation to an image; return the same object if the orientation is 1 (upright)."""
     if orientation == 1:
         return image
     # Pixels from simplejpeg have no EXIF, and `exif_transpose` reads the orientation from the image itself.
@@ -378,7 +378,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
-    """Return True if `to_srgb` does not change the colors."""
+    """Return True if `to_srgb` does not change the colors, as for a profile that is missing, unusable or like sRGB."""
     return not profile or _transform(profile, image.mode) is None
 
 

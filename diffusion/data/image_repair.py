@@ -37,7 +37,7 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 def without_stray_bytes(jpeg: bytes) -> bytes:
     """Return a JPEG without the stray bytes between its segments, or the same object if there are none.
 
-    Scans are not changed: stray bytes inside them remain.
+    Scans are not changed: stray bytes inside them remain. So does everything from the first incomplete segment on.
     """
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
@@ -144,7 +144,7 @@ def _profile(content: bytes) -> bytes | None:
 
 
 def _states_orientation(kind: bytes, content: bytes) -> bool:
-    """Return True if a text chunk is small and may contain the orientation."""
+    """Return True if a text chunk may contain the orientation and is at most MAX_TEXT_BYTES long, also decompressed."""
     keyword, _, rest = content.partition(b'\0')
     if keyword not in ORIENTATION_TEXTS or len(content) > MAX_TEXT_BYTES:
         return False

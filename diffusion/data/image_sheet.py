@@ -27,8 +27,8 @@ MARGIN, LINE_HEIGHT = 8, 13
 GAP = 4
 """Width in pixels of the white gap between two images of a figure in a PNG sheet."""
 FIGURES = 'figures'
-"""Key of a text chunk in a PNG sheet: JSON with each figure's caption, and the boxes (left, top, width, height) and
-original sizes (width, height) of its images, so that a report can cut the images out."""
+"""Key of a text chunk in a PNG sheet: JSON with each figure's caption, and the boxes on the sheet (left, top, width,
+height) and sizes before drawing (width, height) of its images, so that a report can cut the images out."""
 CAPTION_LINES = 3
 """Maximum number of lines per caption in a PNG; HTML shows captions in full."""
 GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
@@ -82,7 +82,7 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the width and height at which an image, with its aspect ratio, has the area of a square of this side."""
+    """Return the width and height at which an image has the area of a square of this side, at most a sheet wide."""
     aspect = image.width / image.height
     width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
     return width, max(1, round(width / aspect))
@@ -176,7 +176,7 @@ def _shortened(line: str, width: int, font: Any) -> str:
 
 
 def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
-    """Return figures as HTML with embedded images, shown at `side` pixels or, if None, at their own resolution."""
+    """Return figures as HTML with embedded images at `size_on_sheet` or, if `side` is None, their own resolution."""
     blocks = []
     for figure in figures:
         images = ''.join(_html_image(image, side) for image in figure.images)

@@ -34,7 +34,7 @@ def image_sizes(
     Args:
         box: Crop of the encoded image before resizing.
         image: Width and height of the encoded image, upright.
-        original: Width and height before any resizing; None (unknown) means those of the encoded image.
+        original: Width and height before data preparation resized it; None (unknown) means those of the encoded image.
         flipped: Whether the crop is mirrored; if so, the sizes describe the same crop of the mirrored image.
     """
     width, height = image if original is None else original

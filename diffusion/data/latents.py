@@ -40,9 +40,9 @@ class LatentManifest:
     vae: str
     """Fingerprint of the VAE's weights."""
     latent_mean: list[Any]
-    """Mean of each latent channel, for FLUX.2 of each position in a group of cells; not applied to stored latents."""
+    """Mean of each latent channel, for FLUX.2 also per position in a 2x2 group; not subtracted from stored latents."""
     latent_std: list[Any]
-    """Standard deviation of each latent channel, scaling factor included; not applied to the stored latents."""
+    """Standard deviation of each latent channel, scaling factor included; stored latents are not divided by it."""
     shape: str
     """Width x height of the encoded images in pixels."""
     posterior: str
@@ -95,7 +95,7 @@ class LatentManifest:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """Return the first 16 hex digits of the SHA-256 of the names, shapes and values of a module's weights."""
+    """Return the first 16 hex digits of the SHA-256 of a module's weights: names, shapes and values in float16."""
     # Round values to float16, so that the same weights loaded as float32 and as float16 have the same fingerprint.
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -252,10 +252,10 @@ class LatentsDataset(BucketedDataset):
     def check_encoders(
         self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool, mask_padding: bool = False
     ) -> None:
-        """Raise UserError unless the stored latents and text embeddings were made by the model's own encoders.
+        """Raise UserError unless the stored latents and any stored text embeddings were made by the model's encoders.
 
-        A model that trains its text encoders cannot use stored text embeddings. A model that attends to padding cannot
-        use text embeddings that were stored without padding.
+        A model that trains its text encoders cannot use stored text embeddings. A model that attends to padding
+        (`mask_padding` is False) cannot use text embeddings that were stored without padding.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)

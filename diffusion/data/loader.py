@@ -40,7 +40,7 @@ from diffusion.runs.stop_signals import STOP_SIGNALS
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval in seconds at which a rank checks other processes for failures while it waits for its workers."""
+"""Interval in seconds at which a rank looks for failures of its machine's processes while it waits for its workers."""
 WORKER_EXIT_SECONDS = 5.0
 """Maximum wait in seconds for one worker to exit after its connection broke, or for all to exit after a failure."""
 
@@ -175,7 +175,10 @@ class BucketedLoader(StreamingDataLoader):
         return worker_batches
 
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
-        """Return the next batch of this rank's workers, or None at the end; DataError after a failure or timeout."""
+        """Return the next batch of this rank's workers, or None at the end of the epoch.
+
+        Raises DataError after a timeout or another process's failure, and what a worker raised.
+        """
         self.dataset.check_failures()
         begin = time.monotonic()
         while True:
@@ -291,7 +294,7 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return a message about DataLoader workers that died: '' if none has, None if the loader has no workers."""
+    """Return a message about workers that exited with an error or were killed; '' if none, None without workers."""
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     workers = private_attribute(worker_batches, '_workers')

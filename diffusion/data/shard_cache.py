@@ -42,9 +42,9 @@ VERSION = re.compile(r'/[0-9a-f]{16}/')
 SHARD_MARKER = '.mds'
 """Substring of the file names of all shards, compressed or not."""
 RECORD = '.used_bytes.json'
-"""Name of the file that records how much space a folder uses, written by all processes that share the folder."""
+"""Name of the file with the total size of a limited folder's shards, written by all processes that share the folder."""
 RECOUNT_SECONDS = 600.0
-"""Age at which a record is replaced by a new count of the files: jobs without a limit add shards unrecorded."""
+"""Age at which a folder's RECORD is replaced by a new count of its files: jobs without a limit record nothing."""
 SLACK = 0.01
 """Extra space freed per eviction, as a fraction of the limit. Evictions should be rare: each one lists all files."""
 PATIENCE_SECONDS = 10.0
@@ -135,8 +135,8 @@ class CacheBudget:
     def reserve(self, path: Path, size: int) -> Iterator[None]:
         """Evict enough shards to make room for a new one of `size` bytes at `path`, and record its size.
 
-        Inside the `with` block, create the file, or a temporary folder whose name contains the size: other processes
-        count both.
+        The folders are locked during the `with` block. Create the file in it, or a temporary folder whose name contains
+        the size: other processes count both.
         """
         # Evict and reserve while holding locks shared by all jobs that use the folders. Otherwise, two processes would
         # both count on the same free space and exceed the limit.

@@ -29,7 +29,7 @@ POLL_SECONDS = 0.05
 SHM = Path('/dev/shm')
 LOCK = Path(tempfile.gettempdir()) / 'diffusion-streaming.lock'
 TIMEOUT_SECONDS = 15.0
-"""Maximum wait in seconds while another job creates its dataset: enough for local data, bearable if that job hangs."""
+"""Maximum wait in seconds while another job creates its dataset; after it, this job goes on without the lock."""
 
 
 class Failures:

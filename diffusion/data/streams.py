@@ -47,7 +47,7 @@ keep_data_position()
 
 
 MAX_SHARE_ERROR = 0.01
-"""Log a warning if rounding to whole batches changes a stream's share of an epoch by more than this fraction of it."""
+"""Log a warning if rounding to whole batches changes a stream's share of an epoch by more than 1% of that share."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class BucketedDataset(VerifiedDataset):
             )
 
     def columns_of(self, bucket: Bucket) -> set[str]:
-        """Return the columns of a bucket's samples; shards added later may have different columns."""
+        """Return all columns of a bucket's samples; some shards, as those added later, may not have all of them."""
         index = self.buckets.index(bucket)
         shards = [shard for shard, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
@@ -234,7 +234,7 @@ class BucketedDataset(VerifiedDataset):
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Set the position from a checkpoint, clipped to the epoch and rounded down to a global batch."""
+        """Set the position from a checkpoint; for training, clip it to the epoch and round down to a global batch."""
         if self.elastic:
             # Streaming would take `num_canonical_nodes` and `shuffle_seed` from the checkpoint for the rest of the run.
             # Keep the dataset's own values: SameRun has compared them with the checkpoint's, and if the data may
@@ -298,7 +298,7 @@ class BucketedDataset(VerifiedDataset):
         return self.evaluation_order.for_workers(world.workers_per_rank)[rank, world.worker_of_rank]
 
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
-        """Return the number of batches per epoch for each stream; rounding changes each by less than one batch."""
+        """Return each stream's batches per epoch, at least 1: its part of the epoch, or `choose` in whole batches."""
         if not self.is_proportional:
             return [
                 whole_batches(int(stream.choose), self.global_batch) // self.global_batch for stream in self.streams
@@ -322,7 +322,7 @@ class BucketedDataset(VerifiedDataset):
                 raise UserError(f'{where}: {problem}')
 
     def _log_epoch(self, bucket: Bucket, samples: int, share: float) -> None:
-        """Log a stream's samples per epoch; warn if rounding changes its proportion, or if it cannot fill a batch."""
+        """Log a stream's samples per epoch; warn if rounding changes `share`, or if they cannot fill a batch."""
         if not self._unique_rank_world.is_leader:
             return
         taken = bucket.stream.choose

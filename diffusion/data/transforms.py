@@ -34,13 +34,13 @@ from diffusion.models import batch_keys
 Pixels = NDArray[np.uint8]
 """Image as uint8 [height, width, 3] in RGB order."""
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 89_478_485)
-"""Maximum size of an image in pixels; Pillow also rejects larger ones as decompression bombs."""
+"""Maximum width times height of an image; Pillow also rejects larger ones as decompression bombs."""
 JPEG_START = b'\xff\xd8\xff'
 CORRECTIONS = (b'Exif\0', b'ICC_PROFILE\0', b'http://ns.adobe.com/xap/')
 """First bytes of JPEG segments that may specify an orientation or a color space other than sRGB."""
 FAST_COLOR_SPACES = ('YCbCr', 'RGB', 'Gray')
 MAX_FREE = 2
-"""Maximum number of unused buffers kept for later batches."""
+"""Maximum number of unused image buffers, each for one batch, that an `ImageBlock` keeps for later batches."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
 
 
 def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> DecodedCrop | None:
-    """Decode the crop of a JPEG with libjpeg-turbo, or return None if Pillow must decode the image."""
+    """Decode the crop of a JPEG with libjpeg-turbo, or return None if `decode` must read the image."""
     # Leave unusual images (other formats, rotated, not sRGB, CMYK, oversized, rejected by libjpeg-turbo) to `decode`,
     # which either reads them or reports them as damaged.
     if not encoded.startswith(JPEG_START) or not _is_upright_srgb(encoded):

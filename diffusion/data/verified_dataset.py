@@ -35,8 +35,8 @@ TOUCH_INTERVAL_SECONDS = 60.0
 class VerifiedDataset(StreamingDataset):
     """StreamingDataset over named streams that verifies each shard's size and hash before serving its samples.
 
-    It replaces Streaming's `prepare_shard`, `get_item` and error handling. Streaming trusts any file that exists, ends
-    an epoch early without an exception if a shard is missing, and may hang with several workers.
+    It replaces Streaming's `prepare_shard`, `get_item` and error handling, because Streaming trusts any file that
+    exists, ends an epoch early without an exception if a shard is missing, and may hang with several workers.
 
     Args:
         cache_folder: Cache folder, which jobs may share; holds the shards of streams whose `local` folder is inside it.
@@ -104,7 +104,7 @@ class VerifiedDataset(StreamingDataset):
         )
 
     def check_again(self, shard_id: int) -> bool:
-        """Verify a shard's hash again, at most once per process; return True if its file was replaced.
+        """Verify a shard's hash again, at most once per process; return True if its file changed, as by a download.
 
         Call this for a sample that cannot be decoded: bits on a disk can flip without a new modification time. Raises
         DataError if the shard is damaged and cannot be downloaded.
@@ -256,7 +256,7 @@ class VerifiedDataset(StreamingDataset):
         return DataError(message)
 
     def _make_cache_budget(self, cache: Path | None, limit: float) -> CacheBudget | None:
-        """Return the limit on the size of downloaded shards in all folders; None if no stream has a remote."""
+        """Return a CacheBudget of `limit` bytes for all folders of downloaded shards; None if no stream is remote."""
         folders: dict[Path, set[str] | None] = {}
         for stream, shards in self.shards_of_streams():
             if stream.home is not None and cache is not None:

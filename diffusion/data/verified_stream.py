@@ -43,7 +43,7 @@ DEFAULTS = {
 }
 """Values of a stream's settings if neither the stream nor the dataset sets them, as in StreamingDataset."""
 EVICTIONS = 3
-"""Number of times to evict shards from a full disk for one new shard before giving up with an error."""
+"""Maximum number of times that downloaded shards are evicted from a full disk for one new shard."""
 EVICTED_SHARDS = 4
 """Space to free per eviction, as a multiple of the new shard's size."""
 RESTORE = 'restore it, or prepare the data again'
@@ -60,7 +60,7 @@ class VerifiedStream(Stream):
 
     Attributes:
         cache_budget: Limit on the size of downloaded shards, set by the dataset; None means no limit.
-        on_disk: The downloaded shards, set by the dataset; some are evicted when the disk is full.
+        on_disk: CacheBudget of the downloaded shards, set by the dataset; evicts some of them when the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
         turns: Coordinates the stream's downloads with those of other jobs and nodes.
         source: The remote folder, or None for local data.
@@ -195,7 +195,7 @@ class VerifiedStream(Stream):
                     ) from error
 
     def _evict_some(self, path: Path, size: int) -> bool:
-        """Evict downloaded shards from a disk that has no room for `size` bytes; return False if there are none."""
+        """Evict downloaded shards of `EVICTED_SHARDS * size` bytes when the disk is full; False if there are none."""
         # Free space for several shards: other processes download at the same time, and other programs fill the disk.
         freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
         if freed and not self.has_warned:
@@ -260,7 +260,10 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a local shard's compressed file, since its raw file is missing or damaged (`found` says which)."""
+        """Unpack a local shard's compressed file, since its raw file is missing or damaged (`found` says which).
+
+        Raises DataError if the shard has no compressed file, or this is missing or damaged too.
+        """
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else find_damage(source, zipped, self.validate_hash) or ''
         if found:
@@ -274,7 +277,7 @@ class VerifiedStream(Stream):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _newest_index(self, path: Path) -> bytes:
-        """Return the remote index.json, or the local one at `path` if the remote is unreachable."""
+        """Return the remote index.json, or the local one at `path` if there is no remote or it cannot be read."""
         where = f'streams.{self.name}'
         local = path.read_bytes() if path.is_file() else None
         if self.source is None:
@@ -343,7 +346,7 @@ class VerifiedStream(Stream):
             )
 
     def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
-        """If the index has changed, remove local shards that have no hashes, so that they are downloaded again."""
+        """If a remote's index has changed, remove its downloaded shards without hashes, to download them again."""
         # Only a hash can distinguish an old shard from a new one of the same size.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:

@@ -136,7 +136,7 @@ def choose_when_stopping(*, remaining: float, synchronous: float, notice: float 
     Args:
         remaining: Seconds until the running save is complete.
         synchronous: Seconds that a save of the current batch takes.
-        notice: Seconds until the process is killed; None if it will not be killed.
+        notice: Seconds until the process is killed; None if it will not be killed, or if that is unknown.
     """
     if notice is None or remaining + synchronous <= notice:
         return 'both'

@@ -33,7 +33,7 @@ DOWNLOADS = 2
 
 
 def published_batches(url: str) -> list[int]:
-    """Return the batch numbers of the checkpoints of the run at a URL, newest first."""
+    """Return the batch numbers of the complete checkpoints (those with a receipt) of the run at a URL, newest first."""
     return sorted((batch for batch, names in object_names(url).items() if RECEIPT in names), reverse=True)
 
 
@@ -53,7 +53,7 @@ def read_checked_receipt(url: str, run_id: str = '') -> bytes:
 
     Raises:
         DamagedCheckpoint: The receipt is damaged, or an object is missing or has another size.
-        UserError: The checkpoint belongs to another run.
+        UserError: The checkpoint belongs to another run than `run_id` (not checked if either id is unknown).
     """
     text = StorePlace(url).read(RECEIPT)
     if text is None:

@@ -52,7 +52,7 @@ by minutes, on file systems that take times from their clients."""
 TRIES = 5
 """Number of attempts to find a run's newest checkpoint while the run removes checkpoints."""
 PAUSE_SECONDS = 0.5
-"""Time that a run needs to restore a checkpoint that it was about to remove."""
+"""Wait before a claimed checkpoint that vanished counts as removed: its run may have seen the claim and restore it."""
 _CLAIM = re.compile(r'\.claim-ba(\d+)-\w+\.json')
 PIN = re.compile(r'ba(\d+)\.pinned')
 
@@ -95,9 +95,9 @@ def local_checkpoint(path: Path) -> Path | None:
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint belongs to: its parent folder or grandparent folder.
+    """Return the folder of the run that a checkpoint belongs to: its parent or grandparent, whichever has a recipe.
 
-    The grandparent is for files that Composer's own saver wrote into a separate folder.
+    The grandparent is for files that Composer's own saver wrote into a separate folder. Without a recipe, the parent.
     """
     folder = checkpoint.resolve().parent
     return next((parent for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), folder)
@@ -215,7 +215,8 @@ def still_exists(checkpoint: Path) -> bool:
 def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
     """Keep a run from removing its checkpoint during the `with` block; no-op if the checkpoint is in no run's folder.
 
-    The checkpoint may have been removed just before, so check inside the block that it exists.
+    The checkpoint may have been removed just before, so check inside the block that it exists. If the claim cannot be
+    written, a warning is logged.
     """
     if batch_number(checkpoint) is None or not (checkpoint.parent / RUN_FILE).is_file():
         yield

@@ -104,7 +104,7 @@ class WriteProgress:
 
 
 class DamagedCheckpoint(UserError):
-    """Error for a checkpoint that does not match its receipt: a file is missing, or its size or hash differs."""
+    """Error for a damaged checkpoint: its receipt is missing or not valid, or a file is missing or differs from it."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
 
 
 def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dict[str, Any]:
-    """Return the content of a receipt.json.
+    """Return the content of a receipt.json, with `files` as a dictionary of FileRecord by file name.
 
     Args:
         checkpoint: Path or URL of the checkpoint; its last part is the checkpoint's name.
@@ -323,7 +323,10 @@ def run_id_of(checkpoint: Path) -> str | None:
 
 
 def read_with_retries(read: Callable[[], Result]) -> Result:
-    """Return the result of `read`; after an I/O error, call it again, with the pauses in RETRY_PAUSES_SECONDS."""
+    """Return the result of `read`; after an I/O error, call it again, with the pauses in RETRY_PAUSES_SECONDS.
+
+    Errors about a wrong path, such as denied access, are raised at once, except if the path does not exist.
+    """
     # On a network file system ESTALE, EIO and ETIMEDOUT are often transient, and falling back to an older checkpoint
     # would cost a large run hours.
     for pause in RETRY_PAUSES_SECONDS:
@@ -339,7 +342,7 @@ def read_with_retries(read: Callable[[], Result]) -> Result:
 
 
 def set_aside(newest: Path) -> None:
-    """Rename the damaged checkpoints that are newer than `newest`, and point `latest` to `newest`."""
+    """Rename all checkpoints newer than `newest`, which must be damaged, and point `latest` to `newest`."""
     # Update the link first, so that it does not dangle if the process is killed after the renames. Checkpoints are
     # renamed because the run will write new ones under their names, and kept because they may be repairable.
     link = newest.with_name(LATEST)

@@ -166,7 +166,7 @@ def _check_archive(file: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint and return its `state`, including the model's weights.
+    """Verify a checkpoint folder, or read a file of Composer's own saver; return its `state` with the model's weights.
 
     Raises:
         UserError: The checkpoint is damaged, has no model, or access is denied.

@@ -35,7 +35,7 @@ class CheckpointInfo:
 
 
 def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
-    """Return the batches of the checkpoints that the rules keep or that are claimed; the newest is always kept.
+    """Return the batches of the checkpoints that the rules keep or that are `claimed`; the newest is always kept.
 
     Pruning after each save leaves the same checkpoints as pruning once after the last save, because a rule never starts
     to keep a checkpoint that it did not keep before.

@@ -50,7 +50,7 @@ class RunMirror:
         self._lock = threading.Lock()
 
     def pull(self, folders: Collection[str] = ()) -> None:
-        """Download the run's top-level files that another node has written since this node last copied them.
+        """Download the files at top level and in `folders` that another node wrote since this node last copied them.
 
         A file that has only changed on this node is kept: a process may have been killed before uploading it.
         """

@@ -53,7 +53,7 @@ class SaveTarget(Protocol):
         ...
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
-        """Create a save's temporary folder, into which every rank or only rank 0 writes; a collective."""
+        """Create a save's temporary folder, into which every rank (`every_rank`) or rank 0 writes; a collective."""
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         """Store files that this rank has written to a temporary folder; not a collective, can run in a thread.
@@ -256,10 +256,10 @@ def not_shared(where: str, machine: str, reason: str, *, begun: bool) -> UserErr
 
 
 def newest_intact(folder: Path, run_id: str = '') -> Path | None:
-    """Return a run's newest undamaged checkpoint, or None if it has no checkpoints.
+    """Return a run's newest undamaged checkpoint, or None if it has no checkpoints; UserError if all are damaged.
 
     Args:
-        run_id: The run's id; if empty, checkpoints of any run are accepted.
+        run_id: The run's id; a checkpoint of another run is a UserError. If empty, those of any run are accepted.
     """
     damages = []
     for checkpoint in read_with_retries(lambda: list_checkpoints(folder)):

@@ -21,9 +21,9 @@ from diffusion.storage.retry import DISK_FULL_ERRORS
 log = logging.getLogger(__name__)
 
 FIRST_STALL_SECONDS = 30.0
-"""Assumed duration of a save until the first one has been measured."""
+"""Assumed time for which a save blocks training, until the first save has been measured."""
 FAILURES = frozenset({'crash', 'killed', 'hang', 'hardware', 'lost'})
-"""Causes that end an attempt without a save, so that the work since the last checkpoint is lost."""
+"""Causes that end an attempt (one start of the run) without a save, so that work since the last checkpoint is lost."""
 SAVES_PER_INTERVAL = 2
 """Minimum ratio of the save interval to the duration of a save, including background writing."""
 LOGGED_CHANGE = 0.1

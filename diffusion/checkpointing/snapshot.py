@@ -81,8 +81,8 @@ class TensorCopies:
     def wait_before_change(self) -> bool:
         """Wait until the tensors may be changed. Return False if they were changed too early.
 
-        On GPUs, the training stream waits for the copies instead of this thread. The method returns immediately if the
-        copies have not been started, or if it was called before.
+        On GPUs, the training stream waits for the copies instead of this thread. The method returns True immediately if
+        the copies have not been started, or if it was called before.
         """
         if not self._started.is_set() or not self._pairs:
             return True
@@ -363,13 +363,13 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return a key that is equal for tensors with the same memory address, shape and dtype."""
+    """Return a key that is equal for tensors with the same device, memory address, dtype, shape and strides."""
     place = tensor.data_ptr() if tensor.nbytes else id(tensor)
     return (place, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> bool:
-    """Allocate memory for a snapshot on all ranks; return False if there is not enough on all. A collective."""
+    """Allocate memory for a snapshot on all ranks; return False if a machine does not have enough. A collective."""
     machine = environment.machine_name(os.environ)
     need, available = tensors.nbytes, available_memory()
     missing = max(0, need - buffers.nbytes)
@@ -390,7 +390,7 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> boo
 
 
 def has_room_on_all_nodes(needed_bytes: int) -> bool:
-    """Return True if every node has enough memory for its ranks and some to spare; a collective."""
+    """Return True if every node has `needed_bytes` for each of its ranks and SPARE_FRACTION to spare; a collective."""
     machine = environment.machine_name(os.environ)
     figures = dist.all_gather_object((machine, needed_bytes, available_memory()))
     needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 """Environment variable that names this node's failure domain, such as its rack."""
 EXCHANGE_FAILED = errno.EPROTO
-"""Error number for a failed exchange with a peer: the tier is dropped, since messages may be left in its group."""
+"""Error number for a failed exchange with another node: the run drops the tier, whose process group may be unusable."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
 STALE_SECONDS = 3600.0
-"""Time after which a run on this node removes the checkpoints of a run that no longer runs here."""
+"""Age of its last change after which the tier folder of a run that no longer runs on this node is removed."""
 
 
 class NodeTier:
@@ -83,8 +83,8 @@ class NodeTier:
         """Create the folder on each node, and choose the peers for replication; a collective.
 
         Raises:
-            UserError: The folder cannot be created, or belongs to another user. Raised on every rank.
-            OSError: A node's disk is broken. Raised on every rank.
+            UserError: The folder's path is wrong and the run has not `begun`, or others may write to the folder.
+            OSError: A node's disk is broken, or the path no longer works. Both are raised on every rank.
         """
         # The prefix of a Slurm address, such as core.rack2 in `core.rack2.node7`, is shared by neighboring nodes.
         block = os.environ.get('SLURM_TOPOLOGY_ADDR', '').rpartition('.')[0]
@@ -189,7 +189,7 @@ class NodeTier:
 
 
 def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: bool) -> list[tuple[NodeTier, str]]:
-    """Open a recipe's tiers; return them, fastest first, with their save intervals; a collective."""
+    """Open a recipe's tiers; return those on intact disks, fastest first, with their save intervals; a collective."""
     opened: list[tuple[NodeTier, str]] = []
     for name, tier in (('memory', config.memory), ('disk', config.disk)):
         if tier is None:

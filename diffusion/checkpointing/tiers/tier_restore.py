@@ -59,7 +59,9 @@ def stored_batches(storage: RunStorage) -> list[int]:
 
 
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
-    """Return the newest complete and verified checkpoint in a tier, with the files that each node needs; a collective.
+    """Give each node its files of the newest checkpoint that a tier has complete and intact; return its local folder.
+
+    Only batches from `at_least` on count; None if there is no such checkpoint. A collective.
 
     Args:
         stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if its `base` is among
@@ -154,7 +156,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
 
 
 def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -> tuple[bytes, list[str], list[str]]:
-    """Return this node's receipt, the intact files among those this rank verifies, and descriptions of damage."""
+    """Return this node's receipt (b'' if unusable), the intact files among this rank's part, and texts about damage."""
     intact: list[str] = []
     damages: list[str] = []
     try:

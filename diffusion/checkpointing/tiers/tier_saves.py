@@ -49,7 +49,7 @@ class TierSaves:
         """True if the running save must be removed once its threads have ended."""
 
     def after_batch(self, state: State, logger: Logger, buffers: SnapshotBuffers | None, *, can_save: bool) -> None:
-        """Publish a completed save, and start one that is due, if `can_save`: no other save uses the memory."""
+        """Publish a completed save; start one that is due if `can_save`, that is, if no other save needs `buffers`."""
         for each in self._schedules:
             each.pending = (each.is_due(state, Event.BATCH_CHECKPOINT) or each.pending) and not is_last_batch(state)
         if self._running is not None and self._running[1].poll(state):

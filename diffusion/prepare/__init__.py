@@ -14,7 +14,7 @@ Modules, in the order of the data flow:
 | | `parquet` | Parquet and Arrow files with an image column; `image_table` finds the columns and reads the rows |
 | | `tfrecord` | TFRecord files; `tfrecord_reading` checks and parses their records |
 | | `huggingface_source` | a split of a Hugging Face dataset, read with the readers above |
-| | `dataset_choice` | chooses what to read of a dataset: configuration, layout and split |
+| | `dataset_choice` | chooses what to read of a dataset: configuration, kind of files and split |
 | | `dataset_splits` | finds configurations and splits in a dataset's card, or by names of folders and files |
 | | `hub_repository` | lists and downloads a Hub dataset's files at one commit |
 | | `openmoji` | emoji from an installed package, rendered at each size |

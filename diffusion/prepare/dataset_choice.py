@@ -1,4 +1,4 @@
-"""List the files of a Hugging Face dataset; choose the configuration, the file layout and the split to read."""
+"""List the files of a Hugging Face dataset; choose configuration, split and kind of files (layout) to read."""
 
 import csv
 import json
@@ -147,7 +147,7 @@ MAX_TABLE_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Choice:
-    """The files of a dataset to read, and their layout."""
+    """The files of a dataset to read, and their layout (a key of `LAYOUTS`); `others` are skipped."""
 
     layout: str
     split: str

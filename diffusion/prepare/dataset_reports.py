@@ -123,7 +123,7 @@ def delivery_line(report: PrepareReport) -> dict[str, Any]:
 
 
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return histograms with summed counts; if several are merged, keep no quantiles except minimum and maximum."""
+    """Return histograms by quantity, with summed counts; several merged ones keep only the quantiles 0% and 100%."""
     merged: dict[str, Any] = {}
     for name in statistics[0]:
         found = [each[name] for each in statistics if sum(each.get(name, {}).get('counts', ()))]

@@ -156,7 +156,7 @@ class Filters:
         return [name for name in self.columns if name.casefold() in names]
 
     def unknown_column_notes(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
-        """Return a note for the report for each filtered column that no image has, which may be misspelled."""
+        """Return a note for each filtered column not in `seen`, which may be misspelled; the note lists `available`."""
         return [
             f'filters.columns.{name}: no image has this column; available columns: {sorted(available) or "none"}'
             for name in self.columns

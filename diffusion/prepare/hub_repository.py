@@ -71,7 +71,7 @@ def _name_of(url: str) -> HubName:
 
 @dataclass(frozen=True)
 class Hub:
-    """The Hub at HF_ENDPOINT. File URLs contain a commit, so the content at a URL never changes."""
+    """Client for the Hub at HF_ENDPOINT. File URLs contain a commit, so the content at a URL never changes."""
 
     token_variable: str | None = None
     """Environment variable with the token; None means HF_TOKEN or the token saved by `hf auth login`."""

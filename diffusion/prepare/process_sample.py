@@ -139,7 +139,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
 
 
 def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
-    """Return a function that maps an image's width and height to the largest (width, height) at which it is stored."""
+    """Return a function of an image's width and height: the largest (width, height) stored of it, else its own."""
 
     def largest(width: int, height: int) -> tuple[int, int]:
         sizes = [covering_size(width, height, shape) for _, shape in buckets.choose(width, height)]

@@ -54,7 +54,7 @@ class Selection:
     """Row numbers of the images in each delivery's table."""
     keys: frozenset[str]
     shards: dict[str, set[int]]
-    """Numbers of the shards that contain samples of the images, by bucket."""
+    """Numbers of the final shards that contain samples of the images, by bucket folder."""
     samples: Counter[str]
     missing: list[str]
     """Keys and hashes that belong to no current or removed image of the dataset."""

@@ -143,7 +143,7 @@ class Part:
     where: dict[str, Any]
     """JSON values with which the source can read the part."""
     size: int
-    """Size for the progress bar: bytes or, if unknown, number of images."""
+    """Size of the part for the progress bar: bytes or, if unknown, number of images."""
     stamp: str
     """Changes when the content changes: a file's size and modification time, or an object's ETag."""
     passed_over: Mapping[str, NamedCount] = field(default_factory=dict)

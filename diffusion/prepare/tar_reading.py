@@ -14,7 +14,7 @@ BLOCK = tarfile.BLOCKSIZE
 MAX_CONTENT = 512 * 2**20
 """Maximum size in bytes of a member to read; the `content` of larger members is None."""
 MAX_NAME = 2**20
-"""Maximum size in bytes of a header that describes the next member."""
+"""Maximum size in bytes of a header that describes the next member; a larger one counts as damage."""
 CHUNK = 2**20
 GZIP = b'\x1f\x8b'
 

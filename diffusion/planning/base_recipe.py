@@ -22,7 +22,7 @@ BATCHES_PER_EPOCH = 8
 EPOCHS = 100
 """Maximum number of times that an image is seen, as in diffusers' example of a LoRA (833 images, 100 epochs)."""
 SMALL_EPOCHS = 1_000
-"""The same for a small model trained from scratch, which has to learn everything from these images."""
+"""Maximum number of times that an image is seen by the small model, which learns everything from these images."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ SHORT_RUN_SAVES = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a checkpoint in bytes, without and with optimizer states and averaged weights."""
+    """Size of a checkpoint in bytes: of the weights, with optimizer states, and with averaged weights in addition."""
 
     weights: int
     with_optimizer: int
@@ -51,7 +51,7 @@ class Resilience:
     """Fraction of wall-clock time spent on training, at the optimal interval."""
     interval_batches: int
     recipe_interval_seconds: float | None
-    """The recipe's trainer.save_interval in seconds; None if its unit is not batches or seconds."""
+    """The recipe's trainer.save_interval in seconds; None if it is neither in batches (50ba), a time (10m) nor auto."""
     recipe_goodput: float | None
     batch_seconds: float
     run_seconds: float
@@ -199,7 +199,7 @@ def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptChec
 
 
 def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
-    """Return the largest number of checkpoints that exist at the same time; None if unknown."""
+    """Return the largest number of checkpoints that exist at the same time; None if all of unknown `saves` are kept."""
     if rules is None:
         return saves
     multiples = batches // rules.every_batches if rules.every_batches else 0

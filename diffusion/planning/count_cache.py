@@ -92,10 +92,11 @@ def known_counts(key: ModelKey) -> dict[str, Any]:
 
 
 def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Count a model's FLOPs and activations in another process, and cache the counts; print the expected duration.
+    """Count a model in another process, and cache and return the new counts; print the expected duration.
 
     Args:
         flops: Shapes for which to count FLOPs, such as '640x384'.
+        activations: Pairs of a shape and a `model_costs.Precision` for which to count activations.
 
     Raises:
         UserError: The model cannot be built with the recipe's settings.

@@ -54,7 +54,7 @@ def changed_settings(old: Recipe, new: Recipe) -> tuple[str, ...]:
 
 
 def _candidates(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Iterator[Phase]:
-    """Yield the phase with the largest microbatch that fits under each strategy, with and without CUDA graphs."""
+    """Yield the phase with each strategy's largest microbatch: CUDA graphs as in the recipe and, if possible, on."""
     mistakes = len(check_recipe(phase.recipe))
     for fit in fits:
         recipe = replace(phase.recipe, parallelism=fit.setup.parallelism)

@@ -101,6 +101,8 @@ def save_strategies(
     Args:
         restart: Time from a failure to the next batch, including reading a checkpoint from durable storage.
         recipe_interval: The recipe's save interval; None leaves out the strategy that uses it.
+        batch: Duration of a batch, the shortest possible interval.
+        run: Duration of the run, the longest possible interval.
     """
 
     def best(stall: float) -> float:

@@ -220,7 +220,7 @@ def architectures_of(version: str) -> tuple[str, ...]:
 
 
 def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
-    """Return a message if a build of torch has no kernels for a GPU, else None.
+    """Return a message if a build of torch has no kernels for a GPU; None if it has, or if torch or GPU is unknown.
 
     Args:
         version: Version of torch, such as 2.9 or 2.7.0+cu128; None means the installed torch.

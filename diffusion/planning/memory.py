@@ -185,7 +185,7 @@ def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
 
 
 def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Setup]:
-    """Return copies of a setup, one per parallelism strategy, without duplicates; the setup itself is the first."""
+    """Return copies of a setup, one per parallelism strategy, the setup itself first; on one device, only itself."""
     current = setup.parallelism
     others = [
         replace(current, strategy='ddp', replicas=1, checkpoints='whole'),  # sharded ones need fsdp2

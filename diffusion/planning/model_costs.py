@@ -152,7 +152,7 @@ class ModelCosts(CountedCosts):
         """Count the model's FLOPs and activations that are still unknown, all in one separate process.
 
         Raises:
-            UserError: A side of a shape is not a multiple of the latent cell, or the model cannot be built.
+            UserError: A side of a shape is not a multiple of the denoiser's patch, or the model cannot be built.
             CountingFailed: The forward pass failed.
         """
         if self.is_counted:
@@ -162,7 +162,7 @@ class ModelCosts(CountedCosts):
         self._check_shapes(shapes)
 
     def _check_shapes(self, shapes: Sequence[Shape]) -> None:
-        """Raise UserError if the sides of an image shape are not multiples of the latent cell."""
+        """Raise UserError if the sides of an image shape are not multiples of the denoiser's patch in pixels."""
         step = self._counts['facts']['pixels_per_patch']
         for shape in shapes:
             if shape.width % step or shape.height % step:
@@ -171,7 +171,7 @@ class ModelCosts(CountedCosts):
 
     @property
     def is_latent_diffusion(self) -> bool:
-        """True if the model trains a denoiser on latents, which can be precomputed."""
+        """True if the model trains a denoiser, on latents (which can be precomputed) or on pixels."""
         return bool(self.facts['latent_diffusion'])
 
     @property

@@ -16,11 +16,11 @@ IMAGES_PER_SECOND: dict[int, dict[int, float]] = {
     256: {8: 1100, 16: 2180, 32: 4080, 64: 8530, 128: 11600},
     512: {8: 290, 16: 585, 32: 1195, 64: 2340, 128: 4590},
 }
-"""Images per second by resolution and number of A100s, with precomputed outputs of both encoders."""
+"""Images per second of Stable Diffusion 2 by resolution and number of A100s, with both encoders precomputed."""
 ONLINE_SLOWDOWN = 1.4
 """Factor by which encoders that run during training slow it; FLOPs alone predict 1.59 (256 px) and 1.48 (512 px)."""
 SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_000}
-"""Number of distinct images in each phase, by resolution and number of images trained on."""
+"""Number of distinct images per phase of Stable Diffusion 2, by resolution and number of images trained on."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
 """A100-hours of training both phases, and of precomputing both encoders' outputs for their images and captions."""
 
@@ -80,11 +80,11 @@ I1_QUICK_START = PublishedRun(
     gpu='h100-sxm',
     usd_per_gpu_hour=2.0,
 )
-"""i1 XL (Zeng et al. 2026), 5.4 days in the README of its repository; no price was published."""
+"""i1 XL (Zeng et al. 2026), 5.4 days in the README of its repository; no price was published, so $2 is assumed."""
 
 
 def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
-    """Return the published run that has the stages `work` (side and number of images of each), or None."""
+    """Return the published run of a model of this size that includes all stages in `work` (side, images), or None."""
     runs = (PRX_IN_24_HOURS, I1_QUICK_START)
     return next((run for run in runs if parameters == run.parameters and work and run.stages.issuperset(work)), None)
 
@@ -105,7 +105,7 @@ def published_samples(shapes: list[Shape], images: int, parameters: int) -> int 
 
 
 def images_per_second(shapes: list[Shape], gpus: int, parameters: int) -> float | None:
-    """Return the published throughput of Stable Diffusion 2 on `gpus` A100s, or None for another model or shape."""
+    """Return SD2's throughput on `gpus` A100s, published or interpolated; None for another model or shape."""
     known = IMAGES_PER_SECOND.get(shapes[0].width) if len(shapes) == 1 and shapes[0].is_square else None
     return None if known is None or parameters != SD2_PARAMETERS else interpolate(known, gpus)
 

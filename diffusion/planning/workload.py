@@ -348,7 +348,7 @@ def _data(streams: Mapping[str, StreamConfig], notes: list[str]) -> tuple[dict[S
 def _weights(
     streams: Mapping[str, StreamConfig], counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]
 ) -> dict[str, float]:
-    """Return the fraction of images from each data stream: from the recipe, else by number of samples, else equal."""
+    """Return each stream's fraction of images: by `proportion` or `choose`, else by number of samples, else equal."""
     configured = {name: stream.proportion or stream.choose for name, stream in streams.items()}
     sizes = {name: sum(found.values()) for name, found in counts.items() if found}
     if all(configured.values()):

@@ -69,7 +69,7 @@ def wait_for_all(store: TCPStore) -> None:
 
 
 def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
-    """Create the gloo group of all ranks, and return its store; raise RanksMissing if some do not join in time."""
+    """Create the gloo group of all ranks, and return its store; raise RanksMissing if ranks are late or unreachable."""
     rank, ranks = int(environ['RANK']), int(environ['WORLD_SIZE'])
     address, port = environ['MASTER_ADDR'], int(environ['MASTER_PORT'])
     # Let every rank announce itself in the store first, so that the error can name the missing ranks and nodes:
@@ -104,7 +104,7 @@ def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
 
 
 def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
-    """Run all preflight checks, longer if `deep`; return all processes' findings, the same in every process."""
+    """Run the preflight checks, longer if `deep`, until one fails; return all processes' findings on every process."""
     node_findings: list[Finding] = []
     size: int | None = None
     kind = os.environ.get(environment.GPU, 'none')

@@ -161,11 +161,11 @@ class Source:
     where: str
     value: str
     check: Callable[[], str]
-    """Function that returns where the weights are, or raises UserError or ExternalError if they are not available."""
+    """Function that returns where the weights are (or empty text); UserError or ExternalError if they are missing."""
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
-    """Check the sources of pretrained weights that a recipe names; stop if the Hub does not respond."""
+    """Check the pretrained weights that a recipe of this package's models names; stop if the Hub does not respond."""
     if not registry.is_own('model', recipe.model.name):
         return []
     sources = _sources(recipe)

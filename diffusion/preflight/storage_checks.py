@@ -74,7 +74,10 @@ def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
 
 
 def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
-    """Return a passing finding if all nodes share the folder, else a finding for each node that sees another folder."""
+    """Return one passing finding if all nodes share the folder, else a failure for each node with a wrong folder.
+
+    If no group of nodes is more likely to have the right folder than the others, all nodes fail.
+    """
     groups: list[list[FolderView]] = []
     for view in views:
         for group in groups:
@@ -228,7 +231,7 @@ def marker_name() -> str:
 
 WRITE_SPEED = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
-"""Duration of the write test in seconds, by `deep`. A chunk that is being written at the end is completed."""
+"""Duration of the write test in seconds, if `deep` is False or True. The last chunk is completed after that time."""
 MOST_BYTES = {False: 2**28, True: 2**31}
 
 
@@ -305,7 +308,10 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
 
 
 def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
-    """Measure the bytes/s at which this process writes a file to a folder; the file is read back and removed."""
+    """Measure the bytes/s at which this process writes a file to a folder; check its last chunk, and remove the file.
+
+    Writing ends after `seconds` or `most_bytes`, whichever comes first.
+    """
     path = folder / marker_name()
     chunk, written = os.urandom(CHUNK_BYTES), 0  # use random bytes, since some file systems compress
     try:

@@ -85,7 +85,7 @@ def check_pipeline(folder: Path) -> str:
 
 
 def _class_of_this_package(folder: Path, name: list[Any]) -> str:
-    """Return the class of a pipeline whose code is in its folder, if that is a copy of a module of this package."""
+    """Return the class of a pipeline with code in its folder; UserError unless it is a copy of this package's code."""
     file = folder / f'{name[0]}.py'
     module = pipeline_of(str(name[-1])).module
     if not module or not file.is_file() or file.read_bytes() != source_file(module).read_bytes():
@@ -106,7 +106,7 @@ def _is_known_class(value: list[Any]) -> bool:
 
 
 def is_single_file(out: str | Path) -> bool:
-    """Return True for a file of an export: `.safetensors`, or `.pt` with --layout."""
+    """Return True if the suffix of an export's output is that of a single file: `.safetensors`, or `.pt` (--layout)."""
     return Path(out).suffix in ('.safetensors', '.pt')
 
 
@@ -221,7 +221,10 @@ class ExportOptions:
 
 
 def check_generate(options: GenerateOptions) -> None:
-    """Check the options of `diffusion generate`; raise UserError for wrong or contradictory ones."""
+    """Check the options of `diffusion generate`; raise UserError for wrong or contradictory ones.
+
+    A URL in `options.source` is downloaded and replaced by the path of the local copy.
+    """
     if '://' in options.source:
         options.source = str(find_checkpoint(options.source))
     source = Path(options.source)

@@ -109,7 +109,7 @@ class AnalyzeOptions:
 
 
 def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions) -> None:
-    """Check that all options belong to the same use of the command: building (and serving), serving, or analyzing."""
+    """Raise UserError unless all options belong to one use of the command: build (and serve), serve, or analyze."""
     builds = build.a is not None or (serve.serve is None and analyze.analyze is None)
     if analyze.analyze is not None and (builds or serve.serve is not None):
         other = f'A and B ({build.a})' if build.a is not None else '--serve'

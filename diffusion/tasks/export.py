@@ -221,10 +221,10 @@ def _check_fusion(model: LatentDiffusion) -> None:
 
 
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model or its LoRA to a file in the layout that ComfyUI reads; return the kind of export.
+    """Write a model or its LoRA to a file that ComfyUI or, for i1, its original code reads; return the export's kind.
 
     Raises:
-        UserError: ComfyUI has no layout for the model, or the layout cannot represent it.
+        UserError: The model's family has no such layout, or the layout cannot represent the model.
     """
     assert isinstance(model, LatentDiffusion)
     if lora:

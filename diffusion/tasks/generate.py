@@ -45,7 +45,7 @@ def generate(recipe: Recipe) -> list[Path]:
 
 
 def save_images(images: torch.Tensor, prompts: Sequence[str], folder: Path, *, seed: int) -> list[Path]:
-    """Write images [B, 3, H, W] as PNG files named by seed and prompt, and return the files."""
+    """Write images [B, 3, H, W] as PNG files named by seed and prompt; `seed` is the first one's, then 1 more each."""
     files = []
     for index, (image, prompt) in enumerate(zip(to_images(images), prompts, strict=True)):
         words = re.sub(r'[^a-z0-9]+', '-', prompt.lower()).strip('-')[:60] or 'empty'

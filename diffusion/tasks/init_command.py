@@ -177,7 +177,7 @@ def _counts(folder: Path, *, aspects: bool) -> Mapping[Path, int]:
 
 
 def prompts_in(images: PreparedImages) -> list[str]:
-    """Return the first PROMPTS captions of a dataset that are suitable as prompts: short, and without duplicates."""
+    """Return up to PROMPTS different captions of the first samples that are short and have no `$`, as prompts."""
     counts = Counter(_counts(images.folder, aspects=images.aspects))
     samples = mds.first_samples(counts.most_common(1)[0][0], 4 * PROMPTS)
     captions = dict.fromkeys(str(text).strip() for sample in samples for text in (sample.get('captions') or [])[:1])

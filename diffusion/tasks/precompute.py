@@ -70,11 +70,11 @@ class StageOutput:
     shards: ShardWriter
 
     def is_there(self) -> bool:
-        """Return True if the finished output folder, or anything else with its name, exists."""
+        """Return True if a local path has the final folder's name or, in an object store, if its index exists."""
         return self.final.path.exists() if isinstance(self.final, LocalPlace) else INDEX in self.final.sizes()
 
     def put_in_place(self) -> None:
-        """Rename a local output folder to its final name and remove the state; call this when all files are written."""
+        """Rename a local output folder to its final name and remove the local state, after all files are written."""
         if isinstance(self.shards.data, LocalPlace) and isinstance(self.final, LocalPlace):
             remove_unfinished(self.shards.data.path)  # remove temporary files of killed processes
             replace_folder(self.shards.data.path, self.final.path)

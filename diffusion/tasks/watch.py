@@ -116,7 +116,7 @@ class Watcher:
             raise UserError(what)
 
     def _checkpoints(self) -> list[str]:
-        """Return the names of the complete checkpoints to evaluate, oldest first."""
+        """Return the names of the complete checkpoints to evaluate, oldest first; policy `latest`: the newest."""
         if is_url(self._place):
             batches = published_batches(self._place)
         else:
@@ -160,7 +160,7 @@ class Watcher:
         return bool(set(waiting) - self._given_up)
 
     def _start_one(self, name: str, claim: Claim) -> None:
-        """Start the evaluation of a claimed checkpoint, unless the run has removed the checkpoint."""
+        """Start the evaluation of a claimed checkpoint, unless it has results by now or its run has removed it."""
         # Check again: another watcher may have finished between the search for results and the claim.
         if self.results(name) is not None:
             claim.release()
@@ -293,7 +293,7 @@ class Watcher:
 
 
 def evaluation_command(options: Sequence[str], processes: int) -> Callable[[str], list[str]]:
-    """Return the command of an evaluation on this machine, for `WatchSettings.command`."""
+    """Return the function for `WatchSettings.command`: from a checkpoint to the command that evaluates it here."""
     program = ['-m', 'diffusion', 'evaluate']
     if processes > 1:
         program = ['-m', 'composer.cli.launcher', '-n', str(processes), *program]
@@ -303,7 +303,7 @@ def evaluation_command(options: Sequence[str], processes: int) -> Callable[[str]
 def launch_command(
     spec: str, name: str, run: str, overrides: Sequence[str], nodes: Callable[[], int] | None = None
 ) -> Callable[[str], list[str]]:
-    """Return the command that submits an evaluation as a job, for `WatchSettings.command`.
+    """Return the function for `WatchSettings.command`: from a checkpoint to the command that submits a job for it.
 
     Args:
         name: Prefix of the jobs' names, to which the name of the checkpoint is appended.

@@ -112,7 +112,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
 
 
 def nodes_of_job(spec: JobSpec, most: int) -> int:
-    """Return the nodes for an evaluation: all free ones, but at least the job spec's number and at most `most`."""
+    """Return a job's number of nodes: all free ones, from the job spec's number to `most`; the spec's if unknown."""
     try:
         free = free_nodes(spec)
     except ExternalError as error:

@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, rest
 
     def _hint(self, word: str) -> str:
-        """Return the nearest option to an unknown one, with a leading semicolon; '' if none is near."""
+        """Return a hint for an unknown option, with a leading semicolon: the nearest, or to drop dashes; else ''."""
         name, equals, _ = word.partition('=')
         options = [option for action in self._actions for option in action.option_strings]
         if near := difflib.get_close_matches(name, options, n=1):
@@ -252,7 +252,7 @@ def run_check(options: CheckOptions) -> int:
 
 
 def _check_data(recipe: 'Recipe', *, in_stores: bool) -> tuple[list[Problem], list[str]]:
-    """Return the problems of local data, and of data in object stores if `in_stores`; and the warnings.
+    """Return problems of local data (with `in_stores`, also in object stores), and warnings about too few images.
 
     Raises:
         GaveUp: A store does not respond.

@@ -52,7 +52,7 @@ BLOCK = {
     **{f'{kind}_mlp.{ours}': f'mlp_{kind}.{theirs}' for kind in ('image', 'text') for ours, theirs in MLP.items()},
 }
 TIMESTEP_CHANNELS = 256
-"""Input width of their embedding of the timestep, which nothing reads."""
+"""Input width of the timestep embedding in i1's own files; no layer reads this embedding."""
 UNUSED = 't_embedder.'
 
 
@@ -127,7 +127,7 @@ def _stored_weights(content: Mapping[str, Any], which: str, where: str) -> Tenso
 
 
 def _check_sizes(stored: Tensors, config: Mapping[str, Any], where: str) -> None:
-    """Raise UserError that names both sizes unless the stored weights have the denoiser's."""
+    """Raise UserError, which lists the differences, unless the stored weights have the denoiser's sizes."""
     patch, null, head = 'x_embedder.proj.weight', f'{ADAPTER}learnable_null_caption', 'mid_block.attn.q_norm.scale'
     if lacking := [name for name in (patch, null, head) if name not in stored]:
         raise UserError(f'{where}: has no tensor {lacking[0]}; is it a file of i1?')
@@ -164,12 +164,12 @@ def _grid_side(stored: Tensors, where: str) -> int:
 
 
 def _signed(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor for the other layout: the output layer changes its sign."""
+    """Convert a tensor from i1's files to our denoiser, or back: those of the output layer change their sign."""
     return -tensor if name.startswith('output.') else tensor
 
 
 def fixed_tables(denoiser: I1Transformer2DModel, side: int) -> Tensors:
-    """Return the tensors of their files that are not trained weights of ours, for images of `side` x `side` tokens.
+    """Return the tensors of i1's own files that our denoiser does not have, for images of `side` x `side` tokens.
 
     These are the position table, the RoPE tables, and zeros for the timestep embedding, which nothing reads.
     """
@@ -198,7 +198,7 @@ class OriginalFile:
     latent_size: int
 
     def save(self, path: Path, *, dtype: torch.dtype, title: str, objective: Objective, resolution: int) -> None:
-        """Write the file, for images with sides of `resolution` pixels; UserError if their code samples other flows."""
+        """Write the file, for images of `resolution` px; UserError if i1's code cannot sample this model."""
         if not objective.is_flow or objective.prediction_type != 'velocity' or objective.noise_scale != 1:
             raise UserError(
                 f'export: the code of i1 samples a flow of velocities from standard normal noise, but {title} has path '

@@ -30,7 +30,7 @@ MODELS = {
     'small.yaml': load(YAMLS / 'small.yaml', allow_missing=True).model,
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
-    'i1_256.yaml': Component('i1'),
+    'i1_256.yaml': load(YAMLS / 'i1_256.yaml', allow_missing=True).model,
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
     'prxpixel_7b.yaml': load(YAMLS / 'prxpixel_7b.yaml', allow_missing=True).model,
     'mmdit.yaml': Component('mmdit', {'t5_length': 77}),

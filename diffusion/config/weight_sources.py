@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from diffusion.config import registry
 from diffusion.config.recipe import Component, InitFrom
@@ -13,8 +14,19 @@ COMMIT = re.compile(r'[0-9a-f]{40}')
 PICKLES = ('.bin', '.ckpt', '.pth')
 """Suffixes of files with pickled weights. Composer's `.pt` is not listed: it is read without running pickled code."""
 PIPELINE = 'model_index.json'
+FLUX2_REPOSITORIES = 'black-forest-labs/FLUX.2-'
+"""Start of the names of repositories on the Hub whose autoencoder has the configuration that is shipped."""
 DENOISERS = ('unet', 'transformer')
 """Subfolders of a diffusers pipeline that may contain its denoiser."""
+
+
+def with_own_config(location: Any) -> Any:
+    """Return the folder of this package with the configuration of FLUX.2's autoencoder, or another location as it is.
+
+    Counting parameters and FLOPs needs no weights, so that it works without the Hub.
+    """
+    is_flux2 = isinstance(location, str) and location.startswith(FLUX2_REPOSITORIES)
+    return str(Path(__file__).parents[1] / 'models' / 'weights' / 'flux2_vae') if is_flux2 else location
 
 
 def hub_repository(start: InitFrom) -> str | None:

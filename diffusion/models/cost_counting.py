@@ -24,6 +24,7 @@ from diffusion.compatibility.private_names import _LPIPS
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, parse_shape
 from diffusion.config.recipe import Component, LoraConfig
+from diffusion.config.weight_sources import with_own_config
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import Activations, Inputs, blocks_of, count_activations
@@ -380,7 +381,8 @@ def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
     if (problem := registry.unknown('model', request['name'])) is not None:
         raise UserError(f'{problem} (models are counted in a process that imports only the modules of `imports`)')
     lora = LoraConfig(**request['lora']) if request.get('lora') else None
-    return ModelCounter(build_empty(request['name'], request['kwargs']), lora)
+    kwargs = {key: with_own_config(value) for key, value in request['kwargs'].items()}
+    return ModelCounter(build_empty(request['name'], kwargs), lora)
 
 
 def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int]:

@@ -10,15 +10,13 @@ from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.model_checks import PIXELS, SPRINT, SPRINT_DENSE_BLOCKS, UNROUTED_BLOCKS
 from diffusion.config.recipe import Component, LoraConfig
+from diffusion.config.weight_sources import FLUX2_REPOSITORIES, with_own_config
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 
 Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
 """Settings of a run on GPUs that change the activations kept for the backward pass; see models/activation_memory.py."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-FLUX2_REPOSITORIES = 'black-forest-labs/FLUX.2-'
-"""Start of the names of repositories on the Hub whose autoencoder has the configuration in `FLUX2_CONFIG`."""
-FLUX2_CONFIG = str(Path(__file__).parents[1] / 'models' / 'weights' / 'flux2_vae')
 
 
 @dataclass(frozen=True)
@@ -257,12 +255,12 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
     for keyword in (each for each in signature.parameters if each.weights_of):
         location, parts = settings.get(keyword.name), keyword.weights_of
         if isinstance(location, str) and location.startswith(FLUX2_REPOSITORIES):
-            location = FLUX2_CONFIG
+            location = FLUX2_REPOSITORIES
         if location in (None, keyword.default):
             configs = None
         elif location == PIXELS:  # not a folder
             configs = []
-        elif (configs := [_config_of(location, part) for part in parts]) and None in configs:
+        elif (configs := [_config_of(with_own_config(location), part) for part in parts]) and None in configs:
             # The planner works offline, so it cannot download the configuration of a Hub repository.
             part = parts[configs.index(None)]
             notes.append(f"{location} is not a local folder with a {part}; assumed this model's default architecture")

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
+from diffusion.config.load import load
 from diffusion.config.recipe import Component
 from diffusion.models.cost_counting import COUNTERS, answer
 from diffusion.planning import count_cache
@@ -53,6 +55,11 @@ def test_shipped_counts_match_the_models(path):
     assert again['facts'] == content['facts']
     assert again['flops'][shape] == content['flops'][shape]
     assert again['activations'] == {f'{shape} {precision}': content['activations'][f'{shape} {precision}']}
+
+
+def test_counts_of_every_recipe_are_shipped():
+    recipes = [load(path, allow_missing=True) for path in (Path(__file__).parents[2] / 'yamls').glob('*.yaml')]
+    assert {ModelCosts(recipe.model).key.file_name for recipe in recipes} <= {path.name for path in SHIPPED_FILES}
 
 
 def test_plan_counts_the_encoder_of_flux2_by_the_name_of_its_repository():

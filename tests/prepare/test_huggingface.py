@@ -432,7 +432,7 @@ def test_rows_of_mixed_types_are_rejected_one_by_one(tmp_path: Path) -> None:
 
 def test_cache_of_a_repository_is_refused(tmp_path: Path) -> None:
     cache = write_files(tmp_path / 'datasets--org--name', {'blobs/1': b'', 'snapshots/abc/data/train.parquet': b''})
-    with pytest.raises(UserError, match=r'is the cache of a repository.*snapshots/abc'):
+    with pytest.raises(UserError, match=r'is the cache of a Hub repository.*snapshots/abc'):
         HuggingFaceSource(str(cache)).parts()
 
 

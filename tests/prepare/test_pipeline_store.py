@@ -10,7 +10,7 @@ from drawn import DrawnSource, draw, encode, here, interrupted, report_of, setti
 from object_store import Store
 
 from diffusion.cli import main
-from diffusion.errors import DataError
+from diffusion.errors import DataError, ExternalError
 from diffusion.exit_codes import FAILED
 from diffusion.prepare import part_shards
 from diffusion.prepare.append import append
@@ -208,7 +208,7 @@ def test_next_start_uploads_the_rest_after_a_failure(tmp_path: Path, store: Stor
     store.bucket('mds')
     store.fail('PUT /mds/out/32px/32x24/shard.00000', 500)
     failed = r's3://mds/out/32px/32x24/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*work is kept'
-    with pytest.raises(OSError, match=failed):
+    with pytest.raises(ExternalError, match=failed):
         run(tmp_path, 's3://mds/out')
     assert sum('32x24/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
     assert not (tmp_path / 'work/complete').exists()

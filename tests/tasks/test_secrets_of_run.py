@@ -62,7 +62,7 @@ def test_variable_with_the_value_that_the_recipe_had_is_no_change(write_recipe, 
     target = 'model.objective={prediction_type: "${oc.env:TARGET}"}'
     monkeypatch.setenv('TARGET', 'epsilon')
     assert not compare_with_checkpoint(load(path, [target]), saved.parent / 'ba2').changes
-    assert 'values are not compared on resume: model.objective.prediction_type' in caplog.text
+    assert 'are not compared on resume: model.objective.prediction_type' in caplog.text
     monkeypatch.setenv('TARGET', 'sample')
     with pytest.raises(UserError, match=r'prediction_type: epsilon in the checkpoint, \$\{oc.env:TARGET\} now'):
         compare_with_checkpoint(load(path, [target]), saved.parent / 'ba2')

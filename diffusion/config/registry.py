@@ -132,11 +132,11 @@ def register(kind: str, name: str, target: Any) -> None:
 
 def _check_address(where: str, target: Any) -> None:
     """Raise UserError unless a target is a class or a function, or the address of one in an existing module."""
-    is_address = isinstance(target, str) and ADDRESS.fullmatch(target)
-    if not is_address and not (callable(target) and hasattr(target, '__name__')):
+    address = target if isinstance(target, str) and ADDRESS.fullmatch(target) else None
+    if address is None and not (callable(target) and hasattr(target, '__name__')):
         way_out = "pass the class or function itself, or its address 'module:attribute'"
         raise UserError(f'{where}: {target!r} is not a component; {way_out}')
-    if is_address and (module := target.partition(':')[0]) not in sys.modules:
+    if address is not None and (module := address.partition(':')[0]) not in sys.modules:
         try:
             source_file(module)
         except UserError as error:

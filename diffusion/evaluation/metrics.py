@@ -254,12 +254,13 @@ def build_networks(metrics: Sequence[str], sources: Mapping[str, str]) -> dict[s
     if not errors:
         return built
     lines, without = [], [metric for metric in metrics if IMAGE_METRICS[metric].network not in errors]
-    for name, error in errors.items():
+    for name, reason in errors.items():
         needing = ', '.join(metric for metric in metrics if IMAGE_METRICS[metric].network == name)
-        lines.append(f'{needing} cannot be computed: {error}')
+        lines.append(f'{needing} cannot be computed: {reason}')
     if without:
         lines.append(f'To compute the other metrics only: --metrics {",".join(without)}')
-    raise type(error)('\n  '.join(lines)) from error
+    last = list(errors.values())[-1]
+    raise type(last)('\n  '.join(lines)) from last
 
 
 def _split(source: str) -> tuple[str, str | None]:

@@ -128,7 +128,7 @@ class FeatureProjector(nn.Sequential):
             nn.Linear(hidden_size, features),
         )
 
-    def forward(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:  # type: ignore[override]
         """Return predicted features [B, N, F] of tokens [B, N, D] on a grid of h x w cells."""
         return super().forward(tokens)
 

@@ -154,7 +154,9 @@ class SourceSettings:
         if self.kind in ('huggingface', 'tfrecord'):
             from diffusion.prepare.huggingface_source import HuggingFaceSource
 
-            return HuggingFaceSource(**given | ({'layouts': ('tfrecord',)} if self.kind == 'tfrecord' else {}))
+            if self.kind == 'tfrecord':
+                given['layouts'] = ('tfrecord',)
+            return HuggingFaceSource(**given)
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from commands import modules_of
@@ -137,7 +137,8 @@ def test_missing_attribute_of_a_module_is_reported_as_a_problem():
 
 
 def test_family_without_addresses_is_an_error():
-    for values, where in (({'models': {'zz': 'a.b'}}, 'zz: '), ({'adapter': 'a.b'}, 'adapter: ')):
+    cases: list[tuple[dict[str, Any], str]] = [({'models': {'zz': 'a.b'}}, 'zz: '), ({'adapter': 'a.b'}, 'adapter: ')]
+    for values, where in cases:
         with pytest.raises(ValueError, match=f"^Family: {where}'a.b' is not an address; write 'module:name'"):
             Family(**values)
 

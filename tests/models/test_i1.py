@@ -208,8 +208,8 @@ def test_loss_and_gradients_equal_the_plain_implementation(build, dropout, width
     noise = draws.normal(Purpose.NOISE, latents.shape[1:])
     embeds, lengths = texts_of(model, batch[batch_keys.INPUT_IDS])
     plain, losses = Plain(model.denoiser), []
+    route = Route(ROUTE.start, ROUTE.stop, 0.5)
     if routed:
-        route = Route(ROUTE.start, ROUTE.stop, 0.5)
         model.route_tokens(route).begin(draws)
     for index, x in enumerate(latents):
         noisy = (1 - time[index]) * noise[index] + time[index] * x
@@ -218,7 +218,7 @@ def test_loss_and_gradients_equal_the_plain_implementation(build, dropout, width
         losses.append((predicted - (x - noise[index])).square().mean())
     # Weights that have no effect have no gradient there, and zeros here.
     everything = sum(each.sum() for each in model.parameters())
-    assert_same_loss_and_gradients(model, batch, sum(losses) / len(losses) + 0 * everything, rtol=1e-5, atol=1e-5)
+    assert_same_loss_and_gradients(model, batch, torch.stack(losses).mean() + 0 * everything, rtol=1e-5, atol=1e-5)
 
 
 def test_sampled_image_equals_the_plain_implementation(build):

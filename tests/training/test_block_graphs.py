@@ -31,6 +31,7 @@ from tests.training.test_performance import NOTHING, batch_of, with_parts
 
 MMDIT: dict[str, Any] = {'depth': 2, 'dual_attention_blocks': 1, 'text_width': 32, 'patch_size': 2}
 PRX: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
+I1: dict[str, Any] = PRX | {'depth': 3}
 
 
 class EmulatedGraph:
@@ -73,7 +74,7 @@ def make(request, make_model, small_vae) -> Callable[[], LatentDiffusion]:
         elif request.param == 'mmdit':
             model = tiny_mmdit(vae=str(small_vae), caption_dropout=0.0, **MMDIT)
         elif request.param == 'i1':
-            model = tiny_i1(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **PRX | {'depth': 3})
+            model = tiny_i1(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **I1)
         else:
             model = tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **PRX)
         for weight in model.denoiser.parameters():

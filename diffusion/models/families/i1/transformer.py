@@ -244,7 +244,8 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
 
     def _run(self, block: nn.Module, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
-            return self._gradient_checkpointing_func(block, *inputs)
+            checkpoint: Any = self._gradient_checkpointing_func
+            return checkpoint(block, *inputs)
         return block(*inputs)
 
     def _adapt(self, embeds: Tensor) -> Tensor:

@@ -120,8 +120,8 @@ def sample_latents(
     `even_times`: Euler's method for flows divides [0, 1] evenly before the shift. Otherwise it uses the times of
     diffusers' pipelines, whose last step begins at the time that 1/1000 becomes when it is shifted twice.
     """
-    is_even = even_times and isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-    if is_even:
+    kind = type(scheduler)
+    if even_times and issubclass(kind, FlowMatchEulerDiscreteScheduler):
         times = [1 - step / num_inference_steps for step in range(num_inference_steps)]
         scheduler.set_timesteps(sigmas=times, device=noise.device)
     else:

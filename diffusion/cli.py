@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import select
 import sys
 import time
@@ -66,10 +67,10 @@ class CommandParser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         """Return a hint for an unknown option, with a leading semicolon: the nearest, or to drop dashes; else ''."""
         name, equals, _ = word.partition('=')
-        options = [option for action in self._actions for option in action.option_strings]
+        options = re.findall(r'--[a-z][\w-]*', self.format_help())
         if near := difflib.get_close_matches(name, options, n=1):
             return f'; did you mean {near[0]}?'
-        takes_values = equals and 'trailing' in self._defaults
+        takes_values = equals and self.get_default('trailing') is not None
         return f'; write values of the recipe without dashes: {word.lstrip("-")}' if takes_values else ''
 
     def error(self, message: str) -> NoReturn:

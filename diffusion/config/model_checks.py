@@ -42,9 +42,10 @@ def _check_objective(model: Component) -> list[Problem]:
 def objective_settings(model: Component) -> dict[str, Any]:
     """Return a model's objective: given settings and defaults; empty for a model without one or of another package."""
     settings = registry.settings_of('model', model, 'objective')
-    family = family_of_model(model.name)
-    if settings and model.kwargs.get('objective') is None and family.models and not family.u_net:
-        settings |= {'path': 'flow', 'prediction_type': 'velocity', 'timesteps': 'logit_normal'}
+    if settings and model.kwargs.get('objective') is None:
+        family = family_of_model(model.name)
+        if family.models and not family.u_net:
+            settings |= {'path': 'flow', 'prediction_type': 'velocity', 'timesteps': 'logit_normal'}
     return settings
 
 

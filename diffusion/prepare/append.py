@@ -83,7 +83,7 @@ def append(
 def inherited_settings(out: str) -> dict[str, Any]:
     """Return, by name, the settings that all deliveries of the dataset at `out` share, except `columns_from`."""
     settings = dict(RecordedDataset(out, Path()).record.settings)
-    del settings[COMPUTED]  # the dataset records the file's hash, not its path
+    del settings[COMPUTED]  # the record has the Python file's name and hash, but not its path
     return settings
 
 
@@ -176,7 +176,7 @@ class _Addition(Preparation):
             try:
                 return self.add_to_version(plan, start)
             except PreconditionFailed as error:
-                log.warning('%s; comparing the delivery with the new version', error)
+                log.warning('%s; comparing the images to add with the new version of the dataset', error)
                 self.dataset.refresh()
                 check_same_settings(self.given, self.dataset)  # the dataset may have been prepared again
                 if not self.remaining_plan().parts:  # another process added the same delivery

@@ -178,7 +178,7 @@ class Hub:
         return _ask(attempt, file.url, name.repository, name.revision)
 
     def _get(self, url: str, headers: Mapping[str, str]) -> Any:
-        """Send a request to the Hub and return the response; errors are raised as huggingface_hub's exceptions."""
+        """Send a request to the Hub and return the response; an error status raises huggingface_hub's exception."""
         # huggingface_hub.utils is the documented module, although it does not declare its exported names.
         from huggingface_hub.utils import (
             build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]

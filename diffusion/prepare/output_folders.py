@@ -165,7 +165,7 @@ class ShardJob:
     part: np.ndarray
     """Part number of each sample."""
     shard: np.ndarray
-    """Number of each sample's shard within its part."""
+    """Number of the shard that contains each sample, among the shards of its converted part."""
     offset: np.ndarray
     """Offset in bytes of each sample after that shard's header."""
     size: np.ndarray

@@ -18,6 +18,7 @@ from diffusers.models.attention import AttentionMixin
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from diffusion.errors import UserError
 from diffusion.models.frozen_parts import at_least_float32
@@ -244,8 +245,7 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
 
     def _run(self, block: nn.Module, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
-            checkpoint: Any = self._gradient_checkpointing_func
-            return checkpoint(block, *inputs)
+            return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 
     def _adapt(self, embeds: Tensor) -> Tensor:

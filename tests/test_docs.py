@@ -239,7 +239,7 @@ def test_extending_page(checkout, quickstart):
 @pytest.mark.slow
 def test_recipes_and_planning_pages(checkout):
     output = checkout.read(DOCS / 'recipes.md') + checkout.read(DOCS / 'planning.md')
-    assert 'yamls/quickstart.yaml: ok' in output and '128 x a100-80gb' in output
+    assert 'yamls/quickstart.yaml: valid' in output and '128 x a100-80gb' in output
 
 
 @pytest.mark.slow

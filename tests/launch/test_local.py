@@ -216,12 +216,12 @@ def test_two_nodes_without_a_shared_folder_find_a_hang_through_a_bucket(launch, 
     job = launch('hung', **settings)
     job.run = first_node
     job.wait_for_batches(6)
+    assert inspect_run(url).state == 'running'
     stopped = int((tmp_path / 'pid-1').read_text())
     os.kill(stopped, signal.SIGSTOP)
     other = launch('hung', job='another', **settings)
     assert other.wait() == CONFIG_ERROR, other.log.read_text()
     assert 's3://home/runs/hung/run.lock: job job, process' in other.log.read_text()
-    assert inspect_run(url).state == 'running'
     job.wait_for_attempt(2, url)
     os.kill(stopped, signal.SIGKILL)  # it outlives its node
     assert job.wait() == 0, job.log.read_text()

@@ -239,7 +239,8 @@ def test_extending_page(checkout, quickstart):
 @pytest.mark.slow
 def test_recipes_and_planning_pages(checkout):
     output = checkout.read(DOCS / 'recipes.md') + checkout.read(DOCS / 'planning.md')
-    assert 'yamls/quickstart.yaml: valid' in output and '128 x a100-80gb' in output
+    # Complete if a page read before this one has made the quickstart's data.
+    assert re.search(r'yamls/quickstart\.yaml: (ok|valid)', output) and '128 x a100-80gb' in output
 
 
 @pytest.mark.slow

@@ -171,8 +171,8 @@ class LossGuard(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the values here would make the host wait for
         # the GPU, just before Composer waits for the loss at the end of its closure. Instead, start the copy now and
-        # read the values after Composer has waited but before the update (`_decide_after_closure`). With fp16 there is
-        # no closure, so read them here.
+        # read the values after Composer has waited but before the update (`_decide_after_closure`). With fp16,
+        # Composer passes no closure, so read them here.
         self._pending = HostCopy(self._reduced_figures(state))
         if not self._has_closure:
             self._decide(state, logger)

@@ -186,7 +186,7 @@ class NodeHealth(Callback):
 
 
 def current_gpu() -> tuple[Any, str] | None:
-    """Return NVML and the UUID of this rank's GPU, or None if there is no GPU or no NVML."""
+    """Return NVML and the UUID of this rank's GPU, or None without a GPU or without NVML."""
     if not torch.cuda.is_available():
         return None
     nvml = load_nvml()

@@ -65,7 +65,7 @@ def find_checkpoint(place: str | Path) -> Path:
             would resume. A checkpoint in an object store is downloaded.
 
     Raises:
-        UserError: There is no such checkpoint; the message lists the existing ones.
+        UserError: The checkpoint does not exist; the message lists the existing ones.
     """
     if is_url(place):
         return download_checkpoint(str(place))
@@ -107,7 +107,7 @@ def recipe_of_checkpoint(checkpoint: Path) -> Path:
     """Return the path of the resolved recipe that a checkpoint was trained with, from the checkpoint or from its run.
 
     Raises:
-        UserError: There is no recipe in the checkpoint, its parent folder or its grandparent folder.
+        UserError: Neither the checkpoint nor its parent or grandparent folder has a recipe.
     """
     for recipe in (checkpoint / RECIPE, run_of_checkpoint(checkpoint) / RECIPE):
         if recipe.is_file():
@@ -126,7 +126,7 @@ def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
         folders: Additional folders of the run to download, such as snapshots.
 
     Raises:
-        UserError: There is no such checkpoint, or it is damaged.
+        UserError: The checkpoint does not exist, or it is damaged.
         OSError: The store cannot be read, or the local disk is full.
     """
     for _ in range(TRIES):
@@ -192,7 +192,7 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
         purpose: Reason for the claim, such as `export`, for people who read the claim.
 
     Raises:
-        UserError: There is no such checkpoint.
+        UserError: The checkpoint does not exist.
     """
     for _ in range(TRIES):
         checkpoint = find_checkpoint(place)
@@ -260,7 +260,7 @@ def _write(path: Path, content: bytes, *, create: bool) -> None:
 
 
 def claimed_batches(folder: Path) -> set[int]:
-    """Return the batches of a run's checkpoints that are claimed or pinned, and remove claims that are no longer valid.
+    """Return the batches of a run's checkpoints that are claimed or pinned, and remove abandoned claims.
 
     Raises:
         OSError: The folder cannot be read.

@@ -97,7 +97,7 @@ class SaveInProgress:
 
     The constructor, a collective, collects the state. `write` writes this rank's files; if there is a snapshot, it can
     run in a thread while training continues. `publish`, a collective, completes the checkpoint once all ranks have
-    written. Until then there is no checkpoint with the final name; if a step fails, the files written so far are
+    written. Only then does the checkpoint get its final name; if a step fails, the files written so far are
     removed.
 
     Most of a snapshot is copied during the next batch, before the optimizer changes the weights: training must call

@@ -336,7 +336,7 @@ class Checkpointer(CheckpointSaver):
         )
         if not save.has_snapshot:
             if in_background:
-                self._buffers = None  # there is not enough memory for snapshots, so do not try again
+                self._buffers = None  # memory does not suffice for snapshots, so do not try again
             run_on_each_rank(save.write, save.name)
             save.publish()
         return save

@@ -50,7 +50,7 @@ def run_copy(options: CopyOptions) -> int:
     The file is a copy of the recipe. If the recipe extends another one, the copy extends it as `diffusion:NAME`.
 
     Raises:
-        UserError: There is no such recipe, or the file exists.
+        UserError: The package does not have this recipe, or the file to write already exists.
     """
     source = locate_yaml(f'{SHIPPED}{options.name.removeprefix(SHIPPED)}')
     out = options.out / source.name if options.out.is_dir() else options.out

@@ -124,7 +124,7 @@ SECTION_RULES = (
 )
 """Rules for sections and for other packages' components. This package's components declare their own rules."""
 UNKNOWN_KEY = Rule(('*',), Effect.FIXED, 'a key that no rule of this version names')
-"""Rule for a key that matches no other rule; a test asserts that there is no such key."""
+"""Rule for a key that matches no other rule; a test asserts that all keys match another rule."""
 DECLARED_BY = {'model': 'model', 'optimizer': 'optimizer', 'algorithms': 'algorithm'}
 """Sections whose components declare the effects of keyword changes on a resume, with the kinds of these components."""
 

@@ -216,7 +216,7 @@ class VerifiedStream(Stream):
                 continue
             # The cache counts both links, to stay within its limit: evicting one of them may free nothing.
             reserved = nullcontext() if self.cache_budget is None else self.cache_budget.reserve(path, raw.bytes)
-            # If os.link fails, the caller downloads: the other file was just evicted, or there are no hard links.
+            # If os.link fails, the caller downloads: the other file was just evicted, or hard links are not supported.
             with suppress(OSError), reserved:
                 path.unlink(missing_ok=True)
                 os.link(other, path)
@@ -277,7 +277,7 @@ class VerifiedStream(Stream):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _newest_index(self, path: Path) -> bytes:
-        """Return the remote index.json, or the local one at `path` if there is no remote or it cannot be read."""
+        """Return the remote index.json, or the local one at `path` without a remote or if it cannot be read."""
         where = f'streams.{self.name}'
         local = path.read_bytes() if path.is_file() else None
         if self.source is None:
@@ -305,7 +305,7 @@ class VerifiedStream(Stream):
         """Return the content of the remote index.json; raise DamagedDownload if this is not an index of MDS shards."""
         assert self.source is not None
         content = self.source.read(INDEX)
-        # There is no hash to verify an index with. Parse it, so that a truncated index, which is not valid JSON, is
+        # An index has no hash to verify it with. Parse it, so that a truncated index, which is not valid JSON, is
         # downloaded again.
         try:
             files_in_index(content)

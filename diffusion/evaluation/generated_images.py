@@ -80,7 +80,7 @@ class GeneratedImages:
         checkpoint: Name of the checkpoint and its weights, such as `ba1600, ema weights`.
 
     Raises:
-        UserError: There are no prompts, or the folder has images from another checkpoint, other prompts or settings.
+        UserError: `prompts` is empty, or the folder has images from another checkpoint, other prompts or settings.
     """
 
     def __init__(self, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str) -> None:

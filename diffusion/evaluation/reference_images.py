@@ -25,7 +25,7 @@ from diffusion.storage.atomic import atomic_file
 BATCH_SIZE = 64
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
 PIXELS = 'upright, sRGB, transparency over white'
-"""How files are converted to pixels, stored with cached features; features of another conversion are rejected."""
+"""Conversion of files to pixels, stored with cached features; features of another conversion are rejected."""
 
 
 class ReferenceImages(Protocol):

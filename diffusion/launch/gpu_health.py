@@ -90,7 +90,7 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     """Yield the findings about this node's GPUs; call this before any process of the job uses a GPU.
 
     Args:
-        nvml: The module pynvml or a substitute; None if there is no driver.
+        nvml: The module pynvml or a substitute; None without an NVIDIA driver.
         kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` skips all checks.
         count: Minimum number of visible GPUs.
     """

@@ -35,7 +35,7 @@ class MetricsFile(LoggerDestination):
         return self.folder / 'metrics.jsonl'
 
     def init(self, state: State, logger: Logger) -> None:
-        # Only create the folder here: if it is missing later, its file system is no longer mounted, and the folder must
+        # Only create the folder here: if it is missing later, its file system has been unmounted, and the folder must
         # not be created again.
         if dist.get_global_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)

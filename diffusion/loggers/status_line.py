@@ -102,7 +102,7 @@ _line: StatusLine | None = None
 
 
 def install() -> bool:
-    """Reserve the terminal's last row; return False if there is no terminal. Call before libraries store sys.stderr."""
+    """Reserve the terminal's last row, or return False without a terminal. Call before libraries store sys.stderr."""
     global _line
     if _line is None and sys.stderr.isatty() and os.environ.get('TERM', 'dumb') != 'dumb':
         _line = StatusLine(sys.stderr)

@@ -119,7 +119,7 @@ class _Recording:
     outside: dict[int, int] = field(default_factory=dict)
     """Sizes in bytes of the storages kept outside checkpointed blocks, by address."""
     inside: list[dict[int, int]] = field(default_factory=list)
-    """For each checkpointed block, sizes in bytes of the storages kept if it were not, by address."""
+    """One dict per checkpointed block: sizes in bytes, by address, of the storages kept if it were not checkpointed."""
     inputs: dict[int, int] = field(default_factory=dict)
     """Sizes in bytes of the inputs of checkpointed blocks, which are kept for recomputing the blocks, by address."""
     outputs: list[int] = field(default_factory=list)

@@ -32,7 +32,7 @@ class ReconstructedImages(NamedTuple):
 class Autoencoder(ComposerModel):
     """AutoencoderKL trained with squared error, a small L1 term for edges, and a small KL term for smooth latents.
 
-    There is no adversarial or perceptual loss: the model is meant for flat-color images.
+    It has neither an adversarial nor a perceptual loss, since it is meant for flat-color images.
 
     Training tracks a running mean and variance of the latents per channel. `finished()` writes them to the VAE's
     configuration, so that a diffusion model sees latents of mean 0 and standard deviation 1.

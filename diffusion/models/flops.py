@@ -30,7 +30,7 @@ class FlopCount:
         self._router: TokenRouter | None = None
 
     def route(self, route: Route) -> None:
-        """From now on, count only the kept tokens in the blocks of a route; the family must have token blocks."""
+        """Make later calls count a route's blocks with only the tokens it keeps; the family must have token blocks."""
         assert self._family.token_blocks is not None
         self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
         self._counted.clear()

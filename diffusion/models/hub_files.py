@@ -56,7 +56,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
     `weights`, only a model's configuration is fetched.
 
     Raises:
-        UserError: There is no such repository, revision or file on the Hub, or no access to it. Or offline mode is on,
+        UserError: The repository, revision or file does not exist on the Hub or may not be read. Or offline mode is on,
             and the files are not in the cache.
         ExternalError: The Hub did not respond for several minutes.
     """
@@ -263,7 +263,7 @@ def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
     """Return the variant and the safetensors files in a model's local folder: one file, or all shards of an index.
 
     Files without a variant (None) are preferred, but a folder may only have half precision, `model.fp16.safetensors`.
-    Returns None if there are no weights, a shard is missing, or the index is damaged.
+    Returns None if weights or one of their shards are missing, or the index is damaged.
     """
     for variant in VARIANTS:
         infix = '' if variant is None else f'.{variant}'

@@ -26,7 +26,7 @@ _ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """What a random number is used for; each purpose has its own numbers. Changing a value here would change runs."""
+    """Purposes of random numbers, each with its own sequence. Changing a value here would change training runs."""
 
     NOISE = 1
     TIMESTEP = 2

@@ -56,7 +56,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class SaveStrategy:
-    """When and where checkpoints are saved. Times are in seconds."""
+    """Interval between saves of checkpoints, and the tiers that store them. Times are in seconds."""
 
     name: str
     interval: float

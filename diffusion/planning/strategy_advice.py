@@ -50,7 +50,7 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Of the strategies that fit, return the one with least host time (ties: least communication); None if none fits.
+    """Return the strategy that fits with least host time (ties: least communication), or None if none fits.
 
     ddp needs less host time: it starts collectives without Python code, while FSDP2 runs Python hooks before and after
     each of its modules in every forward and backward pass.

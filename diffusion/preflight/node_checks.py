@@ -44,7 +44,7 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     Args:
         kind: The required GPU model as in planning/gpus.yaml; `any` accepts all, `none` skips the GPU checks.
         processes: Number of processes on this node, one per GPU.
-        nvml: The module pynvml, or a substitute; None if there is no driver.
+        nvml: The module pynvml, or a substitute; None without an NVIDIA driver.
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         'gpu': lambda: check_gpus(nvml, kind, processes),

@@ -143,7 +143,7 @@ def check_bucket(url: str) -> Iterator[Finding]:
         same, tag = object_store.read(marker, retry=RETRY) == content, object_store.head(marker, retry=RETRY).tag
         refusals = {'If-None-Match': _refuses(marker, if_absent=True), 'If-Match': _refuses(marker, if_tag=f'{tag}0')}
         ignored = [name for name, refused in refusals.items() if not refused]
-        # Skip this if the store ignored a condition: it has overwritten the object, whose etag is no longer `tag`.
+        # Skip this if the store ignored a condition: it has overwritten the object, whose etag has changed.
         accepts = ignored or not _refuses(marker, if_tag=tag)
         object_store.delete(marker, retry=RETRY)
     except (OSError, UserError) as error:

@@ -212,7 +212,7 @@ def read_sidecars(
 ) -> None:
     """Set the captions and the metadata of an entry, or its problem if they cannot be read.
 
-    `text` and `columns` are the contents of the image's .txt and .json files; None means that there is no such file.
+    `text` and `columns` are the contents of the image's .txt and .json files; None means that the file does not exist.
     The captions are those of `caption_columns` (keys of the .json file, and `txt` for the .txt file). If this is empty:
     `captions` in the .json file if that is a list; otherwise the .txt file's; otherwise `caption` in the .json file,
     which may be a string or a list of strings. The other keys of the .json file become metadata.

@@ -74,7 +74,7 @@ class PartCounts:
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Skipped files by suffix or by another reason, such as `hidden`; they are not in `inputs`."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
-    """For `undecodable` and `truncated`, the decoders' messages, each with its number of images."""
+    """Number of images by decoder message, under the keys `undecodable` and `truncated`."""
     repaired: NamedCount = field(default_factory=NamedCount)
     recoded: list[Measured] = field(default_factory=list)
     """Measurements of some lossless images that are stored in a lossy format."""

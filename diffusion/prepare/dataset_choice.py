@@ -278,7 +278,7 @@ class Chooser:
     def _layout(self, files: Sequence[File]) -> str:
         """Return the layout (a key of `LAYOUTS`) whose files have the most bytes.
 
-        Image files without captions are used only if there is no other layout. Raise UserError if there is none.
+        Image files without captions are used only if no other layout has files. Raise UserError if none has.
         """
         found = {layout: data for layout in self.layouts if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:

@@ -119,7 +119,7 @@ class Hub:
     def read_beside(self, table: str, path: str) -> bytes:
         """Return the image at a path relative to a table (a URL) or to the repository; its hash is not checked.
 
-        Raise Unfit if the path leads outside the repository, or there is no such file.
+        Raise Unfit if the path leads outside the repository, or the file does not exist.
         """
         from huggingface_hub.errors import EntryNotFoundError
 

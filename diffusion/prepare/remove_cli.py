@@ -71,8 +71,8 @@ def run_remove(options: RemoveOptions) -> int:
         whole_bucket = is_url(place) and '/' not in place.partition('://')[2]
         held_out = f'{place}-held-out'
         if not whole_bucket and place_at(held_out).read(RECORD) is not None:
-            # Remove held-out images first. Otherwise, a killed removal could leave a held-out image that is no longer
-            # listed in the training set's record.
+            # Remove held-out images first. Otherwise, a killed removal could leave a held-out image that the
+            # training set's record does not list any more.
             datasets.insert(0, RecordedDataset(held_out, Path(temporary, 'held-out')))
         return _remove(options, keys, datasets)
 

@@ -179,7 +179,7 @@ class Source(Protocol):
         """Split the input into parts for parallel jobs; the same input always gives the same parts in the same order.
 
         Raises:
-            ValueError: There is nothing to read, or the input cannot be listed.
+            ValueError: The input is empty, or it cannot be listed.
         """
         ...
 

@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Kernel(NamedTuple):
-    """Seconds and calls per step of a GPU kernel, or of an operator if there is no GPU."""
+    """Seconds and calls per step of a GPU kernel, or of an operator if training runs on the CPU."""
 
     name: str
     seconds: float
@@ -42,7 +42,7 @@ class ProfileMeasurements:
     Attributes:
         shares: Fraction of step time in each stage.
         step_seconds: Seconds per step without the profiler.
-        kernels: GPU kernels in a step, or operators if there is no GPU.
+        kernels: GPU kernels in a step, or operators if training runs on the CPU.
         waits: Number of device synchronizations per step by source line, excluding those in Composer.
         microbatches: Microbatches per step on one device.
         off: Names of the `speed` settings that are disabled.

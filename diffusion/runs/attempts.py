@@ -110,7 +110,7 @@ class Clock:
         last = _last_record(run) if run is not None else {}
         now, monotonic, boot = time.time(), time.monotonic(), boot_id()
         self._offset = now - monotonic
-        with contextlib.suppress(KeyError, TypeError):  # there are no records
+        with contextlib.suppress(KeyError, TypeError):  # `last` is empty without records
             if last['boot'] == boot and boot:
                 self._offset = last['at'] - last['monotonic']
             else:
@@ -152,7 +152,7 @@ def append_attempt(run: Path | str, event: str, attempt: Attempt, clock: Clock |
     # A killed node can leave a partial line. With a single write() and O_APPEND, it is always the last line, and the
     # leading newline separates it from the next record.
     line = f'\n{json.dumps(record)}\n'
-    # Create the file only when an attempt begins: if the file system is no longer mounted, a new file would make the
+    # Create the file only when an attempt begins: if the file system has been unmounted, a new file would make the
     # empty mount point look like a run.
     create = os.O_CREAT if event == 'begin' else 0
     # Call os.fsync, so that the record survives the loss of the node.
@@ -202,7 +202,7 @@ def _append_to_object(url: str, record: dict[str, Any]) -> None:
 
 
 def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
-    """Return the stored records, or the local ones if these continue them; empty if there is no stored file.
+    """Return the stored records, or the local ones if these continue them; empty if `stored` is None.
 
     The local copy is ahead if this node was lost before the upload. It is behind or different if the run continued on
     another node, or if the object was deleted (`stored` is None) or edited.
@@ -262,7 +262,7 @@ def next_number(earlier: Sequence[Attempt]) -> int:
 def record_fault(run: Path | str, machine: str, detail: str) -> None:
     """Record a machine's hardware fault in the run's folder; any node of a job may call this."""
     # Write one file per fault: nodes that append to the same file on a network file system overwrite each other's
-    # lines. Where there is no shared exit file (jobset, sagemaker, skypilot), only this file records the machine.
+    # lines. Without a shared exit file (jobset, sagemaker, skypilot), only this file records the machine.
     at = time.time()
     name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
     content = json.dumps({'at': at, 'machine': machine, 'detail': detail})

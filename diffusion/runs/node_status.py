@@ -126,7 +126,7 @@ class StatusWriter:
         self.status.seconds_since_batch = now - self.last_batch_at
         self.status.written_at, self.status.written = now, time.time()
         with contextlib.suppress(OSError):  # the disk may be full, or the storage temporarily unavailable
-            # If the run's folder is no longer mounted, do not create it.
+            # If the run's folder has been unmounted, do not create it.
             if self._created and not is_url(self.run) and not (Path(self.run) / FOLDER).is_dir():
                 return
             name = f'{FOLDER}/node-{self.status.node}.json'

@@ -1,7 +1,7 @@
 """Identity of a run's folder in `run.json`, used to detect checkpoints and folders of other runs.
 
 The file is written once, at the first start of the run. Each save checks that the path still leads to this file, in
-case the file system is no longer mounted or the folder was moved.
+case the file system was unmounted or the folder was moved.
 """
 
 import datetime

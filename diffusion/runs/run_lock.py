@@ -76,7 +76,7 @@ class RunLock:
         self.path = self._place().locate(LOCK)
 
     def read(self, *, patient: bool = False) -> LockContent | None:
-        """Return the content, None if there is no lock, or UNREADABLE if the lock is a file and the storage fails.
+        """Return the content, None without a lock, or UNREADABLE if the lock is a file and the storage fails.
 
         `patient` retries after storage faults.
 
@@ -93,7 +93,7 @@ class RunLock:
         return None if found is None else LockContent(found.content.decode(errors='replace'), found.version)
 
     def poll(self, content: LockContent) -> LockContent | None:
-        """Return the current content: None if there is no lock, UNREADABLE if the storage fails.
+        """Return the current content: None without a lock, UNREADABLE if the storage fails.
 
         For an object whose content is still `content`, this is cheaper than `read`.
         """
@@ -264,7 +264,7 @@ def _release(lock: RunLock, this_owner: Owner) -> None:
 
 
 def owner_of(run: Path | str) -> Owner | None:
-    """Return the owner recorded in a run's lock, or None if there is no lock or no valid owner."""
+    """Return the owner recorded in a run's lock, or None without a lock or without a valid owner."""
     return parse_owner(read_lock(RunLock(run)))
 
 

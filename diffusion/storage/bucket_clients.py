@@ -89,8 +89,8 @@ class GoogleClient(Client):
         # not exist.
         blob, condition = self._blob(location), {'if_generation_match': 0} if if_absent else {}
         if if_tag is not None:
-            # There is no race: reload() returns etag and generation together. A later write by another process changes
-            # the generation, so the upload fails with status 412.
+            # This is free of races: reload() returns etag and generation together. A later write by another process
+            # changes the generation, so the upload fails with status 412.
             blob.reload(**self.once)
             if blob.etag != if_tag:
                 raise PreconditionFailed(f'gs://{location.bucket}/{location.key}: has etag {blob.etag}, not {if_tag}')

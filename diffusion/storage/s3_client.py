@@ -185,7 +185,7 @@ class S3Client(Client):
         return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
 
     def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        """Call a client's method; if access is denied and there are no credentials, raise NoCredentialsError."""
+        """Call a client's method; if access is denied to a request without credentials, raise NoCredentialsError."""
         from botocore.exceptions import ClientError, NoCredentialsError
 
         try:

@@ -29,7 +29,7 @@ def check_access(repository: str, *, public: bool) -> None:
     """Check, before exporting, that the export can be uploaded to a repository, which need not exist yet.
 
     Raises:
-        UserError: There is no token, it does not permit writing there, or the repository's visibility is the wrong one.
+        UserError: The token is missing or does not permit writing there, or the repository's visibility is wrong.
         ExternalError: The Hub did not answer.
     """
     page = f'{constants.ENDPOINT}/{repository}'

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     """Return the changes since the recipe of a checkpoint, after checking that all are allowed; a collective.
 
-    Ranks other than 0 get no changes, and neither does rank 0, with a warning, if there is no saved recipe.
+    Ranks other than 0 get no changes. Rank 0 gets none, with a warning, if the recipe was not saved.
 
     Args:
         checkpoint: The checkpoint to resume from; None if Composer has loaded one of its own checkpoints.

@@ -73,7 +73,7 @@ class TrainingRun:
         """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send notifications."""
         try:
             number = attempts.next_number(attempts.read_attempts(self.place))
-        except UserError:  # before the first attempt, there is no record
+        except UserError:  # the file does not exist before the first attempt
             number = 1
         devices = int(os.environ.get('WORLD_SIZE', '1'))
         self.attempt = attempt = Attempt(number, self._clock.now(), launched=False, devices=devices)

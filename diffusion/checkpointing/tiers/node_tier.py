@@ -56,7 +56,7 @@ class NodeTier:
         self.recipe_text = recipe_text
         self.base: int | None = None
         """Batch of the newest checkpoint in the run's storage, set on rank 0 before each save. It is recorded in the
-        receipt of the tier's checkpoint, which is no longer used once the checkpoint in the storage is deleted."""
+        receipt of the tier's checkpoint, which is not used after the checkpoint in the storage has been deleted."""
         self.nodes: list[list[int]] = []
         """The ranks of each node, after `open`."""
         self.group = None

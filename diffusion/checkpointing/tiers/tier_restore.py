@@ -61,7 +61,7 @@ def stored_batches(storage: RunStorage) -> list[int]:
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
     """Give each node its files of the newest checkpoint that a tier has complete and intact; return its local folder.
 
-    Only batches from `at_least` on count; None if there is no such checkpoint. A collective.
+    Return None if no tier has such a checkpoint of batch `at_least` or later. A collective.
 
     Args:
         stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if its `base` is among

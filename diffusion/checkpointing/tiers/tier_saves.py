@@ -133,7 +133,7 @@ class TierSaves:
         self._publish(schedule, running.save, logger, time.monotonic() - running.stall_seconds)
 
     def _save(self, schedule: _Schedule, state: State, logger: Logger, buffers: SnapshotBuffers | None) -> None:
-        """Start a save to a tier, or save synchronously if there is no memory for a snapshot."""
+        """Start a save to a tier, or save synchronously if memory does not suffice for a snapshot."""
         began = time.monotonic()
         try:
             tier = schedule.tier

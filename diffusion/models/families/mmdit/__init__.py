@@ -32,7 +32,7 @@ FAMILY = Family(
             'license_link': 'https://huggingface.co/stabilityai/stable-diffusion-3.5-medium/blob/main/LICENSE.md',
         }
     },
-    # There is no `hidden_size`: the width is 64 times the depth.
+    # Instead of a `hidden_size`, set the depth: the width is 64 times the depth.
     miniature=Miniature(
         'tiny_mmdit', {'depth': 3, 'dual_attention_blocks': 1, 'pos_embed_max_size': 16, 't5_length': 24}
     ),

@@ -114,9 +114,10 @@ class Averager(Protocol):
 
 
 def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
-    """Return an averaging algorithm's checkpoint state: its full averages, or their labels if `gathers` is False.
+    """Return the full averages of an averaging algorithm for a checkpoint, or only their labels if `gathers` is False.
 
-    The writer of a sharded checkpoint sets `gathers` to False while it collects state, and saves the tensors itself.
+    The key `averages` has, by label, the full tensors by parameter name; they are empty on ranks other than 0. The
+    writer of a sharded checkpoint sets `gathers` to False while it collects state, and saves the tensors itself.
     """
     if not algorithm.gathers:
         return {'sharded_averages': sorted(algorithm.averages)}

@@ -160,7 +160,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """On resume, raise UserError unless averaging started at `ema_start` or `ema_start` is still to come."""
+        """Raise UserError on resume unless averaging started at `ema_start` or `ema_start` is still to come."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return
@@ -182,7 +182,7 @@ class EMA(Algorithm):
             )
 
     def _warn_if_never(self, state: State) -> None:
-        """Log a warning if averaging will never start, because `ema_start` is at or after the end of training."""
+        """Log a warning if `ema_start` is not before the end of training; only compared if both have the same unit."""
         end = state.max_duration
         if self.started:
             return
@@ -207,7 +207,7 @@ class EMA(Algorithm):
 
 @contextmanager
 def averaged_weights(state: State) -> Iterator[bool]:
-    """Swap the run's averaged weights into the model in the context; yield False without EMA or before it starts."""
+    """Swap the weights averaged by EMA into the model in the context; yield False without EMA or before it starts."""
     ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
     if ema is None:
         yield False

@@ -82,7 +82,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 
 
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
-    """Return a callback's gradient summary and squared norm over all ranks; None if there is none, or in amp_fp16."""
+    """Return a callback's gradient summary and squared norm over all ranks; None without one, or in amp_fp16."""
     if state.precision == Precision.AMP_FP16:
         return None  # the callback's summary is of gradients that Composer had not unscaled yet
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
@@ -100,7 +100,7 @@ def _summarized(state: State) -> tuple[Gradients, Tensor]:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> None:
-    """Limit each unit's gradient norm to `threshold` times its weight norm; a collective if ranks share a unit."""
+    """Limit each unit's gradient norm to `threshold` times its weight norm; a collective if ranks split units."""
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
     split = [(weight, gradient) for weight, gradient in pairs if splits_units(gradient)]
     whole = [(weight, gradient) for weight, gradient in pairs if not splits_units(gradient)]

@@ -34,7 +34,7 @@ class GradientSource(Protocol):
     """Interface of callbacks that summarize a batch's gradients before algorithms clip the gradients."""
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return a summary and the squared norm over all ranks, float64 [], or None if none was made; a collective."""
+        """Return a summary and the squared norm over all ranks, float64 [], or None without a summary; a collective."""
 
 
 @torch.no_grad()

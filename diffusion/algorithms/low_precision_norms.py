@@ -41,7 +41,10 @@ class LowPrecisionLayerNormLayer(nn.LayerNorm):
 
 
 class _LowPrecisionNorm(Algorithm):
-    """Base class of algorithms that convert the denoiser's layers of class `plain` to class `fast` before training."""
+    """Base class of algorithms that convert the denoiser's layers of class `plain` to class `fast` before training.
+
+    With a precision other than amp_fp16 and amp_bf16, they only log a warning.
+    """
 
     on_resume = STATELESS
     plain: type[nn.Module]

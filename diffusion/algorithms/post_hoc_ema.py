@@ -210,12 +210,12 @@ def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, widt
 
 
 def label_of(width: float) -> str:
-    """Return the label of a width's average in checkpoints and file names, such as `width0.05`."""
+    """Return the label of the average with this width in checkpoints and file names, such as `width0.05`."""
     return f'width{width:g}'
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return a run's snapshots, sorted by batch and width; reads only file headers. UserError if there are none."""
+    """Return a run's snapshots, sorted by batch and width; reads only file headers. UserError if the run has none."""
     found = [_header(path) for path in sorted((run / SNAPSHOT_FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
         raise UserError(

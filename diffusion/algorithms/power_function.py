@@ -36,7 +36,7 @@ class Profile:
 def gamma_of_width(width: float) -> float:
     """Return the exponent gamma of the power-function average with a given width.
 
-    Gamma is the only root >= 0 of (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1; UserError if there is none.
+    Gamma is the only root >= 0 of (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1. UserError unless 0 < width <= WIDEST.
     """
     if not 0 < width <= WIDEST:
         raise UserError(f'width={width:g} is not between 0 and {WIDEST:.4f}, the width of a uniform average')
@@ -66,7 +66,7 @@ def inner_products(some: Sequence[Profile], others: Sequence[Profile]) -> NDArra
 
 
 def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float64], float]:
-    """Return the coefficients of the mixture of saved profiles that is closest to a target profile.
+    """Return the coefficients of the mixture of saved profiles that is closest to a target profile, and its error.
 
     A profile is the weight that a power-function average gives to each training step. The coefficients x sum to 1 and
     minimize |target - sum x_i kept_i|^2 (Karras et al. 2024, appendix C). The second value is the relative error

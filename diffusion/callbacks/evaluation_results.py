@@ -30,7 +30,7 @@ class EvaluationResults(Callback):
     that a resumed run does not log them again. A background thread reads the files, since storage can hang.
 
     Args:
-        run_url: URL of a run in an object store, where external evaluations write their results; None for other runs.
+        run_url: URL of a run in an object store, where external evaluations write their results; None for a local run.
     """
 
     def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
@@ -84,7 +84,7 @@ class EvaluationResults(Callback):
             log.warning('%s: cannot be read (%s); the results are logged later', EVALUATIONS, error)
 
     def _look_once(self) -> None:
-        """Read new or changed result files, oldest checkpoint first."""
+        """Queue the results in new or changed files for `_log`, oldest checkpoint first, and record their names."""
         home = self.places[-1]
         if self._logged is None:
             self._logged = parse_results(home.read(LOGGED), home.locate(LOGGED)) or {}

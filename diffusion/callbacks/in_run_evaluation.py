@@ -71,7 +71,7 @@ class InRunEvaluation(Callback):
             self._evaluate(state, logger)
 
     def _evaluate(self, state: State, logger: Logger) -> None:
-        """Run all evaluators and write their results; a collective."""
+        """Run all evaluators, and write and log the results of those that did not fail; a collective."""
         name, began = f'ba{state.timestamp.batch.value}', time.time()
         model: Any = unwrapped(state.model)
         metrics: dict[str, float] = {}

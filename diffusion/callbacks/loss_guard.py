@@ -53,7 +53,7 @@ class Microbatch(NamedTuple):
     loss: Tensor
     """Mean loss, float32 []."""
     sample_losses: Tensor
-    """Loss per sample, float32 [B]."""
+    """Loss per sample, float32 [B]; the mean loss for each sample if the model sets no losses per sample."""
     sample_ids: Tensor | None
     """Sample IDs, int64 [B], or None if the batch has none."""
 
@@ -180,7 +180,7 @@ class LossGuard(Callback):
     def _decide_after_closure(
         self, state: State, logger: Logger, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Optimizer pre-step hook that makes the closure call `_decide` after the batch's backward passes."""
+        """Optimizer pre-step hook that makes the closure, if any, call `_decide` after the batch's backward passes."""
         # Composer runs the whole batch in a closure inside optimizer.step(), so the step cannot be prevented. `_act`
         # drops the gradients instead.
         closure = kwargs.get('closure')
@@ -332,7 +332,8 @@ def reduce_over_ranks(
 def explosion_limit(history: Sequence[float], explosion: float | None, window: int) -> float:
     """Return the loss above which a batch is bad: a multiple of the median of `history`.
 
-    Infinity means no limit: the check is off, `history` is shorter than half the window, or the median is not positive.
+    Infinity means no limit: `explosion` is None, `history` is shorter than half the window, or the median is not
+    positive.
     """
     if explosion is None or len(history) < window // 2:
         return math.inf
@@ -364,8 +365,8 @@ def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Sam
 def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
     """Return the IDs of suspicious samples in a bad batch; empty if samples have no IDs.
 
-    Suspicious samples are those whose own loss is not finite; if there are none, those whose loss is above the limit,
-    largest first; if there are none either, all samples of ranks whose loss or gradients are not finite. (Under DDP
+    Suspicious samples are those whose own loss is not finite; if all are finite, those whose loss is above the limit,
+    largest first; if all are below it too, all samples of ranks whose loss or gradients are not finite. (Under DDP
     gradients are averaged over ranks, so this means all samples of all ranks.)
     """
     pairs = [pair for rank in ranks if rank.ids for pair in zip(rank.losses, rank.ids, strict=True)]

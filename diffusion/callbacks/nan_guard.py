@@ -36,7 +36,7 @@ class LastMicrobatch(NamedTuple):
     batch: dict[str, Tensor]
     """The sample IDs, int64 [B], under their batch key; empty if the batch has no IDs."""
     sample_losses: Tensor | None
-    """Loss per sample, float32 [B]."""
+    """Loss per sample, float32 [B]; None if the model does not set it."""
 
 
 class NaNGuard(Callback):

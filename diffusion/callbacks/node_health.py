@@ -58,9 +58,9 @@ HARDWARE_XIDS = {
 }
 """Xids (driver errors) that NVIDIA's catalog attributes to hardware; a program may cause others, such as 13 and 31."""
 SLOW_SHARE = 0.7
-"""A GPU counts as slow if its clock is below this fraction of the median clock of all GPUs."""
+"""A GPU counts as slow if its clock, as a fraction of its maximum, is below this fraction of the median GPU's."""
 SLOW_SECONDS = 300.0
-"""Seconds that a GPU must stay below the speed threshold before it counts as faulty."""
+"""Seconds that a GPU must be slow (see SLOW_SHARE) without interruption before it counts as faulty."""
 _FAULT = 'fault'
 """Column in a rank's row of metrics: 1 if its GPU has a fault, else 0."""
 
@@ -287,7 +287,7 @@ def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, 
 
 
 def worst_of_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each metric's worst value over all ranks as `health/NAME`, and the rank that has it as `..._rank`."""
+    """Return each metric's worst value over all ranks as `health/NAME`, and the rank with this value as `..._rank`."""
     found: dict[str, float] = {}
     for name, worst in WORST.items():
         values = [(row[name], rank) for rank, row in enumerate(rows) if not math.isnan(row[name])]

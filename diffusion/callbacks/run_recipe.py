@@ -85,7 +85,7 @@ class ResumedRecipe:
     """Changes between a resumed run's recipe and the recipe its checkpoint was trained with."""
 
     changes: tuple[Change, ...] = ()
-    """The values that have changed; all of them are applied."""
+    """The settings that have changed; the run applies all of them, since others are rejected before."""
     history: tuple[str, ...] = ()
     """Comment lines about earlier changes, from the end of the run's recipe file."""
 

@@ -33,7 +33,7 @@ class RunStatus(Callback):
         self.attempt: Attempt | None = None
         """Record of this attempt on rank 0; None on other ranks, or if the node entry point keeps the record."""
         self.on_record: Callable[[Attempt], None] = lambda attempt: None
-        """Function that records the progress of the attempt; called in the writer thread."""
+        """Function that records the progress of the attempt; called every RECORD_SECONDS in the writer thread."""
         self._timer = BatchTimer()
         self._writer: node_status.StatusWriter | None = None
         self._epoch = time.time() - time.monotonic()

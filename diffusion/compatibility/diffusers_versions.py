@@ -29,7 +29,8 @@ def without_own_deprecations() -> Iterator[None]:
 def rae_problem(config: Mapping[str, Any]) -> str | None:
     """Return an error message if an AutoencoderRAE with this configuration cannot be built, else None.
 
-    diffusers 0.42 still looks for SigLIP's parts where transformers 4 had them. Remove it once diffusers does not.
+    diffusers 0.42 still looks for SigLIP's parts where transformers 4 had them. Remove this function when diffusers
+    finds them in transformers 5.
     """
     if config.get('encoder_type') != 'siglip2' or not IS_VERSION_5:
         return None

@@ -71,7 +71,10 @@ def code_to_run(error: BaseException) -> str | None:
 
 
 def kernels_problem(index: int) -> str | None:
-    """Return a message if the installed torch has no CUDA kernels for the visible GPU with this index, else None."""
+    """Return a message if the installed torch has no CUDA kernels for the visible GPU with this index, else None.
+
+    The result is also None if torch sees no GPU with this index, or is built for ROCm.
+    """
     # Skip ROCm, whose architectures (gfx942) follow other rules.
     if hip is not None or not index < torch.cuda.device_count():
         return None

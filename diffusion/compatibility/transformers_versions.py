@@ -56,7 +56,7 @@ def with_text_model(encoder: nn.Module) -> nn.Module:
 
 
 def fast_tokenizer(name: str) -> type[PreTrainedTokenizerFast]:
-    """Return the class of a model's fast tokenizers (from the package tokenizers), such as T5TokenizerFast.
+    """Return the class of a model's fast tokenizers (from the package tokenizers): T5TokenizerFast for the name `T5`.
 
     transformers 5 only has fast tokenizers and names the class T5Tokenizer; T5TokenizerFast is an alias that type
     checkers do not know. Remove this function when support for transformers 4 is dropped.

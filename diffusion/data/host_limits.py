@@ -37,7 +37,7 @@ OPEN_FILES = 200
 FILES_PER_WORKER = 10
 """Estimated number of files that a rank's process holds open per worker, without those for tensors in transit."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
-"""Files that dead runs left in shared memory are reported if their total size exceeds this."""
+"""Total size in bytes above which files that dead runs left in shared memory are reported."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem for each disk without space for the shards to download or, if less, what `cache_limit` leaves."""
+    """Yield a problem for each disk with too little free space for the shards that it will get.
+
+    These are all missing shards or, if that is less, as many bytes as `cache_limit` still allows.
+    """
     dataset = loader.dataset
     # Several streams may share a disk, so add up the missing shards of each device.
     missing: dict[int, int] = {}

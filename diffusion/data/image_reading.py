@@ -71,7 +71,7 @@ class DecodedImage:
     is_repaired: bool = False
     """True for a JPEG whose stray bytes outside of segments were ignored; no pixel is missing."""
     pixels: np.ndarray | None = None
-    """The pixels of `image`, uint8 [H, W, 3], if already available."""
+    """The pixels of `image`, uint8 [H, W, 3]; None if they are not available as an array yet."""
 
 
 def read_image(
@@ -302,7 +302,7 @@ def _scale_to_8_bits(image: Image.Image) -> Image.Image:
 def _to_opaque_srgb(
     pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]
 ) -> tuple[Image.Image, bool]:
-    """Convert to sRGB and fill transparent areas with the background. Return the image, and True if nothing changed."""
+    """Convert from an ICC profile (None: sRGB) and fill transparency. Return the image, and True if nothing changed."""
     if not pixels.has_transparency_data:
         plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
         return to_srgb(plain, profile), is_srgb(plain, profile)

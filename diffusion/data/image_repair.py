@@ -110,7 +110,7 @@ def _segment_end(jpeg: bytes, start: int) -> int:
 def without_texts(png: bytes) -> tuple[bytes, bytes | None]:
     """Return a PNG without text chunks and color profile, and the profile (None if it is missing or damaged).
 
-    Text chunks that may contain the orientation are kept if they are smaller than `MAX_TEXT_BYTES`. Profiles above
+    Text chunks that may contain the orientation are kept if they have at most `MAX_TEXT_BYTES`. Profiles above
     `MAX_PROFILE_BYTES` are ignored. If another part of the file is damaged, everything from there on is left unchanged.
     """
     kept, profile = [png[:HEADER_BYTES]], None
@@ -139,7 +139,7 @@ def _is_intact(chunk: bytes) -> bool:
 
 
 def _profile(content: bytes) -> bytes | None:
-    """Return the profile in an iCCP chunk: a name, a zero byte, compression method 0, and the compressed profile."""
+    """Return the profile in an iCCP chunk (a name, two zero bytes, and the compressed profile); None if unusable."""
     return _decompressed(content.partition(b'\0')[2][1:], MAX_PROFILE_BYTES)
 
 

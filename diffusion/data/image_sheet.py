@@ -82,7 +82,7 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the width and height at which an image has the area of a square of this side, at most a sheet wide."""
+    """Return the width and height at which an image has about side x side pixels, at most as wide as a sheet."""
     aspect = image.width / image.height
     width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
     return width, max(1, round(width / aspect))

@@ -97,7 +97,7 @@ class ImageTextDataset(BucketedDataset):
         self.flip = flip
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a sample's image, its caption tokens, and its sizes if the model takes them, or raise BadSample."""
+        """Return a sample's image, caption tokens and sizes (the last two if used) by batch key, or raise BadSample."""
         item = self._image(sample, index)
         if self.tokenizers:
             _, caption = self.choose_caption(sample, index)
@@ -105,7 +105,7 @@ class ImageTextDataset(BucketedDataset):
         return item
 
     def _image(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a sample's image, uint8 [3, H, W], cropped and resized to the shape of its bucket, and its sizes."""
+        """Return a sample's image, uint8 [3, H, W], cropped and resized to its bucket's shape; its sizes if used."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5

@@ -64,7 +64,7 @@ class LatentManifest:
     image_encoder_source: str = ''
     """Folder or repository of the image encoder, with its revision; for information only, not compared in training."""
     features_shape: list[int] | None = None
-    """Height and width of the feature grid, and number of channels."""
+    """Height and width of the feature grid, and number of channels; None if no features are stored."""
     captions: str = 'all'
     """The captions of a sample that are stored: `all`, `first` or `longest`."""
     source: str = ''
@@ -130,12 +130,16 @@ def manifest_of(
 
 
 def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) -> list[int]:
-    """Return height, width and channels of the feature grid for images of `shape`; `token_side` is in pixels."""
+    """Return height, width and channels of the feature grid for images of `shape`, with cells of `token_side` px."""
     return [shape.height // token_side, shape.width // token_side, encoder.width]
 
 
 def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
-    """Return one caption's embeddings, padded to [size, D], and their mask; `embeds` joins those of all captions."""
+    """Return one caption's embeddings, padded to [size, D], and their mask, by batch key.
+
+    `embeds` has the embeddings of all captions of a sample, one after another, without padding: lengths[i] for caption
+    i. `caption` is the index of the caption.
+    """
     start = sum(lengths[:caption])
     padded = embeds.new_zeros(size, embeds.shape[1])
     padded[: lengths[caption]] = embeds[start : start + lengths[caption]]

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Interval in seconds at which a rank looks for failures of its machine's processes while it waits for its workers."""
 WORKER_EXIT_SECONDS = 5.0
-"""Maximum wait in seconds for one worker to exit after its connection broke, or for all to exit after a failure."""
+"""Maximum wait in seconds for a worker to exit after its connection broke, or for the lock of `_EndOfWorkers`."""
 
 
 class _EndOfWorkers:
@@ -177,7 +177,7 @@ class BucketedLoader(StreamingDataLoader):
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
         """Return the next batch of this rank's workers, or None at the end of the epoch.
 
-        Raises DataError after a timeout or another process's failure, and what a worker raised.
+        Raises DataError after a timeout or another process's failure. An exception of a worker is raised as it is.
         """
         self.dataset.check_failures()
         begin = time.monotonic()
@@ -257,7 +257,7 @@ class BucketedLoader(StreamingDataLoader):
         return True
 
     def _raise_on_all_ranks(self, problem: str | None) -> NoReturn:
-        """Raise a DataError on every rank, with the error messages of all ranks; a collective call."""
+        """Raise a DataError on every rank with all ranks' messages; a collective. `problem` is this rank's, if any."""
         problems = [problem] if self._gloo is None else dist.all_gather_object(problem, group=self._gloo)
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
@@ -294,7 +294,7 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return a message about workers that exited with an error or were killed; '' if none, None without workers."""
+    """Return a message about workers that exited with an error or were killed; '' if none did, None without workers."""
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     workers = private_attribute(worker_batches, '_workers')

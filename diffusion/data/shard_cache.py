@@ -40,7 +40,7 @@ INDEX = 'index.json'
 VERSION = re.compile(r'/[0-9a-f]{16}/')
 """Pattern of the version folder in the path of a cached shard."""
 SHARD_MARKER = '.mds'
-"""Substring of the file names of all shards, compressed or not."""
+"""Substring of the file names of all shards, compressed (`.mds.zstd`) or not."""
 RECORD = '.used_bytes.json'
 """Name of the file with the total size of a limited folder's shards, written by all processes that share the folder."""
 RECOUNT_SECONDS = 600.0
@@ -189,7 +189,7 @@ class CacheBudget:
             yield
 
     def _read_records(self) -> dict[Path, Record] | None:
-        """Return the record of each folder; None if any of them is missing, damaged or older than RECOUNT_SECONDS."""
+        """Return the records by folder; None if any of them is missing, damaged or older than RECOUNT_SECONDS."""
         records = {}
         for folder in self.folders:
             try:
@@ -204,7 +204,7 @@ class CacheBudget:
         return records
 
     def _count_and_evict(self, size: int) -> dict[Path, Record]:
-        """Count all files, evict shards to make room for `size` bytes if needed, and return new records."""
+        """Count all files, evict shards to make room for `size` bytes if needed, and return new records by folder."""
         shards, used = self._shards_and_reservations()
         for shard in shards:
             used[shard.folder] += shard.size

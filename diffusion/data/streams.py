@@ -161,11 +161,11 @@ class BucketedDataset(VerifiedDataset):
         return sample, item | self.identity(at)
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a stored sample's tensors without id and epoch, or raise BadSample; subclasses implement this."""
+        """Return a stored sample's tensors by batch key, without id and epoch, or raise BadSample; abstract."""
         raise NotImplementedError
 
     def choose_caption(self, sample: dict[str, Any], index: int) -> tuple[int, str]:
-        """Return index and text of the caption chosen for a sample in this epoch; raise BadSample if there is none."""
+        """Return index and text of the caption chosen for a sample in this epoch; raise BadSample if it has none."""
         draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
         try:
             captions = captions_of(sample, '')
@@ -210,7 +210,7 @@ class BucketedDataset(VerifiedDataset):
         return keyed_uniforms(self.seed, purpose, sample, epoch_word(self.current_epoch(), occurrence))
 
     def identity(self, index: int) -> dict[str, int]:
-        """Return a sample's id, epoch and occurrence as batch entries; they seed its random draws on the device."""
+        """Return a sample's id, epoch and occurrence by batch key; they seed its random draws on the device."""
         occurrence, sample = divmod(int(index), self.num_samples)
         return {batch_keys.SAMPLE_ID: sample, batch_keys.EPOCH: self.current_epoch(), batch_keys.OCCURRENCE: occurrence}
 
@@ -285,12 +285,15 @@ class BucketedDataset(VerifiedDataset):
         return sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
 
     def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shuffle units and numbered sample ids of an epoch; Streaming calls this and shuffles the ids."""
+        """Return the sizes of the shuffle units and the sample ids (in training, numbered ids) of an epoch.
+
+        Streaming calls this and shuffles the ids. `stream_id` selects one stream; None means all.
+        """
         units, samples = super().resample_streams(epoch, stream_id)
         return units, numbered_ids(samples, self.num_samples) if self.elastic else samples
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> NDArray[np.int64]:
-        """Return the samples of this rank's worker in an epoch; Streaming calls this when an epoch begins."""
+        """Return the ids of the samples that this worker loads, in order; Streaming calls this when an epoch begins."""
         if self.elastic:
             return super()._get_work(epoch, sample_in_epoch)
         world = self._parallel_worker_world
@@ -298,7 +301,10 @@ class BucketedDataset(VerifiedDataset):
         return self.evaluation_order.for_workers(world.workers_per_rank)[rank, world.worker_of_rank]
 
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
-        """Return each stream's batches per epoch, at least 1: its part of the epoch, or `choose` in whole batches."""
+        """Return each stream's number of batches per epoch, at least 1.
+
+        It is the stream's share of the epoch if `epoch_size` or a proportion is set, else `choose` in whole batches.
+        """
         if not self.is_proportional:
             return [
                 whole_batches(int(stream.choose), self.global_batch) // self.global_batch for stream in self.streams

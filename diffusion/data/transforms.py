@@ -92,7 +92,7 @@ class DecodedCrop(NamedTuple):
 
 
 def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> DecodedCrop:
-    """Return the decoded crop of an image, before resizing; JPEGs much larger than `shape` are decoded smaller."""
+    """Return the crop of an image, decoded but not resized; JPEGs much larger than `shape` are decoded smaller."""
     # Throughput for 512 px JPEGs resized to 256 px: 1219 images per CPU second with reduced decoding by simplejpeg, and
     # 203 with a full decode and bicubic resizing by Pillow.
     found = _decode_jpeg_crop(encoded, shape, crop) if isinstance(encoded, bytes) else None

@@ -40,7 +40,7 @@ class VerifiedDataset(StreamingDataset):
 
     Args:
         cache_folder: Cache folder, which jobs may share; holds the shards of streams whose `local` folder is inside it.
-        cache_limit: Maximum total size of downloaded shards, such as `500gb`.
+        cache_limit: Maximum total size of downloaded shards, such as `500gb`; None means no limit.
     """
 
     streams: list[VerifiedStream]  # type: ignore[reportIncompatibleVariableOverride]
@@ -342,7 +342,7 @@ def _fetch_indexes(streams: list[VerifiedStream]) -> None:
 
 
 def _fetch_indexes_once(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
-    """Download each stream's index.json; return the first error (or None) and each index's SHA-256."""
+    """Download each stream's index.json; return None and each index's SHA-256, or the first error and no hashes."""
     digests = []
     for stream in streams:
         try:

@@ -152,7 +152,7 @@ class VerifiedStream(Stream):
             shard_cache.touch(path)
 
     def fetch_sidecar(self, name: str) -> Path:
-        """Download a small file that is stored beside the shards, such as manifest.json; return its local path."""
+        """Return the local path of a small file beside the shards, such as manifest.json, after downloading it."""
         path = self.folder / name
         if self.source is not None:
             try:
@@ -195,7 +195,7 @@ class VerifiedStream(Stream):
                     ) from error
 
     def _evict_some(self, path: Path, size: int) -> bool:
-        """Evict downloaded shards of `EVICTED_SHARDS * size` bytes when the disk is full; False if there are none."""
+        """Evict downloaded shards of `EVICTED_SHARDS * size` bytes when the disk is full; True if any was evicted."""
         # Free space for several shards: other processes download at the same time, and other programs fill the disk.
         freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
         if freed and not self.has_warned:
@@ -208,7 +208,7 @@ class VerifiedStream(Stream):
         return freed > 0
 
     def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
-        """Hard-link a shard from another cached version of the dataset (as after `--append`); False if none has it."""
+        """Hard-link a shard from another cached version of the dataset (as after `--append`); False if that fails."""
         if self.home is None or not raw.hashes:
             return False
         for other in self.home.glob(f'*/{self.split}/{raw.basename}' if self.split else f'*/{raw.basename}'):
@@ -346,7 +346,7 @@ class VerifiedStream(Stream):
             )
 
     def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
-        """If a remote's index has changed, remove its downloaded shards without hashes, to download them again."""
+        """Remove downloaded shards without hashes, to download them again, if the remote's index has changed."""
         # Only a hash can distinguish an old shard from a new one of the same size.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:

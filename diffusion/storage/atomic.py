@@ -27,7 +27,8 @@ def new_unfinished(path: Path) -> Path:
 def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
     """Yield a temporary path for writing a file; if the block succeeds, flush the file and rename it to `path`.
 
-    Give `create_folder=False` for a file in a run's folder, which must not be recreated if its mount is missing.
+    The folder is created if it is missing. Pass `create_folder=False` for a file in a run's folder, which must not be
+    recreated if its mount is missing: the write then fails.
     """
     if create_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, *, below: bool = False) -> None:
-    """Remove incomplete files of killed processes from a folder; call this only while no process writes to it.
+    """Remove what killed processes left incomplete from a folder; call this only while no process writes to it.
 
     `below` includes its subfolders.
     """

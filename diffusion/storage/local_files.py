@@ -118,8 +118,8 @@ def why_not_visible(path: Path, content: str, seconds: float) -> str:
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the parent folder of all working folders, such as /local/nvme."""
 LAUNCH = 'launch'
-"""Value of `purpose` in `working_folder` for files of the node entry point. They are separate because a new run at the
-same URL empties the folder of the earlier run."""
+"""Value of `purpose` in `working_folder` for files of the process that starts a node's workers. They are separate
+because a new run at the same URL empties the folder of the earlier run."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:

@@ -83,7 +83,10 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Yield each shard's range of sample indices, given sizes in bytes; a sample above the limit gets its own."""
+        """Yield each shard's range of sample indices, given the samples' sizes in bytes.
+
+        A sample above the limit gets a shard of its own.
+        """
         assert self.size_limit is not None
         # Each sample takes 4 more bytes for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])
@@ -242,7 +245,10 @@ class FileInfo(Protocol):
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the hash algorithm for a check: `demanded`, else the fastest in `hashes` (None if it has no known one)."""
+    """Return the hash algorithm for a check: `demanded`, else the fastest in `hashes`, or None if none is known.
+
+    Raise UserError if the `demanded` one is not in `hashes`.
+    """
     if demanded is not None:
         if demanded not in hashes:
             raise UserError(
@@ -254,7 +260,7 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
 
 
 def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
-    """Describe damage of a file, such as `8190 bytes, expected 8192`, or return None; see `algorithm_for`."""
+    """Return how a file's size or hash differs, such as `8190 bytes, expected 8192`, or None; see `algorithm_for`."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:

@@ -404,7 +404,8 @@ class StorePlace(Place):
     def _faults(self, missing: str | None = None) -> Iterator[None]:
         """Raise a UserError in the block as OSError if `refusal_is_fault`.
 
-        No error is raised if the block fails because the object at the URL `missing` does not exist.
+        No error is raised if the block fails because the object at the URL `missing` does not exist, unless its bucket
+        does not exist either (not checked if `refusal_is_fault`).
         """
         try:
             yield

@@ -78,8 +78,8 @@ class RetryPolicy:
         tries: Maximum number of attempts, including the first.
         timeout_seconds: Time within which a request must be answered, and within which a download must finish or
             receive `transfers.PROGRESS_BYTES`.
-        wait: Called every 20 ms during pauses and downloads, and during uploads to S3; it may raise an exception to end
-        them.
+        wait: Called every 20 ms during pauses and downloads, and every 10 ms while a file is uploaded to S3; it may
+        raise an exception to end them.
     """
 
     tries: int = 4
@@ -163,7 +163,10 @@ def is_missing_object(error: BaseException) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error as one line of text: class and message, plus the cause that boto3 and s3transfer hide."""
+    """Return an error as one line of text: class, message, and the cause that boto3 and s3transfer hide.
+
+    The class is left out for truncated and stalled downloads.
+    """
     # botocore appends the number of its own retries, which are off; `GaveUp` reports the actual number of attempts.
     text = ' '.join(str(error).split()).replace(' (reached max retries: 0)', '')
     if isinstance(error, DamagedDownload) or type(error) is TimeoutError:
@@ -182,7 +185,7 @@ def _is_local(error: OSError, url: str) -> bool:
 
 
 def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str | None:
-    """Return why a store would reject every retry and how to fix it, or None for transient errors."""
+    """Return why a store would reject every retry and how to fix it; None for other errors, which may be transient."""
     text = error_text(links[0])
     if scheme not in CREDENTIALS:
         return {

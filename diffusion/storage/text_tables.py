@@ -80,7 +80,7 @@ def _check_header(columns: Sequence[str], where: str) -> None:
 
 
 MAX_LINE_BYTES = 2**16
-"""Length from which `parse_json_lines` skips a line; lines written by this library have a few hundred bytes."""
+"""Length in bytes above which `parse_json_lines` skips a line; lines written by this library have a few hundred."""
 
 
 def parse_json_lines(content: bytes) -> list[dict[str, Any]]:

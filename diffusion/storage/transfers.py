@@ -188,7 +188,7 @@ def read_watched(
     """Read an object or a file, or only the half-open byte range `span`, into `file`, without retries.
 
     Raises:
-        TimeoutError: Fewer than PROGRESS_BYTES arrived per timeout.
+        TimeoutError: Fewer than PROGRESS_BYTES arrived within a period of `retry.timeout_seconds`.
         Exception: An error from the client, with status 412 if the object no longer has this version.
     """
     # Create the client before the clock starts: time for imports and reading credentials must not count.

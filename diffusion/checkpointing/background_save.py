@@ -86,7 +86,10 @@ class BackgroundSave:
         return max(dist.all_gather_object(own))
 
     def choose(self, notice_seconds: float | None, expected_seconds: float | None) -> Choice:
-        """Return `choose_when_stopping` for the shortest notice and longest save times of all ranks; a collective."""
+        """Choose which saves to complete before the run stops; a collective.
+
+        Return `choose_when_stopping` for the shortest notice and the longest save times of all ranks.
+        """
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)

@@ -29,7 +29,7 @@ from diffusion.storage.atomic import UNFINISHED, remove, replace_folder, sync_fo
 log = logging.getLogger(__name__)
 
 SHORTEST_WORK_SECONDS = 0.01
-"""Minimum CPU time that a paced save uses between two pauses."""
+"""Minimum CPU time between two pauses of a save that pauses to leave the CPU to training."""
 STATE = 'state.pt'
 """File with everything except sharded tensors, in Composer's format."""
 RECEIPT = 'receipt.json'

@@ -127,7 +127,8 @@ class SaveInProgress:
         self.published = False
         self._began = time.monotonic()
         self.has_snapshot = False
-        """True if `write` no longer needs the trainer's state."""
+        """True if `write` writes a copy of the state in host memory (a snapshot), False if the trainer's own
+        tensors."""
         self._storage, self._work = storage, storage.work_folder(self.batch)
         self._recipe_text = recipe_text
         self._needed_bytes = 0

@@ -61,7 +61,7 @@ def select_removable(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -
 
 
 def prune(folder: Path, rules: KeepConfig) -> list[Path]:
-    """Remove the checkpoints of a run that the rules do not keep, and return the removed paths."""
+    """Remove the checkpoints of a run that the rules do not keep and nobody claims; return the removed paths."""
     return _remove(folder, select_removable(read_infos(folder, rules), rules))
 
 

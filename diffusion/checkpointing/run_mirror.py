@@ -34,7 +34,7 @@ MIRROR_RETRY = RetryPolicy(tries=2, timeout_seconds=30.0)
 
 
 class Copied(NamedTuple):
-    """State of a file when it was last copied."""
+    """State of a file when it was last copied: its size, modification time, and the etag of its object in the store."""
 
     bytes: int
     modified_ns: int
@@ -118,7 +118,7 @@ class RunMirror:
         return Copied(status.st_size, status.st_mtime_ns, tag)
 
     def _read_state(self) -> dict[str, Copied]:
-        """Return the state of the files that the previous process on this node copied; empty if unknown."""
+        """Return the state of the files that the previous process on this node copied, by name; {} if unknown."""
         try:
             content = json.loads((self.folder / STATE_FILE).read_text(encoding='utf-8'))
             return {name: Copied(int(size), int(at), str(tag)) for name, (size, at, tag) in content.items()}

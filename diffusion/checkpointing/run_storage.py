@@ -45,7 +45,7 @@ class SaveTarget(Protocol):
     run_id: str
 
     def name_of(self, batch: int) -> str:
-        """Return the path or URL of the checkpoint of a batch."""
+        """Return the path or URL of the checkpoint of a batch; for a tier, only a name to show in messages."""
         ...
 
     def work_folder(self, batch: int) -> Path:
@@ -65,7 +65,7 @@ class SaveTarget(Protocol):
         """
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        """Make a checkpoint exist once all ranks have stored their files; called on rank 0, not a collective."""
+        """Make a checkpoint exist (a tier: in `finish`) once all ranks have stored files; rank 0 calls it."""
 
     def finish(self, work: Path, batch: int) -> None:
         """Complete the save on every rank after `publish` on rank 0, or raise OSError on every rank; a collective."""

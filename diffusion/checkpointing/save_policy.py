@@ -29,7 +29,7 @@ SAVES_PER_INTERVAL = 2
 LOGGED_CHANGE = 0.1
 """Minimum relative change of the interval that is logged."""
 MAX_FAILED_SAVES = 3
-"""Number of consecutive saves that may fail; the last of them ends the run."""
+"""Number of consecutive failed saves that ends the run."""
 
 
 def check_interval(interval: object) -> None:

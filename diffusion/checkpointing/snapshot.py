@@ -200,7 +200,7 @@ class SnapshotBuffers:
         return 0 if self._memory is None else len(self._memory)
 
     def reserve(self, need: int, *, pinned: bool = False) -> bool:
-        """Allocate `need` bytes (`StateTensors.nbytes`); return False if the kernel refuses.
+        """Ensure that at least `need` bytes (`StateTensors.nbytes`) are allocated; return False if the kernel refuses.
 
         If the memory has to grow, the previous snapshot must no longer be in use. If `pinned`, the memory is pinned
         later, by `prepare` or the first copy.

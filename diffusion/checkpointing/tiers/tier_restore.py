@@ -156,7 +156,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
 
 
 def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -> tuple[bytes, list[str], list[str]]:
-    """Return this node's receipt (b'' if unusable), the intact files among this rank's part, and texts about damage."""
+    """Check this rank's share of the node's files; return receipt (b'' if unusable), intact files, damage as text."""
     intact: list[str] = []
     damages: list[str] = []
     try:

@@ -53,7 +53,7 @@ class Catalog:
 
     parts: Sequence[Path]
     part: np.ndarray
-    """Part number of each input, int32."""
+    """Index in `parts` of the converted part that each input is in, int32."""
     split: np.ndarray
     """REJECTED, TRAIN or HELD_OUT for each input, int8."""
     columns: dict[str, np.ndarray]

@@ -300,7 +300,7 @@ def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, A
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """Return a list of one record (reason, key, detail, thumbnail as base64 JPEG); empty if it cannot be decoded."""
+    """Return a list with a rejected image's reason, key, detail and base64 JPEG; empty if it cannot be decoded."""
     try:
         image = decode_image(
             entry.image or b'',

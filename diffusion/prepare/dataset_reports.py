@@ -54,7 +54,7 @@ def caption_lines(dataset: RecordedDataset) -> list[str]:
 
 
 def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
-    """Return True if the dataset's report.json counts the same deliveries and images as `report`."""
+    """Return True if report.json counts the same deliveries and images as `report`, or the dataset never changed."""
     if len(report.deliveries) == 1 and dataset.record.removed is None:
         return True  # the dataset has not changed since its preparation wrote report.json
     found = dataset.folder.read(REPORT)

@@ -25,7 +25,10 @@ RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width'
 
 
 def json_value(value: Any) -> Any:
-    """Convert to JSON types: NaN and infinity to None, decimals to numbers, durations to seconds, others to text."""
+    """Convert to JSON types, at all levels: NaN and infinity to None, decimals and durations (seconds) to numbers.
+
+    Dates become ISO 8601 texts, and values of other types their `str`.
+    """
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):

@@ -95,8 +95,8 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
         location: A folder, searched recursively; a single file with any suffix; a webdataset-style pattern with braces,
             such as s3://bucket/laion/{00000..00099}.tar; or a pattern with `*`, `?` or `**`, such as
             s3://bucket/data/train-*.parquet.
-        suffixes: Lowercase suffixes to keep, such as `.tar`; matched case-insensitively. None keeps all files and
-            allows an empty result.
+        suffixes: Lowercase suffixes to keep, such as `.tar`; matched case-insensitively. None keeps all suffixes, and
+            allows an empty result for a folder.
     """
     location = location.removeprefix('file://')
     # If a folder with this exact name exists, braces are part of its name.

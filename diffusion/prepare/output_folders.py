@@ -163,7 +163,7 @@ class ShardJob:
     shards: ShardWriter
     number: int
     part: np.ndarray
-    """Part number of each sample."""
+    """Number of the converted part that contains each sample, a key of `folders`."""
     shard: np.ndarray
     """Number of the shard that contains each sample, among the shards of its converted part."""
     offset: np.ndarray

@@ -110,7 +110,7 @@ class Candidate:
 
 
 def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets: Buckets) -> Candidate:
-    """Decode an entry and check its captions and size; measurements are kept in `row` even if it is then rejected."""
+    """Decode an entry and check its captions and size; raise Unfit to reject it. In both cases, `row` is filled."""
     # Check captions before the image, because decoding takes most of the time.
     if entry.problem is not None:
         raise Unfit(entry.problem)

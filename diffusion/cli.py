@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, rest
 
     def _hint(self, word: str) -> str:
-        """Return a hint for an unknown option, with a leading semicolon: the nearest, or to drop dashes; else ''."""
+        """Return the end of an error about an unknown option: the nearest, or how to write recipe values; else ''."""
         name, equals, _ = word.partition('=')
         options = re.findall(r'--[a-z][\w-]*', self.format_help())
         if near := difflib.get_close_matches(name, options, n=1):

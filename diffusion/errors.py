@@ -50,7 +50,7 @@ class ExternalError(RuntimeError):
 
 
 class GaveUp(OSError):
-    """Raised after every attempt to reach a store failed; the message has the URL, their number and the last error.
+    """Raised when all attempts to reach a store have failed; the message has the URL, their number and the last error.
 
     Programs print the message without a traceback and exit with `exit_codes.FAILED`, so that the scheduler retries.
     """
@@ -73,7 +73,7 @@ def _escape(found: 're.Match[str]') -> str:
 
 
 def is_wrong_path(error: OSError) -> bool:
-    """Return True if an OSError means a missing, inaccessible or wrong type of path; False for I/O errors."""
+    """Return True if an OSError says that a path is missing, inaccessible or of the wrong type; not for I/O errors."""
     return error.errno in _WRONG_PATH
 
 

@@ -1,9 +1,9 @@
 """Exit statuses of the programs, and the exceptions that end a run after it has saved: stop request, hardware fault.
 
-`run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, to which a scheduler can
-react, or with INTERRUPTED. The `diffusion` command, for interactive use, exits with 0; FAILED; USAGE_ERROR for every
-user error, as argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`, `prepare`);
-INTERRUPTED; or CLOSED_PIPE.
+`run.py` and the node entry point (`diffusion.launch.node`) exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or
+CONFIG_ERROR, to which a scheduler can react, or with INTERRUPTED. The `diffusion` command, for interactive use, exits
+with 0; FAILED; USAGE_ERROR for every user error, as argparse does for a wrong option; 3 if the data that it checked is
+not valid (`data verify`, `prepare`); INTERRUPTED; or CLOSED_PIPE.
 
 User errors (`errors.UserError`) and unreadable data (`errors.DataError`) are printed in one to three lines, or one line
 per mistake in a recipe. All other errors are printed with a traceback and exit with FAILED: bugs, and faults of

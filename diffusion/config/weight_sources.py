@@ -15,7 +15,7 @@ PICKLES = ('.bin', '.ckpt', '.pth')
 """Suffixes of files with pickled weights. Composer's `.pt` is not listed: it is read without running pickled code."""
 PIPELINE = 'model_index.json'
 FLUX2_REPOSITORIES = 'black-forest-labs/FLUX.2-'
-"""Start of the names of repositories on the Hub whose autoencoder has the configuration that is shipped."""
+"""Start of the names of repositories on the Hub whose autoencoder has the configuration that this package contains."""
 DENOISERS = ('unet', 'transformer')
 """Subfolders of a diffusers pipeline that may contain its denoiser."""
 

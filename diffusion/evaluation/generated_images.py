@@ -26,7 +26,7 @@ MANIFEST = 'images.json'
 """File in an image folder that records checkpoint, settings and a hash of the prompts, before the first image."""
 
 NEWER = ('sparse_guidance', 'snr_shift')
-"""Settings that were added later; false or None have no effect."""
+"""Settings that older image folders do not record; they are left out of the record while false or None."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,10 @@ def _change(value: float, before: float, where: str, better: str) -> str:
 
 
 def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
-    """Return a value in earlier results; a guidance scale's metrics need the same scale, prompts and image count."""
+    """Return the value of a loss or metric in earlier results; None if they have none to compare with.
+
+    A metric of a guidance scale is only compared for the same scale, prompts and number of images.
+    """
     scale = next((each['guidance_scale'] for each in results.get('guidance', ()) if name in each['metrics']), None)
     if scale is None:
         return (earlier.get('losses', {}) | earlier.get('metrics', {})).get(name)

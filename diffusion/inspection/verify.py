@@ -242,6 +242,7 @@ class VerifyReport:
     seconds: float = 0.0
     defects: list[Defect] = field(default_factory=list)
     problem: str | None = None
+    """Why the stream cannot be verified as a whole; None if it can."""
 
     @property
     def is_sound(self) -> bool:

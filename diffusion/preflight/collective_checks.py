@@ -37,7 +37,7 @@ class CollectiveLimits:
         matrix: Side of the matrices that are multiplied.
         message_bytes: Size of the messages in all-reduces and between nodes.
         repeats: Number of measurements, of which the fastest counts.
-        seconds: Duration of the matmuls, so that the GPU reaches its operating temperature; the last quarter counts.
+        seconds: Minimum duration of the matmuls, to reach the operating temperature (the last quarter counts); else 0.
         links: True to measure the links between neighboring nodes.
     """
 

@@ -161,11 +161,12 @@ class Source:
     where: str
     value: str
     check: Callable[[], str]
-    """Function that returns where the weights are (or empty text); UserError or ExternalError if they are missing."""
+    """Function that returns where the weights are ('' if `checking_weights` lists it), or raises UserError or
+    ExternalError."""
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
-    """Check the pretrained weights that a recipe of this package's models names; stop if the Hub does not respond."""
+    """Check the pretrained weights that a recipe names (only for this package's models); stop if the Hub is down."""
     if not registry.is_own('model', recipe.model.name):
         return []
     sources = _sources(recipe)

@@ -26,6 +26,7 @@ VALUES = {
     'aten::repeat_interleave',
     'aten::_unique2',
 }
+"""Operations that make the host wait, because their result or its shape depends on values on the GPU."""
 METHODS = ('cpu', 'numpy', 'tolist')
 """Tensor methods that copy values to the host, but dispatch no operation if the tensor is already on the CPU."""
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')

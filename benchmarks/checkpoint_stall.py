@@ -56,7 +56,7 @@ class Denoiser(ComposerModel):
 
 
 class Turns(Callback):
-    """Lets two savers save by turns, and records their stalls and the durations of the steps."""
+    """Lets two savers save by turns; records the seconds of stalls, saves, and steps of each kind in `STEPS`."""
 
     def __init__(self, folder: Path, metrics: InMemoryLogger) -> None:
         self.metrics = metrics

@@ -53,7 +53,7 @@ def main(steps: int = 15) -> None:
 
 
 def count_graphs() -> tuple[int, int]:
-    """Return the graphs that SD2's blocks need: those of the U-Net and of the VAE's encoder."""
+    """Return how many graphs SD2's blocks need: those of the U-Net, and those of the VAE's encoder."""
     torch.compiler.reset()  # code that has been compiled already would not be counted
     backend, performance.BACKEND = performance.BACKEND, 'eager'
     try:

@@ -34,7 +34,7 @@ def gpu_check_page(results: Sequence[Result], conditions: Mapping[str, Any], *, 
 
     Args:
         results: Results of the slices that have run.
-        conditions: Versions and devices.
+        conditions: Versions and devices, with the keys machine (see `gpu_check_machine.describe`), version and commit.
         date: Time of the page.
         missing: Number of slices that have not run.
     """

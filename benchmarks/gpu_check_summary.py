@@ -21,7 +21,7 @@ ADVICE = {
     'evaluation': 'evaluations: a longer eval_interval',
     'other': 'everything between the stages, mostly waits of the host',
 }
-"""Description and way out of the losses by stage."""
+"""What the time of each stage is lost to, and how to reduce it."""
 NOTICEABLE = 0.01
 """Fraction of a step below which a setting that slows it is not named."""
 
@@ -34,7 +34,7 @@ class Loss:
         name: What takes the time.
         seconds: Seconds per step.
         share: Fraction of the step.
-        source: Slice that measured it.
+        source: Name of the slice, or of the row of the step benchmark, that measured it.
     """
 
     name: str

@@ -32,7 +32,8 @@ COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int'
 TINY = {'side': 64, 'images': 32, 'per_device': 4, 'microbatch': 2, 'batches': 6, 'window': 2, 'save': 4}
 MICROBATCHES = (32, 16, 8, 4)
 FULL = {'side': 256, 'images': 2048, 'per_device': 128, 'microbatch': 32, 'batches': 40, 'window': 10, 'save': 25}
-"""Side of the images in pixels, number of images, samples per device and microbatch, batches, and intervals."""
+"""Side of the images in pixels, number of images, samples per device and per microbatch, batches, and the batches
+between two reports of the breakdown and between two saves."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fitting_microbatch(memory_gib: float) -> int:
-    """Return the largest microbatch, of four, with which Stable Diffusion 2 fits under ddp, by the planner."""
+    """Return the largest of `MICROBATCHES` with which, by the planner, Stable Diffusion 2 fits; else the smallest."""
     # Use two GPUs, where ddp has buckets of gradients beside the gradients.
     overrides = [f'global_batch={2 * FULL["per_device"]}']
     phase = phase_of(load(ROOT / 'yamls' / 'phase1.yaml', overrides, allow_missing=True))

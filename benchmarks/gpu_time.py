@@ -27,7 +27,7 @@ def gpu_time(step: Callable[[], object]) -> GpuTime:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans from start to end."""
+    """Return the length of the union of spans, each given as its start and end."""
     total, reached = 0.0, float('-inf')
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

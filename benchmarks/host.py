@@ -38,6 +38,7 @@ CELLS = 8
 WARMUP = 8
 EXCLUDED = ('forward', 'backward')
 BEFORE = '3c46e16'
+"""Default commit to compare with; comments name it where the code is for its modules."""
 
 
 class Parts:
@@ -132,7 +133,7 @@ def order(part: str, runs: dict[str, dict[str, float]]) -> float:
 
 
 def measured(code: Path, *arguments: str) -> dict[str, float]:
-    """Return what this program measures with other arguments and the code in a folder, in a process of its own."""
+    """Run this program with other arguments and the code in a folder; return the figures by name that it prints."""
     environment = os.environ | {'PYTHONPATH': str(code), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
     command = [sys.executable, __file__, *arguments]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def peak_gb() -> float:
-    """Return the largest memory of this process so far."""
+    """Return the peak of this process's resident memory so far, in GB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 

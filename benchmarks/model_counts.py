@@ -37,7 +37,7 @@ MODELS = {
     'tiny_vae.yaml': Component('autoencoder'),
 }
 ROUTED = {'speedrun.yaml and speedrun_1024.yaml': 'speedrun.yaml', 'prxpixel_7b.yaml': 'prxpixel_7b.yaml'}
-"""Models that are also counted with the token route and the networks of losses of a recipe."""
+"""Recipes whose token route and networks of losses are counted too, by the name of their model in `MODELS`."""
 SQUARES_ONLY = ('prxpixel_7b.yaml',)
 """Models that are too large to count in every aspect bucket."""
 
@@ -54,7 +54,7 @@ def main(*words: str) -> None:
 
 
 def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]:
-    """Yield what is counted: its recipes, the key, names of FLOPs, and pairs of shape and precision."""
+    """Yield recipes, model key, shapes (or shape and token route) for FLOPs, and (shape, precision) for activations."""
     networks = set()
     for purpose, model in MODELS.items():
         costs = ModelCosts(model)
@@ -89,7 +89,7 @@ def sides_of(model: Component) -> tuple[int, ...]:
 
 
 def step_of(model: Component) -> int:
-    """Return the divisor of the sides of a model's aspect buckets, in pixels; on pixels, the patch."""
+    """Return the divisor in pixels of the sides of a model's aspect buckets; for a model on pixels, the patch size."""
     step: Any = model.kwargs.get('patch_size', family_of_model(model.name).side_step)
     return step
 

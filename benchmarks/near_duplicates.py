@@ -1,9 +1,9 @@
-"""Benchmark of the search for near-duplicates of a delivery in a finished dataset, as `diffusion prepare --append`.
+"""Benchmark of the search of `diffusion prepare --append` for near-duplicates of new images in a finished dataset.
 
     python benchmarks/near_duplicates.py [IMAGES [DELIVERED [DISTANCE [all]]]]
 
-IMAGES (default: 10,000,000) random hashes are those of the dataset, and DELIVERED (default: 10,000) those of the
-delivery, of which a tenth differ from one of the dataset in two bits. With `all`, it also compares all images of both
+IMAGES (default: 10,000,000) random hashes are those of the dataset, and DELIVERED (default: 10,000) those of the new
+images, of which a tenth differ from one of the dataset in two bits. With `all`, it also compares all images of both
 with each other, as a first preparation does, in one run.
 """
 
@@ -37,7 +37,7 @@ def main(images: int = 10_000_000, delivered: int = 10_000, distance: int = 4, c
 
 
 def draw(count: int, rng: np.random.Generator) -> Hashes:
-    """Return exact hashes, perceptual hashes and `meaningful` of unrelated images."""
+    """Return the arguments `exact`, `perceptual` and `meaningful` of `duplicates` for unrelated images."""
     exact, perceptual = rng.integers(0, 2**64, (2, count), dtype=np.uint64)
     return exact, perceptual, np.ones(count, bool)
 

@@ -24,7 +24,7 @@ LATENT_SIZES = {'256 px': 32, '512 px': 64}
 BATCH = 16
 """Samples per device in the estimate: the recipe's microbatch."""
 GPUS = {'A100 80GB': (312e12, 2.0e12), 'H200': (989e12, 4.8e12)}
-"""Published peak bfloat16 FLOP/s and memory bandwidth in bytes/s."""
+"""Published peak bfloat16 FLOP/s, and memory bandwidth in bytes/s, of each GPU."""
 MFU = 0.4
 """Assumed MFU of the step in the estimate; a lower one makes the share of the draws smaller."""
 KERNEL_SECONDS = 2e-6

@@ -69,7 +69,7 @@ def dollars(amount: float | None, digits: int) -> str:
 
 
 def memory(plan: Plan) -> str:
-    """Return the memory that the phases need in GiB, or the first setting of each with which it fits."""
+    """Return the most memory in GiB of a phase, or the largest microbatch of each that fits if one does not fit."""
     fits = [each.fit[0] for each in plan.phases]
     if all(fit.fits for fit in fits):
         return f'{max(fit.memory.reserved for fit in fits) / GIB:.0f} GiB'
@@ -103,7 +103,7 @@ def goodput_rows() -> Iterator[str]:
 
 
 def phases_of(names: tuple[str, ...]) -> list[Phase]:
-    """Return the work of recipes that run one after another."""
+    """Return the phases of a plan: recipes that run one after another."""
     samples = [SAMPLES] if names == SPEEDRUN else []
     return load_phases([str(YAMLS / f'{name}.yaml') for name in names], samples=samples)
 

@@ -103,7 +103,7 @@ def timed(run: Callable[[], None]) -> float:
 
 
 def bare(paths: Sequence[Path], size: int, folder: Path, processes: int) -> None:
-    """Convert the images in some processes, each a part of them."""
+    """Convert the images in several processes, each of which converts an equal part."""
     context = multiprocessing.get_context('fork')
     parts = [
         context.Process(target=convert, args=(paths[n::processes], size, folder / f'{n}.bin')) for n in range(processes)
@@ -128,7 +128,7 @@ def convert(paths: Sequence[Path], size: int, target: Path) -> None:
 
 
 def prepared(folder: Path, size: int, processes: int, fast: bool) -> None:
-    """Prepare the images."""
+    """Prepare the images as `diffusion prepare` does, and remove the dataset."""
     out = folder / 'out'
     source = SourceSettings('folder', location=str(folder / 'in'))
     prepare(PrepareSettings(source, str(out), [size], workers=processes, fast_jpeg=fast))

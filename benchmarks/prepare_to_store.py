@@ -1,11 +1,11 @@
-"""Local disk that preparing a dataset into an object store needs, and the dataset after SIGKILL, at any time.
+"""Benchmark of preparing a dataset into an object store: the local disk space it needs, and whether SIGKILL harms it.
 
     python benchmarks/prepare_to_store.py [GB [kills [seconds between kills]]]
 
 Writes tars of JPEGs of 512 px (default: 2 GB), and prepares them twice into an S3 server on localhost: once with a work
-folder on the disk, and once with `parts` in the store, killed again and again (default: 5 times, after 9 to 17 s) and
-started again each time. Prints the largest work folder of both, and whether the datasets are the same bytes. The server
-is that of the tests, which needs the packages of `pip install -e '.[dev]'`.
+folder on the disk, and once with the converted images in the store (the setting `parts`), killed again and again
+(default: 5 times, after 9 to 17 s) and started again each time. Prints the largest work folder of both, and whether the
+datasets are the same bytes. The server is that of the tests, which needs the packages of `pip install -e '.[dev]'`.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def write_tars(folder: Path, size: float) -> tuple[int, int]:
 
 
 class Preparation:
-    """A preparation into the store that is started until it ends.
+    """A preparation into the store, which is started again after each kill until it is complete.
 
     Args:
         folder: Folder with the tars.
@@ -102,7 +102,10 @@ class Preparation:
         self._environment = os.environ | store.environment | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
     def run(self, *, kills: int = 0, seconds: float = 0.0) -> int:
-        """Start it until it ends, kill it before this many times, and return how often it was killed."""
+        """Run it until it is complete, but first kill it `kills` times, each after `seconds` to 2 * `seconds` - 1.
+
+        Returns how often it was killed.
+        """
         began, done, draw = time.monotonic(), 0, random.Random(1)
         while True:
             with self._log.open('ab') as log:
@@ -124,7 +127,7 @@ class Preparation:
         return done
 
     def dataset(self) -> dict[str, str]:
-        """Return a hash of each file of the dataset, but for reports, whose dates and names differ."""
+        """Return a hash of each file of the dataset by name, except the reports, whose dates and names differ."""
         found = digests(self._store, self.name)
         return {name: digest for name, digest in found.items() if 'report' not in name}
 

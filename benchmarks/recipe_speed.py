@@ -170,7 +170,7 @@ def vgg(folder: Path) -> Path:
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """Return the medians of the windows after the first in which nothing was saved, and the times of two saves."""
+    """Return the times of two saves, and medians over the windows without a save, except the first window."""
     lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
     windows = [line for line in lines if 'throughput/step_seconds' in line]
     quiet = [line for line in windows[1:] if line['time_share/checkpoint'] < 0.01] or windows

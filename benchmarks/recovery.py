@@ -131,8 +131,8 @@ class Job:
         return max(read_metrics(metrics).get(TRAIN_LOSS, {0: 0.0})) if metrics.exists() else 0
 
     def disturb(self, inject_fault: Callable[[Path], None], after: int) -> Parts:
-        """Inject a fault after some more batches, and return the seconds until the next attempt trains."""
-        # Between two saves, during which the hang detection waits longer.
+        """Inject a fault after at least `after` more batches; return the seconds until the next attempt trains."""
+        # Wait until the middle between two saves, since the hang detection waits longer during a save.
         batch = self.batches() + after
         batch += (SAVE_EVERY // 2 - batch) % SAVE_EVERY
         self._wait(lambda: self.batches() >= batch)

@@ -26,7 +26,7 @@ class Redaction:
         environ: Environment variables (default: this process's).
         host: Host name (default: this machine's).
         user: User name (default: this process's).
-        folders: Folders with the names to show for them.
+        folders: Names to show in place of folders, by folder.
     """
 
     def __init__(

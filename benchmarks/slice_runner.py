@@ -60,7 +60,7 @@ class Result:
         title: Description for people.
         kind: Kind of the figures.
         status: PASSED, FAILED or TIMED_OUT.
-        reason: Reason if it did not pass.
+        reason: Why it did not pass; empty if it did.
         seconds: Duration.
         output: The last MAX_OUTPUT characters that it printed.
         data: Figures that it wrote; None if there are none.

@@ -74,7 +74,7 @@ def measured(folder: str, epoch_size: int | None) -> list[str]:
 
 
 def measure(folder: str, epoch_size: int) -> list[str]:
-    """Create the dataset, start an epoch, and resume in its middle; return the figures of a row."""
+    """Return the figures of a row: start an epoch (of all samples if `epoch_size` is 0), and resume in its middle."""
     from streaming import Stream
 
     from diffusion.config.image_shapes import square

@@ -63,7 +63,7 @@ class Variant:
         seconds: Duration of each step.
         gpu: What the GPU did during a step; None on a CPU.
         stages: Seconds of each stage, of each step.
-        failed: Reason if there are no durations.
+        failed: Why there are no durations; empty if there are.
         peak_gib: Peak of allocated memory in GiB.
     """
 

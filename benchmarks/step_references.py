@@ -37,7 +37,7 @@ def planned_gib(pixels: int, settings: Mapping[str, Any], microbatch: int, batch
     """Return the memory in GiB that `diffusion plan` expects to be allocated in a step of the benchmark on one GPU.
 
     Args:
-        pixels: Side of the images.
+        pixels: Side of the images; the result is None if `RECIPES` has no recipe for it.
         settings: Settings of `speed` by name.
         microbatch: Samples per microbatch.
         batch: Samples per step.
@@ -54,7 +54,7 @@ def planned_gib(pixels: int, settings: Mapping[str, Any], microbatch: int, batch
 
 
 def published_utilization(pixels: int) -> tuple[float, float] | None:
-    """Return the published images per second per A100, and its utilization of the peak, on 8 A100s."""
+    """Return the published images/s per GPU on 8 A100s, and the MFU there; None if `RECIPES` has no such resolution."""
     if pixels not in RECIPES:
         return None
     rate = IMAGES_PER_SECOND[pixels][PUBLISHED_GPUS]

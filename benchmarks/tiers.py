@@ -55,7 +55,7 @@ class TimedCheckpointer(Checkpointer):
 
 
 class Killed(Callback):
-    """Kills the process, so that nothing is saved or removed at the end."""
+    """Callback that ends the process after `BATCHES` batches without the saves and cleanup of a normal end."""
 
     def __init__(self, metrics: InMemoryLogger) -> None:
         self.metrics = metrics
@@ -74,7 +74,7 @@ def finish(result: object) -> None:
 
 
 def work(action: str, root: str, millions: str) -> None:
-    """Train until the process is killed, or only resume; in one of two processes."""
+    """Train until `Killed` ends the process, or only resume (action `resume`); runs in each of two processes."""
     torch.set_num_threads(1)
     model, metrics = Denoiser(int(millions)), InMemoryLogger()
     memory = TierConfig(save_interval=f'{MEMORY_EVERY}ba', folder=os.environ['NODE'], replicate=True)

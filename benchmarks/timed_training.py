@@ -23,7 +23,7 @@ from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
 
 WARMUP = 0.05
-"""Part of the training time in which the learning rate increases."""
+"""Fraction of the training time in which the learning rate increases."""
 VALIDATION_SEED = 17
 ALPHA_BARS = Objective().alpha_bars()
 """Signal variance of each timestep of the noise schedule of Stable Diffusion, which is the quickstart's."""
@@ -45,7 +45,7 @@ class Samples:
         return len(self.captions)
 
     def take(self, indices: Sequence[int]) -> 'Samples':
-        """Return some of the samples."""
+        """Return the samples with these indices."""
         chosen = torch.tensor(list(indices))
         moments = None if self.moments is None else self.moments[chosen]
         return Samples([self.captions[i] for i in indices], self.images[chosen], self.tokens[chosen], moments)
@@ -107,7 +107,7 @@ class CpuBudget(Callback):
             state.stop_training()
 
     def learning_rate(self, state: State, ssr: float = 1.0) -> float:
-        """Return the factor of the learning rate, a schedule of Composer: linear warmup, then linear to 0."""
+        """Return the factor of the learning rate: linear warmup, then linear to 0 (Composer requires `ssr`)."""
         return min(1.0, (self.fraction + 1e-3) / WARMUP) * (1 - self.fraction)
 
 

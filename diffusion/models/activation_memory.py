@@ -58,7 +58,7 @@ class Activations:
     """Bytes per sample of the largest intermediate tensor."""
 
     def __add__(self, other: 'Activations') -> 'Activations':
-        """Combine two modules that run in one pass: add up what is kept; maximum inside blocks and for `largest`."""
+        """Return the memory of two modules in one pass: sums; maxima of `kept_inside`, `copies_inside` and `largest`."""
         transient = ('kept_inside', 'copies_inside', 'largest')
         first, second = vars(self), vars(other)
         return Activations(

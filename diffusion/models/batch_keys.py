@@ -26,7 +26,7 @@ TEXT_POOLED = 'text_pooled'
 """Pooled output of the frozen text encoders, [B, P]; stored together with TEXT_EMBEDS for models that use it."""
 
 IMAGE_FEATURES = 'image_features'
-"""Patch features of a frozen image encoder for representation alignment, [B, N, F], for N cells and width F."""
+"""Features of a frozen image encoder for representation alignment, [B, N, F]: F values for each of N image tokens."""
 
 IMAGE_SIZES = 'image_sizes'
 """Sizes of the image in pixels, int64 [B, 6], for models that use them; see `Condition.sizes`."""
@@ -44,7 +44,7 @@ BATCH_INDEX = 'batch_index'
 """Index of the global batch within the epoch, int64 [B]."""
 
 TIMESTEP_QUANTILE = 'timestep_quantile'
-"""Uniform number in [0, 1), float64 [B], that determines the timestep; only present for stratified timesteps."""
+"""Number in [0, 1), float64 [B], that determines a sample's timestep; only present for stratified timesteps."""
 
 IS_COUNTED = 'is_counted'
 """False for a sample that another rank has already served, bool [B]; only present in evaluation batches."""
@@ -94,6 +94,6 @@ def device_of(batch: Mapping[str, Tensor]) -> torch.device:
 
 
 def weights_of(batch: Mapping[str, Tensor], values: Tensor) -> Tensor:
-    """Return weights for averaging values [..., B] over samples: 0 for samples that do not count, else 1."""
+    """Return weights for averaging values [..., B] over samples: 0 where IS_COUNTED is False, else 1."""
     counted = batch.get(IS_COUNTED)
     return values.new_ones(()).expand_as(values) if counted is None else counted.to(values).expand_as(values)

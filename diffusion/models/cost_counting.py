@@ -52,7 +52,7 @@ class AuxiliaryCounter(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, int | bool]:
-        """Return counts that do not depend on the image shape."""
+        """Return the number of `frozen_parameters` and of `trained_parameters`."""
 
     @abstractmethod
     def flops(self, shape: Shape) -> dict[str, int]:
@@ -60,7 +60,7 @@ class AuxiliaryCounter(ABC):
 
     @abstractmethod
     def activations(self, shape: Shape, precision: str) -> Activations:
-        """Return the memory that the networks keep for the backward pass; `precision` is the same as for the model."""
+        """Return the memory that the networks keep for the backward pass; `precision` is that of the denoiser."""
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
         """Return 0, since these networks do not encode the model's input."""
@@ -204,7 +204,7 @@ class ModelCounter:
                     add_lora(denoiser.requires_grad_(False), lora, seed=0)
 
     def facts(self) -> dict[str, int | bool]:
-        """Return counts that do not depend on the image shape, such as parameters, latent sizes, FLOPs per caption."""
+        """Return counts that do not depend on the image shape, by name, such as parameters and FLOPs per caption."""
         # A LatentDiffusion's parameters include a trained text encoder but no frozen parts. Use ids to count each
         # parameter once.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
@@ -268,7 +268,7 @@ class ModelCounter:
         return total
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Return the number of elements per image in the largest tensor of a frozen VAE's encoder, or 0."""
+        """Return the number of elements per image in the largest tensor of a frozen VAE's encoder; 0 without one."""
         if self.denoiser is None or not encoder_blocks(self.vae):
             return 0
         vae = self.vae
@@ -386,7 +386,7 @@ def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
 
 
 def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int]:
-    """Return the FLOPs of a shape such as '640x384', or of a shape with a route such as '640x384 tread=2:13:0.5'."""
+    """Return the counter's `flops` for a shape such as '640x384', or with a route such as '640x384 tread=2:13:0.5'."""
     shape, _, route = name.partition(' tread=')
     if not route:
         return counter.flops(parse_shape(shape))

@@ -70,7 +70,7 @@ def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
 
 
 def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
-    """Try a request for `subfolder`, then for the top (a lone denoiser); return the folder found, and the result."""
+    """Try a request for `subfolder`, then for the top folder (''); return the folder that worked, and the result."""
     try:
         return subfolder, request(subfolder=subfolder)
     except UserError as error:

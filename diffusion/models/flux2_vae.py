@@ -32,7 +32,7 @@ class Flux2Vae(nn.Module):
             raise UserError(f'vae: AutoencoderKLFlux2 with groups of {side}x{width} cells; use one with square groups')
         self.autoencoder = autoencoder
         self.group = side if layout == 'grouped' else 1
-        """Side in cells of the groups that `encode` makes to single cells."""
+        """Side in cells of the groups that `encode` merges into one cell: 2 for layout `grouped`, 1 for `channels`."""
         self.cells_per_period = side // self.group
         """Side in cells of this layout after which the statistics repeat; latent sizes must be multiples of it."""
         self.spatial_compression_ratio = 2 ** (len(config['block_out_channels']) - 1) * self.group
@@ -70,12 +70,12 @@ class Flux2Vae(nn.Module):
             )
 
     def encode(self, pixels: Tensor, return_dict: bool = False) -> tuple[DiagonalGaussianDistribution]:
-        """Return the posterior in this layout; its latents are not normalized."""
+        """Return a tuple with the posterior in this layout; its latents are not normalized."""
         posterior: Any = self.autoencoder.encode(pixels, return_dict=False)[0]
         if self.group == 1:
             return (posterior,)
         return (DiagonalGaussianDistribution(F.pixel_unshuffle(posterior.parameters, self.group)),)
 
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Return images for unnormalized latents in this layout."""
+        """Return a tuple with the images for unnormalized latents in this layout."""
         return self.autoencoder.decode(F.pixel_shuffle(latents, self.group), return_dict=False)  # type: ignore[arg-type, return-value]

@@ -185,7 +185,7 @@ def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
 
 
 def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return the commit of a revision, and the names of the files in a subfolder at that commit."""
+    """Return the commit of a revision (None: main), and the names of the files directly in a subfolder there."""
     api = HfApi(endpoint=constants.ENDPOINT)
     listing = partial(api.model_info, repository, revision=revision, timeout=POLICY.timeout_seconds)
     info = _ask(listing, _url(repository, revision))

@@ -135,8 +135,8 @@ class LatentDiffusion(ComposerModel):
     latent_std: Tensor
     empty_ids: Tensor
     sample_losses: Tensor | None
-    """Losses per sample from the last call of `loss`, float32 [B]; `LossGuard` uses them to find bad samples. Never
-    saved."""
+    """Losses per sample from the last call of `loss`, float32 [B]; `LossGuard` uses them to find bad samples. None
+    before the first call; never saved."""
     denoiser_is_frozen: bool
     """True if only a LoRA of the denoiser is trained; the LoRA's own FLOPs, about 1%, are not counted."""
     learning_rate_factors: dict[str, float]
@@ -421,7 +421,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - repeated(self.latent_mean, mean)) / repeated(self.latent_std, mean)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W], or to latents [B, C, H, W]."""
+        """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W]; see `moments_of` for other VAEs."""
         batch_keys.check_images(images)
         vae = self.vae
         with self._encoding(images.device):
@@ -611,7 +611,7 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents [B, C, H, W] to images, float32 [B, 3, 8H, 8W] in [0, 1]."""
+        """Decode normalized latents [B, C, H, W] to images, float32 [B, 3, height, width] in [0, 1]."""
         vae = self.vae
         with torch.autocast(latents.device.type, enabled=False):
             latents = latents.float() * repeated(self.latent_std, latents) + repeated(self.latent_mean, latents)
@@ -671,7 +671,7 @@ class LatentDiffusion(ComposerModel):
             )
 
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
-        """Return the denoiser's conditioning inputs for a batch; with `draws`, drop random captions for guidance."""
+        """Return the denoiser's conditioning inputs for a batch; with `draws`, drop captions at random."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
         text = stored_text(batch, takes_pooled=self.denoiser_sizes.pooled_width is not None)
         mask = stored_mask(batch, mask_padding=self.ignores_padding)
@@ -707,7 +707,7 @@ class LatentDiffusion(ComposerModel):
         mask: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Condition:
-        """Return the condition for token ids [B, E, L] or precomputed `text`, with zeros where `keep` [B] is False."""
+        """Return the condition for token ids [B, E, L], or for precomputed `text`; zeros where `keep` [B] is False."""
         text = self.embed(input_ids) if text is None else text.map(at_least_float32)
         if keep is not None:
             text = text.where(keep, text.map(torch.zeros_like))

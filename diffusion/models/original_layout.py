@@ -266,7 +266,7 @@ def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', '
 def renamed(
     denoiser: UNet2DConditionModel, stored: list[str], file: Path, which: Literal['training', 'ema']
 ) -> dict[str, str]:
-    """Map a U-Net's diffusers tensor names to the names of its training or ema weights among a file's, `stored`."""
+    """Return the names in a file, chosen from `stored`, of a U-Net's training or ema weights, by diffusers name."""
     inside = [name for name in stored if name.startswith(UNET_PREFIX)]
     if not inside:
         is_diffusers = 'conv_in.weight' in stored or 'proj_out.weight' in stored

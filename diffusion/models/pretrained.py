@@ -185,7 +185,7 @@ def load_pretrained(
 
 
 def _variant(folder: Path) -> dict[str, str]:
-    """Return the `from_pretrained` argument for a local folder that only has half-precision weights; else {}."""
+    """Return `from_pretrained`'s argument `variant` for a local folder with only half-precision weights, else {}."""
     found = hub_files.weight_files(folder)
     if found is None or found[0] is None:
         return {}
@@ -236,7 +236,7 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that sets a model builder's attribute `tokenizers`, a function that builds only these."""
+    """Return a decorator that sets a model builder's attribute `tokenizers`: a function that builds its tokenizers."""
 
     # The loader's workers tokenize captions. With this attribute, they get the tokenizers without building the model.
     def decorate(builder: Builder) -> Builder:

@@ -97,7 +97,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 
 
 def scheduler_class(name: str, *, flow: bool = False) -> Any:
-    """Return a diffusers scheduler class by short or class name; raise UserError if it is not for this kind of model.
+    """Return a diffusers scheduler class by short or class name; UserError if unknown or not for this kind of model.
 
     `flow`: True for a model trained with flow matching, False for a diffusion model.
     """
@@ -154,10 +154,11 @@ def guided_denoiser(
     Args:
         predict: The denoiser's prediction.
         condition: Condition for the prompts. With guidance, the batch starts with the unconditional condition, unless
-            there is a `weak` prediction.
+            `weak` is given.
         scale: Guidance scale; 1 or less turns guidance off.
         rescale: Strength of guidance rescaling; see `guide`.
-        weak: Prediction of a weaker model for the same condition, which replaces the unconditional prediction.
+        weak: Prediction of a weaker model for the same condition, which replaces the unconditional prediction,
+            or None.
     """
     # Schedulers for flow matching expect the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config

@@ -1,7 +1,8 @@
 """A pipeline as a single safetensors file, with the tensor names of Stability AI's original code, for ComfyUI etc.
 
 The file has weights but no configuration: programs that read it recognize the model by its tensor shapes, and assume
-the published latent scale, noise schedule and tokenizers.
+the published latent scale, noise schedule and tokenizers. The VAE is adapted to that scale; for another schedule, a
+warning is logged.
 """
 
 import logging

@@ -80,7 +80,7 @@ def _clean(text: str) -> str:
 
 
 def _encoder(tokenizer: CLIPTokenizer, special: dict[str, int]) -> Callable[[str], list[int]]:
-    """Return a function that converts a word to token ids; `special` has the single id of each special token."""
+    """Return a function that converts a word to token ids; `special` maps each special token to its id."""
     pairs = word_model(tokenizer)
     letters = byte_letters()
 

@@ -99,8 +99,9 @@ class TokenRouter:
 
     The number of tokens in these blocks is fixed per image shape, without a mask, so compiled blocks need no dynamic
     shapes. The hooks are active from `begin` to `finish` while gradients are enabled, and therefore not in evaluation
-    or sampling. They run outside a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
-    ordinary block. A recomputed forward pass gets the same tokens. Create the router before FSDP wraps the denoiser.
+    or, without `in_sampling`, in sampling. They run outside a block's `forward`, so torch.compile, FSDP and activation
+    checkpointing see an ordinary block. A recomputed forward pass gets the same tokens. Create the router before FSDP
+    wraps the denoiser.
 
     If the denoiser has a TokenFusion, it fuses the tokens after the last block in every forward pass (SPRINT).
     """

@@ -99,7 +99,10 @@ def repeated(statistics: Tensor, latents: Tensor) -> Tensor:
 
 
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
-    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1]; latents if it has none."""
+    """Return the posterior's mean and log-variance, [B, 2C, H, W], for images in [-1, 1].
+
+    A VAE without variance (see `has_variance`) gives latents [B, C, H, W].
+    """
     if isinstance(vae, AutoencoderKL | Flux2Vae):
         return posterior_of(vae, pixels).parameters
     check_sides(vae, *pixels.shape[2:])
@@ -129,7 +132,7 @@ def check_sides(vae: Vae, height: int, width: int) -> None:
 
 
 def encoder_blocks(vae: Vae) -> list[nn.Module]:
-    """Return the blocks of a VAE's encoder, which are compiled separately; [] for pixels and RAE."""
+    """Return the blocks of a VAE's encoder, which are compiled separately; [] for PixelSpace and RepresentationVae."""
     encoder = getattr(vae, 'encoder', None)
     return [] if encoder is None else [block for block in encoder.modules() if isinstance(block, ENCODER_BLOCKS)]
 

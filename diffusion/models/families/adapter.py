@@ -139,7 +139,7 @@ class DenoiserAdapter(ABC):
     reads_pickles: ClassVar[bool] = False
     """True if `init_from` can read `.pt` files that the original code of the family wrote."""
     lora_writer: ClassVar[tuple[Any, str] | None] = None
-    """diffusers' mixin that writes a LoRA for the denoiser, and its keyword for the weights; None if there is none."""
+    """diffusers' mixin that writes a LoRA for the denoiser, and its keyword for the weights; None if it has none."""
 
     def owns(self, denoiser: Any) -> bool:
         """Return True if a denoiser belongs to this family; needed if several families share a denoiser class."""

@@ -23,7 +23,7 @@ DINOV2_BASE = 'facebook/dinov2-base'
 
 
 def _dinov2(width: int, layers: int, heads: int, *, registers: int = 0, swiglu: bool = False) -> dict[str, Any]:
-    """Return the sizes of a DINOv2 ViT with patches of 14 px, with or without registers."""
+    """Return the config.json values of a DINOv2 ViT with patches of 14 px, with or without registers."""
     kind = {'model_type': 'dinov2_with_registers', 'num_register_tokens': registers} if registers else {}
     sizes = {'hidden_size': width, 'num_hidden_layers': layers, 'num_attention_heads': heads, 'mlp_ratio': 4}
     return {'model_type': 'dinov2', 'image_size': 518, 'patch_size': 14, 'use_swiglu_ffn': swiglu, **sizes, **kind}
@@ -42,11 +42,11 @@ PUBLISHED_ENCODERS: dict[str, dict[str, Any]] = {
     **{f'facebook/dinov2-with-registers-{name}': _dinov2(*sizes, registers=4) for name, sizes in _VITS.items()},
     **{f'facebook/dinov3-vit{name[0]}16-pretrain-lvd1689m': _dinov3(*sizes) for name, sizes in _VITS.items()},
 }
-"""Sizes of published encoders by Hub repository, listed here because the planner works offline."""
+"""Configurations of published encoders by Hub repository, listed here because the planner works offline."""
 
 
 def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, Any]:
-    """Return the sizes of an image encoder, from a folder's config.json or the table of published encoders.
+    """Return an image encoder's `ENCODER_KEYS`, from a folder's config.json or the table of published encoders.
 
     Args:
         notes: List to which a note is appended if the sizes are unknown and assumed.

@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """Optimal save interval of a training phase, and its goodput, the fraction of time spent on training."""
+    """Optimal save interval of a training phase, and goodput at it and at the recipe's interval (None if unknown)."""
 
     mtbf_hours: float
     stall_seconds: float
@@ -199,7 +199,10 @@ def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptChec
 
 
 def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
-    """Return the largest number of checkpoints that exist at the same time; None if all of unknown `saves` are kept."""
+    """Return the largest number of checkpoints that exist at the same time.
+
+    `saves` is the number of saves in the run, None if unknown. If all are kept (`rules` is None), it is the result.
+    """
     if rules is None:
         return saves
     multiples = batches // rules.every_batches if rules.every_batches else 0

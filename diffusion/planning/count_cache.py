@@ -70,7 +70,7 @@ class ModelKey:
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return library versions and a hash of the model's source; cached counts are valid until these change."""
+        """Return the library versions by name, and a source hash; cached counts are valid until these change."""
         target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -83,7 +83,7 @@ def counts_folder() -> Path:
 
 
 def known_counts(key: ModelKey) -> dict[str, Any]:
-    """Return a model's shipped and cached facts, FLOPs and activations; those that are not counted yet are missing."""
+    """Return a model's shipped and cached counts by section (SECTIONS); those that are not counted yet are missing."""
     # Shipped counts take precedence. They are valid for all library versions, so that planning the shipped recipes
     # never takes a minute; tests/planning/test_count_cache.py compares them with the models.
     cached = _read(key.cached)
@@ -92,7 +92,7 @@ def known_counts(key: ModelKey) -> dict[str, Any]:
 
 
 def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Count a model in another process, and cache and return the new counts; print the expected duration.
+    """Count a model in another process, cache the counts, and return the new ones by section; print the expected time.
 
     Args:
         flops: Shapes for which to count FLOPs, such as '640x384'.
@@ -136,7 +136,7 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(*counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge model counts: facts, FLOPs and activations separately. Later arguments take precedence."""
+    """Merge counts of one model within each of SECTIONS. Later arguments take precedence."""
     return {section: {key: value for each in counts for key, value in each[section].items()} for section in SECTIONS}
 
 

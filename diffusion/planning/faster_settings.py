@@ -11,7 +11,7 @@ from diffusion.planning.throughput import Assumptions, planned_speed
 from diffusion.planning.workload import Phase
 
 WORTH_CHANGING = 0.05
-"""Minimum fraction of time that suggested settings must save; estimates of throughput are no more accurate."""
+"""Minimum fraction of time that suggested settings must save: throughput cannot be estimated more accurately."""
 EQUALLY_FAST = 0.01
 
 

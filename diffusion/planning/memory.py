@@ -185,7 +185,10 @@ def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
 
 
 def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Setup]:
-    """Return copies of a setup, one per parallelism strategy, the setup itself first; on one device, only itself."""
+    """Return copies of a setup, one per parallelism strategy, the setup itself first; on one device, only itself.
+
+    With `devices_per_node`, a run on several nodes also gets FSDP2 within each node (one replica per node).
+    """
     current = setup.parallelism
     others = [
         replace(current, strategy='ddp', replicas=1, checkpoints='whole'),  # sharded ones need fsdp2
@@ -203,7 +206,7 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return the changes that would each make a run fit in GPU memory; empty if there are none."""
+    """Return the changes that would each make a run fit in GPU memory; empty if none does."""
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:

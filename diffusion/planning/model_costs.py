@@ -81,7 +81,7 @@ class CountedCosts:
         return self._counts['facts']
 
     def flops(self, name: str) -> Mapping[str, int]:
-        """Return the FLOPs by part of the model; `name` is a shape and, if any, a token route (`_flops_name`)."""
+        """Return FLOPs per image by part, such as `trained`; `name` is a shape, with a token route if any."""
         self.require(flops=[name])
         return self._counts['flops'][name]
 
@@ -216,7 +216,7 @@ class ModelCosts(CountedCosts):
         return self.facts['text_encoder_flops']
 
     def trained_flops(self, shape: Shape, route: TokenRoute | None = None) -> int:
-        """Return the forward FLOPs of the denoiser (or other trained modules) for one image of this shape."""
+        """Return the trained modules' forward FLOPs for an image of this shape, whose tokens may take a `route`."""
         return self.flops(_flops_name(shape, route))['trained']
 
     @property

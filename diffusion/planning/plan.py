@@ -155,7 +155,10 @@ def load_phases(
     samples: Sequence[int | None] = (),
     encoding: Encoding | None = None,
 ) -> list[Phase]:
-    """Load recipes, and return the amount of work in each. The location of the data may still be `???`."""
+    """Load recipes, and return the amount of work in each. The location of the data may still be `???`.
+
+    `samples` has the number of distinct images, for all recipes or for each. None means what the recipe says.
+    """
     if len(samples) not in (0, 1, len(paths)):
         raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; pass one, or one per recipe')
     counts = list(samples) * len(paths) if len(samples) == 1 else list(samples) or [None] * len(paths)

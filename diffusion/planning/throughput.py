@@ -67,7 +67,7 @@ class Assumptions:
     gpu: GPU
     gpus: int
     price: float | None = None
-    """US dollars per GPU-hour."""
+    """US dollars per GPU-hour; None takes the GPU's price."""
     mfu: float | None = None
     images_per_second: float | None = None
     """Throughput of all GPUs together."""
@@ -253,7 +253,7 @@ class Technique:
     speedup: float
     images_without: float
     published: tuple[MeasuredEffect, ...] = ()
-    """Measurements that others published; empty if there are none."""
+    """Measurements that others published; empty if none are known."""
 
 
 def techniques_of(phase: Phase) -> tuple[Technique, ...]:

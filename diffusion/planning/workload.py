@@ -33,7 +33,7 @@ class Phase:
     recipe: Recipe
     model: ModelCosts
     shapes: Mapping[Shape, float]
-    """Fraction of the images that has each shape; sums to 1."""
+    """Fraction of the images by shape; the fractions sum to 1."""
     batches: int
     samples: int | None
     """Number of distinct images; None if unknown."""
@@ -172,7 +172,7 @@ class Phase:
         return self.training_flops + online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:
-        """Return the FLOPs that devices execute per image, including recomputation and a part of the optimizer step."""
+        """Return the executed FLOPs per image: `flops`, recomputation, and an image's share of the optimizer step."""
         return self.flops(encoding) + self.recomputed_flops + self.optimizer_flops / self.recipe.global_batch
 
     def precompute_flops(self, encoding: Encoding) -> float:
@@ -199,6 +199,8 @@ class Phase:
 
 def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
     """Return a recipe together with its amount of work: batches, images, shapes and FLOPs.
+
+    `samples` (number of distinct images) and `encoding` replace what the recipe and its data say, unless None.
 
     Raises:
         UserError: A value that the plan needs is missing, or the model cannot be built.
@@ -292,7 +294,7 @@ def _check_encoding(encoding: Encoding, phase: Phase) -> None:
 
 
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:
-    """Return the number of batches in a duration such as 550000ba; `epoch` is the number of images per epoch."""
+    """Return the number of batches in a duration such as 550000ba; `epoch` is the images per epoch, if known."""
     where = 'trainer.max_duration'
     if duration is None or duration == MISSING:
         raise UserError(f'{where} is missing; set the length of training, such as 550000ba')

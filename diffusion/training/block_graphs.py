@@ -430,7 +430,7 @@ def signature(leaves: Sequence[Any]) -> Signature:
 
 _CONTAINERS = (tuple, list, dict)
 _TENSOR = object()
-"""Placeholder for a tensor in a block's result."""
+"""Placeholder for a tensor in the stored structure of a block's result (`_Call.result`)."""
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:

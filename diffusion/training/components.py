@@ -201,7 +201,7 @@ def build_loader(
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
-    """Return a run's seed and a fingerprint of its training data; both must stay the same when the run resumes."""
+    """Return a run's `seed` and a fingerprint of its training data as `data`; `SameRun` compares both on resume."""
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
     # The fingerprint is saved in every checkpoint, so it contains the name of an environment variable, not its value.

@@ -57,7 +57,7 @@ def on_whole_matrices(
     Args:
         function: Function that maps matrices [N, R, C] to results of the same shape and dtype, each independent of the
             others.
-        parts: What this rank has of each matrix: its rows [N, r, C], or whole copies [N, R, C].
+        parts: This rank's part of each matrix: its rows [N, r, C], or whole copies [N, R, C].
         rows: R, number of rows of a whole matrix.
         first: Rank that computes the first matrix, modulo the number of ranks.
     """

@@ -39,7 +39,7 @@ class HybridFSDP2Config(FSDP2Config):
 
 
 def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
-    """Return the `parallelism_config` argument of composer.Trainer for a recipe's settings; None for DDP."""
+    """Return composer.Trainer's `parallelism_config` for a recipe's settings, under the key `fsdp`; None for DDP."""
     if settings.strategy == 'ddp':
         return None
     if settings.replicas > 1 and not torch.cuda.is_available():

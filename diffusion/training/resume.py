@@ -127,7 +127,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
 
 
 def schedule_of(recipe_text: str) -> dict[str, Any]:
-    """Return the settings in a recipe's YAML that determine the learning rate schedule, but not the base rate."""
+    """Return a recipe's settings, by key, that determine the learning rate schedule, but not the base rate."""
     values = recipe_values(parse_yaml(recipe_text)).values
     keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
     return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}

@@ -71,7 +71,7 @@ CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to
 def train(recipe: Recipe) -> Trainer:
     """Train a recipe to its max_duration, and return its Trainer, which the caller must close.
 
-    With `trainer.autoresume`, training resumes from the run's newest complete checkpoint, if there is one.
+    With `trainer.autoresume`, training resumes from the run's newest complete checkpoint, if it has one.
 
     Raises:
         UserError: The recipe cannot be run, or another job is training in the run's folder.

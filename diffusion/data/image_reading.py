@@ -20,7 +20,7 @@ from diffusion.data.image_repair import ends_with_stray_bytes, without_stray_byt
 MAX_CACHED_PROFILE_BYTES = 2**20
 """Maximum size in bytes of a color profile whose transform is cached, to keep the cache small."""
 MAX_SRGB_DIFFERENCE = 2
-"""If converting a color profile to sRGB changes no 8-bit value by more than this, the pixels are not converted."""
+"""Largest change of an 8-bit value for which the conversion from an image's color profile to sRGB is skipped."""
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
 """Formats that can be read without an extra package, by their names in Pillow."""
 MAX_PIXELS = 100_000_000

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Interval in seconds at which a rank looks for failures of its machine's processes while it waits for its workers."""
 WORKER_EXIT_SECONDS = 5.0
-"""Maximum wait in seconds for a worker to exit after its connection broke, or for the lock of `_EndOfWorkers`."""
+"""Maximum wait in seconds for a worker to exit after its connection broke, or for a lock that a killed worker holds."""
 
 
 class _EndOfWorkers:

@@ -42,13 +42,13 @@ VERSION = re.compile(r'/[0-9a-f]{16}/')
 SHARD_MARKER = '.mds'
 """Substring of the file names of all shards, compressed (`.mds.zstd`) or not."""
 RECORD = '.used_bytes.json'
-"""Name of the file with the total size of a limited folder's shards, written by all processes that share the folder."""
+"""Name of the file with the total size of a folder's shards, kept by all processes that limit the folder's size."""
 RECOUNT_SECONDS = 600.0
 """Age at which a folder's RECORD is replaced by a new count of its files: jobs without a limit record nothing."""
 SLACK = 0.01
 """Extra space freed per eviction, as a fraction of the limit. Evictions should be rare: each one lists all files."""
 PATIENCE_SECONDS = 10.0
-"""Time to wait while another process evicts shards, and minimum time to wait while one downloads a shard."""
+"""Time to wait for a process that evicts shards, and least time for one that downloads a shard, before going on."""
 PATIENCE_FACTOR = 3.0
 """Time to wait for another process's download, as a multiple of the expected time of our own download."""
 ASSUMED_BYTES_PER_SECOND = 20e6
@@ -92,7 +92,7 @@ def touch(path: str | Path) -> None:
 
 
 class CachedShard(NamedTuple):
-    """Shard file in a limited folder; sorts by last access, oldest first."""
+    """Shard file in a folder whose size is limited; sorts by last access, oldest first."""
 
     accessed: int
     """Access time in ns."""
@@ -100,11 +100,11 @@ class CachedShard(NamedTuple):
     """Size in bytes."""
     path: str
     folder: Path
-    """The limited folder that contains the shard."""
+    """The folder whose size is limited; the shard may be in a subfolder of it."""
 
 
 class Record(NamedTuple):
-    """Record of how much space the shards in a limited folder use."""
+    """Content of RECORD: how much space the shards in a folder use."""
 
     used_bytes: int
     """Total size of the shards in the folder, including those being downloaded."""

@@ -58,7 +58,7 @@ class Activations:
     """Bytes per sample of the largest intermediate tensor."""
 
     def __add__(self, other: 'Activations') -> 'Activations':
-        """Return the memory of two modules in a pass: sums; maxima of `kept_inside`, `copies_inside` and `largest`."""
+        """Return the memory of two modules in a pass: sums, or maxima for `kept_inside`, `copies_inside`, `largest`."""
         transient = ('kept_inside', 'copies_inside', 'largest')
         first, second = vars(self), vars(other)
         return Activations(

@@ -47,7 +47,7 @@ TIMESTEP_QUANTILE = 'timestep_quantile'
 """Number in [0, 1), float64 [B], that determines a sample's timestep; only present for stratified timesteps."""
 
 IS_COUNTED = 'is_counted'
-"""False for a sample that another rank has already served, bool [B]; only present in evaluation batches."""
+"""False for a sample that only repeats one served before, bool [B]; only present in evaluation batches."""
 
 REPLACED = 'replaced'
 """Note about the bad sample that this sample replaces, or ''; a string, only passed between a worker and the loader."""

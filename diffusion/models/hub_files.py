@@ -51,9 +51,9 @@ Answer = TypeVar('Answer')
 def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, weights: bool) -> str | None:
     """Ensure that the cache has the files of a model or tokenizer; return the revision to load from the cache.
 
-    No request is made if all files of the commit are in the cache. An empty subfolder is the top folder, and the
-    revision None is the main branch. If the Hub does not respond, a branch's copy in the cache is used. Without
-    `weights`, only a model's configuration is fetched.
+    No request is made if the revision is a commit and all its files are in the cache. An empty subfolder is the top
+    folder, and the revision None is the main branch. If the Hub does not respond, a branch's copy in the cache is used.
+    Without `weights`, only a model's configuration is fetched.
 
     Raises:
         UserError: The repository, revision or file does not exist on the Hub or may not be read. Or offline mode is on,

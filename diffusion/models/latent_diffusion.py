@@ -421,7 +421,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - repeated(self.latent_mean, mean)) / repeated(self.latent_std, mean)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 images to the VAE's mean and log-variance, float32 [B, 2C, H, W]; see also `moments_of`."""
+        """Encode uint8 images to mean and log-variance, float32 [B, 2C, H, W], or [B, C, H, W] without variance."""
         batch_keys.check_images(images)
         vae = self.vae
         with self._encoding(images.device):

@@ -178,7 +178,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
 
 
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
-    """Return CLIP's tensors with OpenCLIP's names and shapes; up to `layers`, if given, the last layer is repeated."""
+    """Return CLIP's tensors with OpenCLIP's names and shapes; its last layer is repeated up to `layers`, if given."""
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
     own: int = encoder.config.num_hidden_layers  # type: ignore[assignment,union-attr]

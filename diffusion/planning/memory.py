@@ -50,9 +50,9 @@ class Memory:
     encoding: int
     """Activations of the frozen image encoder, which are freed before the denoiser runs."""
     step: int
-    """Temporary tensors of the optimizer step; none with a fused optimizer."""
+    """Temporary tensors of the optimizer step; none with a fused AdamW."""
     batch: int
-    """The device's part of the batch, as the loader returns it."""
+    """The device's part of the batch, as the loader returns it, and encoded samples with `speed.encode_batch_size`."""
     graphs: int
     """Memory of CUDA graphs: gradients that the next replay overwrites, the blocks' inputs and outputs, and gradients
     of inputs and outputs. The graphs' pool also keeps the memory of `activations` throughout the step."""
@@ -233,7 +233,7 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
 
 
 def _muon_parameters(optimizer: Component, model: ModelCosts) -> int:
-    """Return the number of parameters that Muon updates: the trained ones of the blocks; 0 for other optimizers."""
+    """Return the number of parameters that Muon updates: those trained in the blocks; 0 if unknown or without Muon."""
     # Ignore that AdamW updates the blocks' norms and biases, which are only 0.05% of SD2's blocks. If Muon leaves
     # convolutions to AdamW, the number of Muon's parameters is unknown: 0 overestimates the memory.
     is_muon = optimizer.name == 'muon' and registry.settings_of('optimizer', optimizer)['convolutions']

@@ -71,12 +71,12 @@ class PhasePlan:
     fit: tuple[Fit, ...]
     """Memory under each parallelism strategy, the recipe's own first."""
     ways_out: tuple[str, ...]
-    """Changes that would each make the recipe fit in memory; empty if it fits."""
+    """Changes that would each make the recipe fit in memory; empty if it fits, or if no change suffices."""
     alternatives: tuple[Alternative, ...]
     """All ways to run the encoders, including the recipe's."""
     sizes: Sizes
     snapshot_bytes: int
-    """Host memory for snapshots of asynchronous saves on the node that needs the most; 0 if saves block training."""
+    """Bytes of host memory for snapshots and the memory tier on the node that needs the most; 0 without either."""
     resilience: Resilience
     techniques: tuple[Technique, ...]
     """Effect of each training technique in the recipe on throughput."""
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all forward and backward passes of all recipes, without frozen encoders."""
+        """FLOPs of the trained modules in all forward and backward passes of all recipes."""
         return sum(each.phase.training_flops * each.phase.images for each in self.phases)
 
 

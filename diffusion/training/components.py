@@ -38,7 +38,7 @@ from diffusion.training.performance import FUSED_ALTERNATIVES
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first', 'caption_weights': None}
 """Keyword arguments that make a training dataset return the same samples in every evaluation."""
 QUARANTINE = 'quarantine.jsonl'
-"""File in the run's folder with one JSON line per bad sample."""
+"""File in the run's folder with one JSON line per replaced sample."""
 
 
 def build_model(recipe: Recipe) -> ComposerModel:

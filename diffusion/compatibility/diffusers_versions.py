@@ -15,7 +15,7 @@ from diffusion.compatibility.transformers_versions import IS_VERSION_5
 
 @contextmanager
 def without_own_deprecations() -> Iterator[None]:
-    """Inside the context, hide deprecation warnings that diffusers itself causes and a user cannot avoid.
+    """Hide, inside the context, deprecation warnings that diffusers itself causes and a user cannot avoid.
 
     diffusers 0.42 always passes `local_dir_use_symlinks`, which huggingface-hub 2 ignores with a warning, and its
     PRXPipeline inherits from a class that announces its own removal. Remove this function once neither is the case.

@@ -73,7 +73,7 @@ def check_machine(loader: BucketedLoader) -> None:
 
 
 def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem if /dev/shm is too small for Streaming's sample order and the batches in transit from workers."""
+    """Yield a problem if /dev/shm is too small for Streaming's sample order (fatal) or with the workers' batches."""
     if not SHM.is_dir():
         return
     free, dataset = shutil.disk_usage(SHM).free, loader.dataset

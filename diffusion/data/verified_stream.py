@@ -100,8 +100,8 @@ class VerifiedStream(Stream):
     def fetch_index(self) -> str:
         """Download the stream's index.json if it has changed, and return the SHA-256; call this once per machine.
 
-        If the remote cannot be reached, the local index is used if it exists; otherwise DataError is raised. An index
-        that does not exist, or does not list MDS shards, is a UserError.
+        If the remote index cannot be read, an existing local one is used, with a warning. Otherwise, UserError is
+        raised if it does not exist, is not accessible or lists no MDS shards, and DataError if the store fails.
         """
         # A dataset rewritten at the same URL has a new index. In a cache, it gets a new folder, so that jobs still
         # reading the old version are not disturbed. In a stream's own folder, the hashes in the new index identify the

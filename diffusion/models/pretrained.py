@@ -87,7 +87,7 @@ def without_weights() -> Iterator[None]:
 
 @contextmanager
 def checking_weights() -> Iterator[list[str]]:
-    """Like `without_weights`, but in this context `load_pretrained` also checks that the weights could be loaded.
+    """Context like `without_weights` in which `load_pretrained` also checks that the weights could be loaded.
 
     Weights are neither downloaded nor read. A description of each part's weights, such as `vae: 335 MB to download`, is
     added to the list that the context yields.

@@ -121,7 +121,7 @@ def random_bits(
 def fusible_random_bits(
     blocks: Tensor, keys: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor, *, num_words: int
 ) -> RandomBits:
-    """Like `random_bits`, in a form that torch.compile turns into a single GPU kernel."""
+    """Return the result of `random_bits`, in a form that torch.compile turns into a single GPU kernel."""
     # All operations have the shape [B, N, 2], although each block is then computed twice. For other shapes, and for
     # torch.stack, the compiler would generate more kernels, and launching a kernel costs more than its arithmetic.
     counters = [each[..., None].expand(-1, -1, 2) for each in _counters(blocks, sample_id, epoch, batch_index)]

@@ -392,7 +392,7 @@ def capturing(memory: _SharedMemory) -> Iterator[None]:
 
 @contextmanager
 def _replaced(block: nn.Module, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Inside the context, let a block compute with aliases in place of its parameters."""
+    """Let a block compute with aliases in place of its parameters inside the context."""
     places = [
         (module, name, parameter, aliases[parameter])
         for module in block.modules()

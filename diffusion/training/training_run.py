@@ -1,4 +1,4 @@
-"""The run that a process trains: its lock, the record of this attempt, messages, and copies in an object store."""
+"""The run that a process trains: its lock, the record of this attempt, notifications, and copies in an object store."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from diffusion.storage.places import is_url
 _MAX_DETAIL = 300
 """Maximum length of an error message in the record, in characters."""
 INTERRUPT_SECONDS = 1.0
-"""Maximum time for recording a second Ctrl-C, and again for sending a message about it: the process must end soon."""
+"""Maximum time for recording a second Ctrl-C, and again for a notification about it: the process must end soon."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
     commands: Any = None
     """The object that `add_subparsers` returned; its `choices` are the subcommands."""
     fill: 'Fill | None' = None
-    """Function that adds the arguments; called late, since it imports modules that other subcommands do not need."""
+    """Function that adds the arguments; None once called. Called late: it imports modules that others do not need."""
 
     def add_subparsers(self, **options: Any) -> Any:
         """Add subcommands. `dest` is the noun for a subcommand in error messages, such as `source`."""

@@ -260,7 +260,7 @@ class BucketStorage:
 
 
 def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:
-    """Return the checkpoint files that this rank downloads to its node and verifies.
+    """Return, by name, the checkpoint files that this rank downloads to its node and verifies.
 
     To load the checkpoint, a node needs the shards of its own ranks and those of rank 0, which include the unsharded
     tensors. The ranks of a node divide these downloads, and all ranks together verify the whole checkpoint. If the

@@ -85,7 +85,7 @@ def read_infos(folder: Path, rules: KeepConfig) -> list[CheckpointInfo]:
 
 
 def _saved(checkpoint: Path) -> float | None:
-    """Return when a checkpoint was saved according to its receipt; None if the receipt is damaged or has no time."""
+    """Return the `time_of_receipt` of a checkpoint; None if its receipt is damaged or has no time."""
     try:
         return time_of_receipt(read_receipt(checkpoint))
     except checkpoint_store.DamagedCheckpoint:

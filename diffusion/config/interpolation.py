@@ -43,7 +43,7 @@ class Resolved:
     """Text of each value that depends on an environment variable, such as `${oc.env:KEY}`. The text refers to no other
     key of the file, so it has the same meaning in another file."""
     unset: dict[KeyPath, tuple[str, ...]]
-    """Names of the unset environment variables that each value needs."""
+    """Names of the unset environment variables that a value needs, by its path; only for values that need any."""
     dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Components of extended files, by path such as `model`, that were replaced by one of another `name`."""
 

@@ -39,7 +39,7 @@ class Option:
     const: str | None = None
     """Value of the option if the flag has no value; None requires a value after the flag."""
     excludes: str | None = None
-    """Name of a group of mutually exclusive options."""
+    """Name of a group of mutually exclusive options that has this option; None if it excludes no others."""
 
 
 FILE, DIR, DIR_OR_URL = (Option(metavar, files=True) for metavar in ('FILE', 'DIR', 'DIR_OR_URL'))

@@ -119,7 +119,7 @@ class StackFolder:
         return dict(sorted(found.items()))
 
     def wait_for_all(self) -> dict[int, NodeReport]:
-        """Wait at most OTHERS_SECONDS for the reports of all nodes; return the reports found."""
+        """Wait at most OTHERS_SECONDS for the reports of all nodes; return the reports found, by node."""
         _poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS, self.poll_seconds / 5)
         return self.read()
 

@@ -116,7 +116,7 @@ class PassedOver:
 
     key: str
     reason: str | None = None
-    """Reason for skipping the file other than its suffix, such as `split test`."""
+    """Reason for skipping the file, such as `split test`; None if its name is the reason (see `kind`)."""
 
     @property
     def kind(self) -> str:
@@ -168,7 +168,7 @@ class Entry:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other columns by name, such as `aesthetic_score`, as JSON values."""
     problem: str | None = None
-    """Reason why the source could not read the input, such as `no_image`; shown in the report."""
+    """Reason why the source could not read the input, such as `no_image`; shown in the report. None if it could."""
     caption_columns: list[str] = field(default_factory=list)
 
 

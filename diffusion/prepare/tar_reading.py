@@ -122,7 +122,7 @@ class _Tar:
         return header
 
     def _extended(self, content: bytes) -> tuple[str | None, int | None]:
-        """Return name and size from a pax header; each record is a line such as `24 path=a/long/name.jpg`."""
+        """Return name and size (None: not stated) from a pax header, with lines such as `24 path=a/long/name.jpg`."""
         name, size = None, None
         try:
             while content:

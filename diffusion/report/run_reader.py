@@ -48,7 +48,7 @@ class RunContent:
     status: RunReport
     series: dict[str, Series] = field(default_factory=dict)
     hours: tuple[list[int], list[float]] | None = None
-    """Batches, and the hours of training up to each batch."""
+    """Batches, and the hours of training up to each batch; None if unknown."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
     breakdown: dict[str, float] = field(default_factory=dict)
     cost: RunCost = field(default_factory=RunCost)

@@ -172,7 +172,7 @@ def _modified(path: Path) -> float | None:
 
 
 def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
-    """Return True if the process that holds a run's lock is running; on another machine, watch the lock for it."""
+    """Return True if the process that holds a lock is running or, if on another machine, still changes the lock."""
     owner = run_lock.parse_owner(content)
     if owner is None:
         return False

@@ -55,8 +55,9 @@ class NodeTier:
         self.place = f'{name} tier'
         self.recipe_text = recipe_text
         self.base: int | None = None
-        """Batch of the newest checkpoint in the run's storage, set on rank 0 before each save. It is recorded in the
-        receipt of the tier's checkpoint, which is not used after the checkpoint in the storage has been deleted."""
+        """Batch of the newest checkpoint in the run's storage (None: none yet), set on rank 0 before each save. It is
+        recorded in the receipt of the tier's checkpoint, which is not used after the checkpoint in the storage has been
+        deleted."""
         self.nodes: list[list[int]] = []
         """The ranks of each node, after `open`."""
         self.group = None

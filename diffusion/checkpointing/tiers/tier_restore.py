@@ -38,7 +38,7 @@ class _Transfer(NamedTuple):
 
 
 def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | None:
-    """Return a run's newest undamaged checkpoint as a local folder, from a tier or the run's storage; a collective."""
+    """Return the local folder of a run's newest intact checkpoint in a tier or the storage, or None; a collective."""
     if not tiers:
         return storage.resume_point()
     stored = stored_batches(storage)

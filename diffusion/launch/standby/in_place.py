@@ -226,7 +226,7 @@ class InPlaceRestarts:
         self.standbys = StandbyPool(command, modules_of(recipe), say)
         self._link = NodeLink(position, environ.get(environment.JOB, ''), say) if position.nodes > 1 else None
         self._furthest: int | None = None
-        """Number of batches completed at the end of this process's last attempt."""
+        """Number of batches completed at the end of this process's last attempt; None during the first."""
         self._number = 0
         """Index of the current attempt in this process; it is the same on all nodes."""
         self._started = False

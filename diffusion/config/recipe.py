@@ -227,6 +227,8 @@ class PrecomputeConfig:
     captions: Literal['all', 'first', 'longest'] = 'all'
     """Captions of an image that `latents: image+text` encodes: all, first or longest. `latents: image` stores all
     captions as text."""
+    caption_columns: list[str] = field(default_factory=list)
+    """Columns of captions by `diffusion caption` that are stored too, for `dataset.caption_weights` in training."""
     posterior: Literal['sample', 'mean'] = 'sample'
     """The part of the VAE's posterior that is stored: sample stores mean and log-variance, so that training samples new
     latents in every epoch; mean stores only the mean, which halves the size."""

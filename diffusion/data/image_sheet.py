@@ -36,7 +36,7 @@ STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 16px; color: #222 } h2 { font-size: 1.15em }
 .figures { display: flex; flex-wrap: wrap; gap: .8em }
 figure { margin: 0; min-width: 96px } figure img { border: 1px solid #ddd; vertical-align: bottom }
-figcaption { color: #555; font-size: 11px; width: 0; min-width: 100%; overflow-wrap: anywhere }
+figcaption { color: #555; font-size: 11px; width: 0; min-width: 100%; overflow-wrap: anywhere; white-space: pre-line }
 """
 
 

@@ -66,8 +66,9 @@ class ImageTextDataset(BucketedDataset):
         min_crop_scale: Minimum side length of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weight of each column that captions were prepared from, for choosing a caption at random, such
-            as {original: 0.3, recaptioned: 0.7}; None means that all captions of a sample are equally likely.
+        caption_weights: Weight of each column of captions, prepared or written by `diffusion caption`, for choosing one
+            at random, such as {original: 0.3, recaptioned: 0.7}; None means that all captions in the shards are equally
+            likely, and that columns of `diffusion caption` are not used.
         seed: Seed of crops, flips and caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

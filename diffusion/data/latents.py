@@ -66,7 +66,7 @@ class LatentManifest:
     features_shape: list[int] | None = None
     """Height and width of the feature grid, and number of channels; None if no features are stored."""
     captions: str = 'all'
-    """The captions of a sample that are stored: `all`, `first` or `longest`."""
+    """The captions of a sample that are stored: `all`, `first` or `longest`, and columns by `diffusion caption`."""
     source: str = ''
     """SHA-256 of the index.json of the encoded image dataset."""
     autoencoder: str = field(default='', compare=False)
@@ -164,8 +164,9 @@ class LatentsDataset(BucketedDataset):
         image_sizes: Add the stored sizes of each image, int64 [6], for a model conditioned on them.
         image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weight of each column that captions were prepared from, for choosing a caption at random, such
-            as {original: 0.3, recaptioned: 0.7}; None means that all captions of a sample are equally likely.
+        caption_weights: Weight of each column of captions, prepared or written by `diffusion caption`, for choosing one
+            at random, such as {original: 0.3, recaptioned: 0.7}; None means that all captions in the shards are equally
+            likely, and that columns of `diffusion caption` are not used.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from diffusion.data.caption_choice import (
     check_caption_weights,
     choose_caption_index,
 )
+from diffusion.data.caption_columns import CaptionColumns
 from diffusion.data.epoch_order import EvaluationOrder, OccurrenceSpanner, evaluation_order, numbered_ids
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.data.transforms import ImageBlock
@@ -40,6 +41,7 @@ from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose, epoch_word, keyed_uniforms
+from diffusion.storage.caption_tables import ORIGINAL
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +76,9 @@ class BucketedDataset(VerifiedDataset):
             the same order (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded with others from the same shard
             (`diffusion.data.bad_samples`).
-        caption_weights: Weight of each column that captions were prepared from, for choosing a caption at random; None
-            means that all captions of a sample are equally likely.
+        caption_weights: Weight of each column of captions, prepared or written by `diffusion caption`, for choosing one
+            at random; None means that all captions in the shards are equally likely, and that columns of `diffusion
+            caption` are not used.
     """
 
     copies = 'each with its own crop, caption, timestep and noise'
@@ -109,6 +112,8 @@ class BucketedDataset(VerifiedDataset):
         self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
         self.spanner = OccurrenceSpanner(self.spanner)
         self._check_columns(columns)
+        # Without weights, all captions would be equally likely, and new tables would change a run without notice.
+        self.caption_columns = self.open_caption_columns(caption_weights or ())
         self._check_caption_columns()
         if elastic:
             self._round_to_whole_batches()
@@ -168,6 +173,7 @@ class BucketedDataset(VerifiedDataset):
         """Return index and text of the caption chosen for a sample in this epoch; raise BadSample if it has none."""
         draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
         try:
+            sample = self.with_table_captions(sample, index)
             captions = captions_of(sample, '')
             chances = [] if self.caption_weights is None else caption_chances(sample, self.caption_weights)
         except BadSample as error:
@@ -175,12 +181,44 @@ class BucketedDataset(VerifiedDataset):
         chosen = choose_caption_index(captions, self.caption_choice, draw, chances)
         return chosen, captions[chosen]
 
+    def with_table_captions(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return a sample with its captions from tables added to those in its shard, and the column of each."""
+        shard, row = self.spanner[index]
+        columns = self.caption_columns[int(self.stream_per_shard[shard])]
+        if not columns.listed:
+            return sample
+        added = columns.captions(self.shards[shard].raw_data.basename, int(row))
+        captions = captions_of(sample, '')
+        stored = sample.get(CAPTION_COLUMNS) or [ORIGINAL] * len(captions)
+        return sample | {
+            'captions': [*captions, *(text for _, text in added)],
+            CAPTION_COLUMNS: [*stored, *(name for name, _ in added)],
+        }
+
+    def open_caption_columns(self, names: Collection[str]) -> list[CaptionColumns]:
+        """Return, for each stream, its columns in tables that have one of these names."""
+        found = []
+        for stream, shards in self.shards_of_streams():
+            files = {raw.basename: {'bytes': raw.bytes, 'hashes': raw.hashes} for raw in (s.raw_data for s in shards)}
+            found.append(CaptionColumns.open(stream, names, files))
+        return found
+
     def _check_caption_columns(self) -> None:
         weights = self.caption_weights
-        if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
+        if weights is None or any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
+            return
+        listed = {name for columns in self.caption_columns for name in columns.listed}
+        unknown = sorted(set(weights) - listed - {ORIGINAL})
+        if listed and unknown:
+            raise UserError(
+                f'dataset.caption_weights: no stream has captions {", ".join(unknown)}; diffusion caption has written '
+                f'{", ".join(sorted(listed))}, and {ORIGINAL} means those in the shards'
+            )
+        if not listed:
             raise UserError(
                 'dataset.caption_weights: no stream records the columns of its captions; prepare the data with '
-                f'{" ".join(f"--caption-column {name}" for name in weights)}, or remove the setting'
+                f'{" ".join(f"--caption-column {name}" for name in weights)}, write such columns with diffusion '
+                'caption (for latents, store them by precompute.caption_columns), or remove the setting'
             )
 
     def columns_of(self, bucket: Bucket) -> set[str]:
@@ -382,9 +420,9 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
         **{name: getattr(dataset, name) for name in (*order, *sampling)},
         'dataset': dict(settings),
         'streams': {
-            bucket.name: _of_stream(bucket, position, samples)
-            for position, (bucket, samples) in enumerate(
-                zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True)
+            bucket.name: _of_stream(bucket, position, samples) | _of_captions(columns)
+            for position, (bucket, samples, columns) in enumerate(
+                zip(dataset.buckets, dataset.samples_per_stream.tolist(), dataset.caption_columns, strict=True)
             )
         },
     }
@@ -401,6 +439,10 @@ def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
         'samples': samples,
         'index_sha256': index_hash(stream),
     }
+
+
+def _of_captions(columns: CaptionColumns) -> dict[str, Any]:
+    return {'captions': columns.fingerprint()} if columns.listed else {}
 
 
 def index_hash(stream: Stream) -> str:

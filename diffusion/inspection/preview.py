@@ -15,6 +15,7 @@ from diffusion.config import registry
 from diffusion.config.load import Component, Recipe
 from diffusion.config.model_checks import PIXELS
 from diffusion.config.recipe import StreamConfig
+from diffusion.data.caption_choice import CAPTION_COLUMNS
 from diffusion.data.image_sheet import Figure, Section, draw_sheet, html_figures, html_page, png_bytes
 from diffusion.data.latents import LatentManifest, LatentsDataset
 from diffusion.data.streams import BucketedDataset
@@ -69,10 +70,15 @@ def _sections(
     begin = 0
     for bucket, count in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
         chosen = np.random.default_rng(seed).choice(count, min(samples, count), replace=False)
-        items = [dataset[begin + int(index)] for index in sorted(chosen)]
+        ids = [begin + int(index) for index in sorted(chosen)]
+        items = [dataset[index] for index in ids]
         begin += count
         title = f'{section}.{bucket.name}   {bucket.shape} px, {count} samples'
-        yield Section(title, [Figure([_image(item, manifest, vae)], _caption(item, tokenizers)) for item in items])
+        texts = [
+            _caption(item, tokenizers) + _table_captions(dataset, index) for index, item in zip(ids, items, strict=True)
+        ]
+        images = [[_image(item, manifest, vae)] for item in items]
+        yield Section(title, [Figure(image, text) for image, text in zip(images, texts, strict=True)])
 
 
 def _component(recipe: Recipe, section: str) -> Component:
@@ -114,6 +120,16 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
     tokenizer: Any = tokenizers[0]
     end = tokenizer.eos_token_id
     return tokenizer.decode(ids[1 : ids.index(end)] if end in ids else ids[1:]).strip()
+
+
+def _table_captions(dataset: BucketedDataset, index: int) -> str:
+    """Return all captions of a sample, each on a line after its column; empty if the stream uses no caption tables."""
+    stored = dataset.get_item(index)
+    sample = dataset.with_table_captions(stored, index)
+    if sample is stored:
+        return ''
+    columns = zip(sample[CAPTION_COLUMNS], sample['captions'], strict=True)
+    return ''.join(f'\n{column}: {caption}' for column, caption in columns)
 
 
 def _vae(model: Component, *, download: bool) -> Vae | None:

@@ -217,7 +217,7 @@ def report_page(
         *([] if report.held_out is None else ['<h2>Held out</h2>', _bucket_bars(report.held_out)]),
         '' if report.held_out is None else _figures(report.held_out.out, held_out),
         '<h2>Rejected</h2>',
-        _bars(
+        bars(
             {
                 reason: (entry.count, 'filtered' if is_filter(reason) else 'unusable')
                 for reason, entry in sorted(report.rejected.items())
@@ -226,8 +226,8 @@ def report_page(
         *(_details(reason, found) for reason, found in sorted(report.details.items())),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
         '<h2>Skipped</h2>',
-        _bars({kind: (files.count, files.shown) for kind, files in sorted(report.passed_over.items())}),
-        *(_histogram(name, values) for name, values in report.statistics.items()),
+        bars({kind: (files.count, files.shown) for kind, files in sorted(report.passed_over.items())}),
+        *(histogram(name, values) for name, values in report.statistics.items()),
         '<h2>Settings</h2>',
         _table({**report.arguments, **{f'version of {name}': text for name, text in report.versions.items()}}),
     ]
@@ -266,10 +266,10 @@ def _table(values: Mapping[str, Any]) -> str:
 def _bucket_bars(dataset: PrepareReport | HeldOut) -> str:
     """Return an HTML table with the number and size of samples in each bucket."""
     sizes = {name: f'{dataset.bytes.get(name, 0) / 1e6:,.1f} MB' for name in dataset.buckets}
-    return _bars({name: (count, sizes[name]) for name, count in dataset.buckets.items()})
+    return bars({name: (count, sizes[name]) for name, count in dataset.buckets.items()})
 
 
-def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
+def bars(counts: Mapping[str, tuple[int, str]]) -> str:
     """Return an HTML table of counts, given as (count, further text) by name, each with a bar."""
     largest = max((count for count, _ in counts.values()), default=1) or 1
     rows = [
@@ -280,7 +280,7 @@ def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
     return f'<table>{"".join(rows)}</table>' if rows else '<p>None.</p>'
 
 
-def _histogram(name: str, values: Mapping[str, Any]) -> str:
+def histogram(name: str, values: Mapping[str, Any]) -> str:
     edges = values['edges']
     names = [
         str(low) if isinstance(low, int) and high == low + 1 else f'{low} to {high}' for low, high in pairwise(edges)
@@ -288,11 +288,11 @@ def _histogram(name: str, values: Mapping[str, Any]) -> str:
     names.append(f'{edges[-1]} or more')
     counts = {label: (count, '') for label, count in zip(names, values['counts'], strict=True) if count}
     quantiles = ', '.join(f'{share} {value:g}' for share, value in values['quantiles'].items())
-    return f'<h2>{html.escape(name.capitalize())}</h2>{_bars(counts)}<p>Quantiles: {html.escape(quantiles)}</p>'
+    return f'<h2>{html.escape(name.capitalize())}</h2>{bars(counts)}<p>Quantiles: {html.escape(quantiles)}</p>'
 
 
 def _details(reason: str, found: Mapping[str, int]) -> str:
-    rows = _bars({message: (count, '') for message, count in found.items()})
+    rows = bars({message: (count, '') for message, count in found.items()})
     return f'<p>Messages of the decoder, {html.escape(reason)}:</p>{rows}'
 
 

@@ -37,6 +37,7 @@ from diffusion.prepare.image_record import (
 )
 from diffusion.prepare.shard_rewriting import index_folders, rewrite_shards
 from diffusion.storage.atomic import write_atomically
+from diffusion.storage.caption_tables import rewrite_tables
 from diffusion.storage.places import is_url, place_at
 from diffusion.storage.retry import PreconditionFailed
 
@@ -179,13 +180,15 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
     removal = Removal(selection)
     captions: set[str] = set()
     deliveries, obsolete = [], []
+    tables: list[str] = []
     for delivery, rows in zip(record.deliveries, selection.rows, strict=True):
         new = delivery
         if len(rows):
             new = _without_rows(dataset, delivery, rows, selection.keys, token)
-            entries, old, of_removed = _without_samples(dataset, delivery, selection, token)
+            entries, old, old_tables, of_removed = _without_samples(dataset, delivery, selection, token)
             captions |= of_removed
             removal.rewritten += old
+            tables += old_tables
             path = dataset.scratch / 'new' / 'content.json'
             write_atomically(path, json.dumps(entries, sort_keys=True))
             dataset.folder.put(new.shards, path)
@@ -200,8 +203,8 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
         removed=removed,
         removed_count=record.removed_count + selection.images - selection.held_out,
         removed_held_out=record.removed_held_out + selection.held_out,
-        kept=[*record.kept, *(removal.rewritten if keep_old_shards else ())],
-        obsolete=[*record.obsolete, *obsolete, *(() if keep_old_shards else removal.rewritten)],
+        kept=[*record.kept, *([*removal.rewritten, *tables] if keep_old_shards else ())],
+        obsolete=[*record.obsolete, *obsolete, *(() if keep_old_shards else [*removal.rewritten, *tables])],
     )
     changed = with_indexes(changed, dataset.entries(deliveries))
     # Update captions.txt before the record, so that it never lists captions of images that are already removed.
@@ -234,10 +237,15 @@ def _without_rows(
 
 def _without_samples(
     dataset: RecordedDataset, delivery: Delivery, selection: Selection, token: str
-) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
-    """Rewrite shards without the selected images; return index entries by bucket, old paths, removed captions."""
+) -> tuple[dict[str, list[dict[str, Any]]], list[str], list[str], set[str]]:
+    """Rewrite shards and their caption tables without the selected images.
+
+    Return the new index entries by bucket, the paths of the old shards and of the old tables' files, and the captions
+    of the removed images in the shards.
+    """
     new: dict[str, list[dict[str, Any]]] = {}
     old: list[str] = []
+    tables: list[str] = []
     captions: set[str] = set()
     for bucket, entries in dataset.json(delivery.shards).items():
         files = (entry['raw_data']['basename'] for entry in entries)
@@ -246,8 +254,9 @@ def _without_samples(
             dataset.folder, bucket, entries, holding, selection.keys, scratch=dataset.scratch, token=token
         )
         old += of_bucket
+        tables += rewrite_tables(dataset.folder, bucket, holding, new[bucket], selection.keys)
         captions |= of_removed
-    return new, old, captions
+    return new, old, tables, captions
 
 
 def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> None:

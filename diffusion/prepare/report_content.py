@@ -101,11 +101,11 @@ def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))
     return {
-        'shorter side, pixels': _histogram(np.minimum(width, height), SIDES),
-        'aspect, width over height': _histogram(width / height, ASPECTS),
-        'captions per image': _histogram(caption_numbers(catalog, images), NUMBERS),
-        'longest caption, characters': _histogram(length, LENGTHS),
-        'captions, CLIP tokens': _histogram(tokens, TOKENS),
+        'shorter side, pixels': histogram(np.minimum(width, height), SIDES),
+        'aspect, width over height': histogram(width / height, ASPECTS),
+        'captions per image': histogram(caption_numbers(catalog, images), NUMBERS),
+        'longest caption, characters': histogram(length, LENGTHS),
+        'captions, CLIP tokens': histogram(tokens, TOKENS),
     }
 
 
@@ -138,7 +138,7 @@ def _at_equal_distances(values: Any) -> Any:
     return values[:: max(1, -(-len(values) // COUNTED_CAPTIONS))]
 
 
-def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
+def histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
     """Return the bins' lower edges, counts, and quantiles by percentage; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
     if not len(values):  # np.quantile fails if an added delivery has no kept images

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import DataError, UserError
 from diffusion.storage import mds
+from diffusion.storage.caption_tables import joined, number_of, rewrite_tables
 from diffusion.storage.mds import ShardFormat, find_damage
 from diffusion.storage.places import Place, Versioned, place_at
 from diffusion.storage.retry import PreconditionFailed
@@ -38,11 +39,11 @@ def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
     """Raise UserError if a shard cannot be rewritten, or DataError if its size or hash is not that in the index."""
     problem = None
     if entry['zip_data'] is not None:
-        problem = 'is compressed and cannot be rewritten; prepare the data again without the images'
+        problem = 'is compressed, which this command cannot read; prepare the data again'
     elif KEY not in entry['column_names']:
-        problem = f'its samples have no column {KEY!r}, so they cannot be found; prepare the data again'
+        problem = f'its samples have no column {KEY!r}; prepare the data again'
     elif ShardFormat.of_entry(entry).config()['column_sizes'] != entry['column_sizes']:
-        problem = f'has columns of types that cannot be rewritten ({", ".join(entry["column_encodings"])})'
+        problem = f'has columns of types that this command cannot read ({", ".join(entry["column_encodings"])})'
     if problem is not None:
         raise UserError(f'{where}: {problem}')
     damage = find_damage(path, _Expected(entry['raw_data']['bytes'], entry['raw_data']['hashes']))
@@ -51,7 +52,7 @@ def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
 
 
 def keys_of(path: Path, entry: Mapping[str, Any]) -> list[str]:
-    return [_value(sample, entry, KEY).decode() for sample in _samples(path)]
+    return [_value(sample, entry, KEY).decode() for sample in encoded_samples(path)]
 
 
 def rewrite_shards(
@@ -76,18 +77,18 @@ def rewrite_shards(
         if file not in holding:
             new.append(entry)
             continue
-        path = folder.fetch(_joined(name, file))
-        check_shard(path, entry, f'{folder}/{_joined(name, file)}')
-        target = scratch / 'new' / f'{_number(file)}.{token}.mds'
+        path = folder.fetch(joined(name, file))
+        check_shard(path, entry, f'{folder}/{joined(name, file)}')
+        target = scratch / 'new' / f'{number_of(file)}.{token}.mds'
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         rewritten, of_removed = rewrite_shard(path, entry, keys, target)
         if rewritten is not None:
-            folder.put(_joined(name, target.name), target)
+            folder.put(joined(name, target.name), target)
             new.append(rewritten)
         if path.is_relative_to(scratch):  # the shard was downloaded
             path.unlink()
-        old.append(_joined(name, file))
+        old.append(joined(name, file))
         captions |= of_removed
     return new, old, captions
 
@@ -102,7 +103,7 @@ def rewrite_shard(
     kept: list[bytes] = []
     captions: set[str] = set()
     shards = ShardFormat.of_entry(entry)
-    for sample in _samples(path):
+    for sample in encoded_samples(path):
         if _value(sample, entry, KEY).decode() not in keys:
             kept.append(sample)
         elif shards.columns.get('captions') == 'json':
@@ -112,7 +113,8 @@ def rewrite_shard(
     return shards.write_shard(target, kept, [len(sample) for sample in kept], name=target.name), captions
 
 
-def _samples(path: Path) -> Iterator[bytes]:
+def encoded_samples(path: Path) -> Iterator[bytes]:
+    """Yield the samples of a shard file in order, as `ShardFormat.encode` encoded them."""
     with path.open('rb') as file:
         (count,) = struct.unpack('<I', file.read(4))
         offsets = struct.unpack(f'<{count + 1}I', file.read(4 * (count + 1)))
@@ -149,7 +151,7 @@ class ScannedFolder:
     """Number of samples to remove by file name of the shard, only for shards with such samples."""
 
     def path(self, file: str) -> str:
-        return _joined(self.name, file)
+        return joined(self.name, file)
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -199,10 +201,12 @@ def remove_scanned(
             folder, each.name, each.entries, each.holding, keys, scratch=scratch, token=token
         )
         old += rewritten
+        tables = rewrite_tables(folder, each.name, each.holding, entries, keys)
         try:
             folder.replace(each.path(mds.INDEX), mds.index_text(entries).encode(), each.index.version)
         except PreconditionFailed as error:
             raise UserError(f'{error}; when the other process has ended, start the same command again') from error
+        folder.delete(tables)
         _update_bucket_list(folder, each, entries)
     return old
 
@@ -212,9 +216,9 @@ def superseded(folder: Place, place: str) -> list[str]:
     left = []
     for each in _indexed_folders(folder, place):
         names = {entry['raw_data']['basename'] for entry in each.entries}
-        rewritten = {_number(file) for file in names if len(file.split('.')) == 4}
+        rewritten = {number_of(file) for file in names if len(file.split('.')) == 4}
         files = {path.rpartition('/')[2] for path in folder.sizes() if path.rpartition('/')[0] == each.name}
-        old = {file for file in files - names if file.endswith('.mds') and _number(file) in rewritten}
+        old = {file for file in files - names if file.endswith('.mds') and number_of(file) in rewritten}
         left += [each.path(file) for file in sorted(old)]
     return left
 
@@ -248,16 +252,7 @@ def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dic
 def _indexed_folders(folder: Place, place: str) -> list[ScannedFolder]:
     found = []
     for name in index_folders(place):
-        index = folder.read_version(_joined(name, mds.INDEX))
+        index = folder.read_version(joined(name, mds.INDEX))
         assert index is not None, 'it was listed'
         found.append(ScannedFolder(name, index))
     return found
-
-
-def _joined(folder: str, file: str) -> str:
-    return f'{folder}/{file}' if folder else file
-
-
-def _number(file: str) -> str:
-    """Return a shard's name without token and suffix, such as `shard.00003`."""
-    return '.'.join(file.split('.')[:2])

@@ -67,17 +67,17 @@ class ShardWriter:
             return list(threads.map(read_entry, numbers))
 
 
-def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
+def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str, alone: bool = True) -> None:
     """Write a new dataset's plan to a folder; raise UserError if the folder has another plan, from unfinished work.
 
     Args:
         plan: All settings that determine the bytes of the result, as JSON types.
         where: Key of the setting that specifies the folder, for messages.
+        alone: True if only one process calls this per folder; otherwise, the store needs conditional writes.
     """
     text = json.dumps(plan, indent=1) + '\n'
-    # Set `alone`: in a store, only one process calls this per folder, and Google with HMAC keys has no conditional
-    # writes.
-    folder.create(PLAN, text, alone=True)
+    # Google with HMAC keys has no conditional writes.
+    folder.create(PLAN, text, alone=alone)
     # Convert the plan to JSON and back, like the saved one; for example, tuples become lists.
     now = json.loads(text)
     # Read the plan back even after writing: if several processes start together, only one of them writes it.

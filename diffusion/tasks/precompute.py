@@ -161,19 +161,28 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
     """Build the unshuffled dataset of all images to encode; sample IDs continue from stream to stream."""
     settings = recipe.precompute
     keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
-    return components.build_dataset(
+    dataset = components.build_dataset(
         recipe,
         streams=settings.streams,
         component=Component('image_text', keywords),
         batch_size=settings.batch_size,
         shuffle=False,
     )
+    dataset.caption_columns = dataset.open_caption_columns(settings.caption_columns)
+    for bucket, columns in zip(dataset.buckets, dataset.caption_columns, strict=True):
+        if missing := [name for name in settings.caption_columns if name not in columns.listed]:
+            raise UserError(
+                f'precompute.caption_columns: precompute.streams.{bucket.name} has no captions {", ".join(missing)}; '
+                'write them with diffusion caption, or remove the name'
+            )
+    return dataset
 
 
 def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[PrecomputeStage]:
     settings = recipe.precompute
     stages, first = [], 0
-    for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
+    samples_of = dataset.samples_per_stream.tolist()
+    for bucket, samples, tables in zip(dataset.buckets, samples_of, dataset.caption_columns, strict=True):
         manifest = manifest_of(
             model.vae,
             shape=str(bucket.shape),
@@ -182,13 +191,13 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             crop=settings.crop if settings.crop == 'center' else f'random, {settings.min_crop_scale}, {recipe.seed}',
             text=model.text if settings.latents == 'image+text' else None,
             text_padding='removed' if settings.latents == 'image+text' and model.ignores_padding else 'kept',
-            captions=settings.captions,
+            captions=', '.join([settings.captions, *(f'{name} ({of})' for name, of in tables.fingerprint().items())]),
             image_sizes=model.adapter.takes_sizes,
         )
         if model.image_encoder is not None:
             manifest = replace(manifest, **_features_record(model, model.image_encoder, bucket.shape))
         columns = _columns(model, bucket.shape, settings)
-        if CAPTION_COLUMNS in dataset.columns_of(bucket):
+        if tables.listed or CAPTION_COLUMNS in dataset.columns_of(bucket):
             columns[CAPTION_COLUMNS] = 'json'
         output = _output(recipe, bucket.name, ShardFormat(columns))
         per_shard = _samples_per_shard(model, bucket.shape, settings)
@@ -307,7 +316,8 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
         self.dataset = dataset
 
     def __getitem__(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        sample, item = self.dataset.read(index)
+        stored, item = self.dataset.read(index)
+        sample = self.dataset.with_table_captions(stored, index)
         captions = captions_of(sample, self.dataset.where(index))
         columns = sample.get(CAPTION_COLUMNS, [])
         return item, {'captions': captions, 'key': str(sample.get('key', index)), CAPTION_COLUMNS: columns}

@@ -1,11 +1,14 @@
 """Images are removed from a dataset by key or hash; only the shards that hold them change, and they stay removed."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from drawn import draw, encode, keys, samples, snapshot
@@ -17,7 +20,19 @@ from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.image_record import read_images
 from diffusion.prepare.remove import remove
-from diffusion.storage.mds import write_dataset
+from diffusion.storage.caption_tables import (
+    ROWS,
+    Receipt,
+    plan_hash,
+    publish,
+    read_list,
+    shard_identity,
+    stem_of,
+    table_name,
+    write_table,
+)
+from diffusion.storage.mds import find_damage, write_dataset
+from diffusion.storage.places import LocalPlace
 
 
 def run(capsys: Any, *arguments: object, status: int = 0) -> str:
@@ -90,6 +105,41 @@ def test_removed_keys_are_nowhere_in_the_dataset(out: Path, capsys: Any) -> None
     assert not [path for path, body in files.items() if b'image-4"' in body or b'image-4)' in body or b'of 4\n' in body]
     for path in out.rglob('images*.parquet'):
         assert 'image-4' not in read_images(path)['key'].to_pylist()
+
+
+def caption_shards(out: Path) -> None:
+    plan = {'model': 'tiny-vlm', 'prompt': {'name': 'long', 'version': 1}}
+    for bucket in keys(out):
+        shards = [shard for folder, shard in indexed(out) if folder == bucket]
+        of_bucket = iter(samples(out / bucket))
+        for shard in shards:
+            stored = itertools.islice(of_bucket, shard['samples'])
+            rows = [{'key': sample['key'], 'caption': f'picture of {sample["key"]}'} for sample in stored]
+            name = table_name(bucket, 'long', stem_of(shard['raw_data']['basename']))
+            table = pa.Table.from_pylist(rows, schema=ROWS)
+            write_table(LocalPlace(out), name, table, plan=plan_hash(plan), shard=shard_identity(shard))
+        assert publish(LocalPlace(out), bucket, 'long', plan, shards)
+
+
+def test_caption_tables_lose_the_removed_images_and_stay_listed(out: Path, capsys: Any) -> None:
+    caption_shards(out)
+    kept = {path: path.read_bytes() for path in out.rglob('captions/long/*.parquet')}
+    run(capsys, out, '--key', 'image-3', 'image-26')
+    for bucket in keys(out):
+        tables = read_list((out / bucket / 'captions.json').read_bytes(), bucket)['long']['tables']
+        listed = {stem: Receipt(**each) for stem, each in tables.items()}
+        shards = [shard for folder, shard in indexed(out) if folder == bucket]
+        of_tables = []
+        for shard in shards:
+            stem = stem_of(shard['raw_data']['basename'])
+            assert listed[stem].shard == shard_identity(shard) and listed[stem].samples == shard['samples']
+            path = out / table_name(bucket, 'long', stem)
+            assert find_damage(path, listed[stem]) is None
+            of_tables += pq.read_table(path)['key'].to_pylist()
+        assert of_tables == keys(out)[bucket]
+    left = set(out.rglob('captions/long/*.parquet'))
+    assert len(left) == len(list(indexed(out)))
+    assert 0 < len(left & kept.keys()) < len(left), 'only tables of rewritten shards are new'
 
 
 def test_removed_images_do_not_come_back_with_a_later_delivery(out: Path, capsys: Any) -> None:

@@ -1,0 +1,257 @@
+"""Tables of captions beside the shards of a dataset: one Parquet file per shard and column of captions.
+
+    256px/shard.00007.mds
+    256px/captions.json                                columns that cover every shard, with the hash of each table
+    256px/captions/qwen3vl_long/shard.00007.parquet    row i describes sample i of the shard
+    256px/captions/qwen3vl_long/shard.00007.json       receipt: the table's hash and counts, written after the table
+
+A table is valid only for the shard whose size and hashes its receipt records. Images are never rewritten.
+"""
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from diffusion.errors import DataError, UserError
+from diffusion.storage.places import Place
+from diffusion.storage.retry import PreconditionFailed
+
+LIST = 'captions.json'
+FOLDER = 'captions'
+VERSION = 1
+ORIGINAL = 'original'
+"""Name for the captions in the shards, if the dataset was prepared from a single column."""
+FETCHES = 16
+ROWS = pa.schema(
+    {
+        'key': pa.string(),
+        'pixel_hash': pa.uint64(),  # of the image as stored; 0 if it cannot be decoded
+        'caption': pa.string(),  # null if rejected
+        'rejected': pa.string(),  # name of the rule that rejected the answer, or null
+        'answer': pa.string(),  # the rejected answer, or the server's message; null for captions
+        'tokens': pa.int32(),  # of the answer, as counted by the engine
+        'prompt_tokens': pa.int32(),
+        'model': pa.string(),
+        'revision': pa.string(),
+        'prompt': pa.string(),
+        'prompt_version': pa.int32(),
+        'settings': pa.string(),  # JSON
+    }
+)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Size, hash and counts of a table, and the shard and plan that it was made for."""
+
+    plan: str
+    """Hash of the column's plan: model, prompt and settings."""
+    shard: dict[str, Any]
+    """`bytes` and `hashes` of the shard."""
+    samples: int
+    captions: int
+    tokens: int
+    bytes: int
+    xxh64: str
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Number of rejected answers by rule."""
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        return {'xxh64': self.xxh64}
+
+
+def stem_of(shard_file: str) -> str:
+    """Return the file name of a shard without its suffix, such as shard.00007."""
+    return shard_file.removesuffix('.mds')
+
+
+def table_name(bucket: str, column: str, stem: str) -> str:
+    """Return the path of a shard's table relative to the dataset; `bucket` is empty for the dataset's own folder."""
+    return joined(bucket, f'{FOLDER}/{column}/{stem}.parquet')
+
+
+def shard_identity(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a receipt records about a shard, from the shard's entry in index.json."""
+    return {name: entry['raw_data'][name] for name in ('bytes', 'hashes')}
+
+
+def plan_hash(plan: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_table(folder: Place, name: str, table: pa.Table, *, plan: str, shard: Mapping[str, Any]) -> Receipt:
+    """Write a table and its receipt; if there is one for the same plan and shard, keep that one."""
+    made_for = {'made_for': json.dumps([plan, shard], sort_keys=True)}
+    table = table.cast(ROWS).replace_schema_metadata(made_for)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression='zstd')
+    content = buffer.getvalue()
+    while not folder.create(name, content):
+        # Another job had the same shard, or was killed before it wrote the receipt, which must match the file.
+        found = folder.read(name)
+        if found is not None and (there := pq.read_table(io.BytesIO(found))).schema.metadata == table.schema.metadata:
+            table, content = there, found
+            break
+        folder.delete([name])
+    receipt = _receipt(table, content, plan, shard)
+    folder.write(_receipt_name(name), json.dumps(asdict(receipt)))
+    return receipt
+
+
+def read_receipts(folder: Place, bucket: str, column: str) -> dict[str, Receipt]:
+    """Return the receipts of a column's tables by the stems of their shards; unreadable ones are left out."""
+    below = joined(bucket, f'{FOLDER}/{column}')
+    names = sorted(name for name in folder.list(below).files if name.endswith('.json'))
+    with ThreadPoolExecutor(FETCHES) as threads:
+        contents = threads.map(lambda name: folder.read(f'{below}/{name}'), names)
+        found = {name.removesuffix('.json'): _parsed(content) for name, content in zip(names, contents, strict=True)}
+    return {stem: receipt for stem, receipt in found.items() if receipt is not None}
+
+
+def finished(receipt: Receipt | None, plan: str, entry: Mapping[str, Any]) -> bool:
+    """Return True if a receipt is for this plan and this version of the shard."""
+    return receipt is not None and receipt.plan == plan and receipt.shard == shard_identity(entry)
+
+
+def publish(
+    folder: Place, bucket: str, column: str, plan: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> bool:
+    """List a column in the bucket's captions.json, for training; return False if a shard's table is missing.
+
+    Tables of shards that are no longer in the index are deleted.
+    """
+    receipts = read_receipts(folder, bucket, column)
+    stems = {stem_of(entry['raw_data']['basename']): entry for entry in entries}
+    if not all(finished(receipts.get(stem), plan_hash(plan), entry) for stem, entry in stems.items()):
+        return False
+    listed = {'plan': dict(plan), 'tables': {stem: asdict(receipts[stem]) for stem in stems}}
+    _update_list(folder, bucket, lambda columns: columns | {column: listed})
+    names = [table_name(bucket, column, stem) for stem in receipts.keys() - stems]
+    folder.delete([*map(_receipt_name, names), *names])
+    return True
+
+
+def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
+    """Return `plan` and `tables` (receipts by stem of the shard, as JSON) of each column in a captions.json.
+
+    None (there is no such file) gives no columns. Raise UserError if the file is damaged or has another format.
+    """
+    if content is None:
+        return {}
+    try:
+        values = json.loads(content)
+        version, columns = values['version'], values['columns']
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{where}: is damaged ({error}); run diffusion caption again') from error
+    if version != VERSION:
+        raise UserError(
+            f'{where}: has format {version}, and this version of diffusion reads format {VERSION}; use the version '
+            'that wrote the captions, or delete the file and run diffusion caption again'
+        )
+    return columns
+
+
+def rewrite_tables(
+    folder: Place, bucket: str, old: Collection[str], new: Iterable[Mapping[str, Any]], keys: Collection[str]
+) -> list[str]:
+    """Copy the tables of shards that were rewritten without some images; return the paths of the old tables' files.
+
+    Args:
+        old: File names of the old shards.
+        new: The bucket's new index entries; the new shard of shard.00003.mds is shard.00003.TOKEN.mds.
+        keys: Keys of the removed images.
+    """
+    replaced: list[str] = []
+    added: dict[str, dict[str, Any]] = {}
+    renewed = {number_of(entry['raw_data']['basename']): entry for entry in new}
+    for column in sorted(folder.list(joined(bucket, FOLDER)).folders) if old else ():
+        receipts = read_receipts(folder, bucket, column)
+        for stem in sorted({stem_of(file) for file in old} & receipts.keys()):
+            name = table_name(bucket, column, stem)
+            replaced += [name, _receipt_name(name)]
+            entry = renewed.get(number_of(stem))
+            if entry is None:  # no sample of the shard is left
+                continue
+            table = read_table(folder, name, receipts[stem])
+            kept = table.filter(pa.array([key not in keys for key in table['key'].to_pylist()], pa.bool_()))
+            target = stem_of(entry['raw_data']['basename'])
+            plan, shard = receipts[stem].plan, shard_identity(entry)
+            receipt = write_table(folder, table_name(bucket, column, target), kept, plan=plan, shard=shard)
+            added.setdefault(column, {})[target] = asdict(receipt)
+
+    def change(columns: dict[str, Any]) -> dict[str, Any]:
+        for column in columns.keys() & added.keys():
+            columns[column]['tables'] |= added[column]
+        return columns
+
+    if added:
+        # Add the new tables before the index lists their shards; entries of old tables are harmless.
+        _update_list(folder, bucket, change)
+    return replaced
+
+
+def read_table(folder: Place, name: str, receipt: Receipt) -> pa.Table:
+    """Return a table after comparing its hash with the receipt; raise DataError if they differ."""
+    content = folder.read(name) or b''
+    if xxhash.xxh64(content).hexdigest() != receipt.xxh64:
+        raise DataError(f'{folder.locate(name)}: differs from its receipt; delete both and run diffusion caption again')
+    return pq.read_table(io.BytesIO(content))
+
+
+def _update_list(folder: Place, bucket: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    name = joined(bucket, LIST)
+    while True:
+        found = folder.read_version(name)
+        columns = change(read_list(None if found is None else found.content, folder.locate(name)))
+        content = json.dumps({'version': VERSION, 'columns': columns}, sort_keys=True).encode()
+        if found is not None and found.content == content:
+            return
+        try:
+            folder.replace(name, content, None if found is None else found.version)
+            return
+        except PreconditionFailed:
+            continue  # another process has listed its column
+
+
+def _receipt(table: pa.Table, content: bytes, plan: str, shard: Mapping[str, Any]) -> Receipt:
+    rejected = Counter(rule for rule in table['rejected'].to_pylist() if rule is not None)
+    return Receipt(
+        plan=plan,
+        shard=dict(shard),
+        samples=len(table),
+        captions=len(table) - table['caption'].null_count,
+        tokens=sum(count or 0 for count in table['tokens'].to_pylist()),
+        bytes=len(content),
+        xxh64=xxhash.xxh64(content).hexdigest(),
+        rejected=dict(sorted(rejected.items())),
+    )
+
+
+def _parsed(content: bytes | None) -> Receipt | None:
+    try:
+        return Receipt(**json.loads(content or b''))
+    except (ValueError, TypeError):
+        return None
+
+
+def _receipt_name(table: str) -> str:
+    return f'{table.removesuffix(".parquet")}.json'
+
+
+def number_of(file: str) -> str:
+    """Return a shard's name without token and suffix, such as shard.00003, which a rewritten shard keeps."""
+    return '.'.join(file.split('.')[:2])
+
+
+def joined(folder: str, name: str) -> str:
+    return f'{folder}/{name}' if folder else name

@@ -73,6 +73,9 @@ class Family:
     """Published number of parameters of the denoiser, by what it denoises: `latents` or `pixels`."""
     sides: tuple[int, ...] = ()
     """Image sides in pixels for which the package includes precomputed FLOPs and memory."""
+    mirrored_depth: int = 0
+    """Number of blocks of models whose block i of n also passes its tokens to block n - 1 - i, so that a token route
+    must skip both. A model's keyword `depth` takes precedence. 0 for families without such connections."""
     side_step: int = 8
     """Number of pixels by which image sides must be divisible."""
 

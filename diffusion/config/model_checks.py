@@ -296,6 +296,30 @@ def route_problems(start: int, end: int, fraction: float, *, depth: int | None) 
     return problems
 
 
+def mirror_problem(start: int, end: int, depth: int) -> str | None:
+    """Return an error message if a route skips only one end of a long skip, block i or depth - 1 - i, else None."""
+    if start + end == depth:
+        return None
+    first = max(0, min(start, (depth - 1) // 2))
+    return (
+        f'the route skips blocks {start} to {end - 1}, but long skips connect block i of {depth} to block {depth - 1} '
+        f'- i; use start + end = {depth}, such as start: {first}, end: {depth - first}'
+    )
+
+
+def _mirror_problems(model: Component, start: int, end: int, depth: int | None) -> dict[str, str]:
+    if not family_of_model(model.name).mirrored_depth or depth is None:
+        return {}
+    problem = mirror_problem(start, end, depth)
+    return {} if problem is None else {'end': problem}
+
+
+def _depth_of(model: Component) -> int | None:
+    """Return a transformer's number of blocks; None if neither the recipe nor the family states it."""
+    depth = registry.settings_of('model', model).get('depth')
+    return depth if isinstance(depth, int) else family_of_model(model.name).mirrored_depth or None
+
+
 SPRINT = 'sprint'
 SPRINT_DENSE_BLOCKS = 2
 """Default number of blocks after SPRINT's route, which process the fused tokens."""
@@ -305,12 +329,12 @@ def _check_sprint(model: Component) -> list[Problem]:
     values, settings = (registry.settings_of('model', model, key) for key in (None, SPRINT))
     if not isinstance(values.get(SPRINT), Mapping) or not settings:
         return []
-    start, end, fraction, depth = *(settings[key] for key in ('start', 'end', 'fraction')), values.get('depth')
-    if end is None and isinstance(depth, int):
+    start, end, fraction, depth = *(settings[key] for key in ('start', 'end', 'fraction')), _depth_of(model)
+    if end is None and depth is not None:
         end = depth - SPRINT_DENSE_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
         return []  # another check reports values of a wrong type
-    problems = sprint_problems(start, end, fraction, depth=depth if isinstance(depth, int) else None)
+    problems = _mirror_problems(model, start, end, depth) | sprint_problems(start, end, fraction, depth=depth)
     problems |= _alignment_on_route(model, start, end)
     return [Problem(join(f'model.{SPRINT}', key), problem) for key, problem in problems.items()]
 
@@ -367,13 +391,13 @@ def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, st
         return {'': f'the model {model.name} has no image tokens; use a transformer, such as prx, or remove it'}
     settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
-    depth = registry.settings_of('model', model).get('depth')
-    depth = depth if isinstance(depth, int) else None
+    depth = _depth_of(model)
     if end is None and depth is not None:
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
         return {}  # another check reports values of a wrong type
-    problems = route_problems(start, end, fraction, depth=depth) | _alignment_on_route(model, start, end)
+    problems = _mirror_problems(model, start, end, depth) | route_problems(start, end, fraction, depth=depth)
+    problems |= _alignment_on_route(model, start, end)
     if isinstance(model.kwargs.get(SPRINT), Mapping):
         problems[''] = f'model.{SPRINT} routes tokens too; remove one of the two'
     return problems

@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric, Metric
 from typing_extensions import Unpack
 
 from diffusion.config.declarations import constrained
+from diffusion.config.model_checks import mirror_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
@@ -386,10 +387,13 @@ class LatentDiffusion(ComposerModel):
 
         The router's `begin` and `finish` must be called before and after each batch's forward and backward pass.
         """
-        assert self.adapter.token_blocks is not None, 'the family has no token blocks'
+        blocks = self.adapter.token_blocks
+        assert blocks is not None, 'the family has no token blocks'
         if self.sprint is not None and self.router is not None:
             raise UserError('algorithms.tread: model.sprint routes tokens too; remove one of the two')
-        self.router = TokenRouter(self.denoiser, self.adapter.token_blocks, route)
+        if blocks.mirrored and (problem := mirror_problem(route.start, route.end, len(blocks.of(self.denoiser)))):
+            raise UserError(f'{"tread" if self.sprint is None else "sprint"}: {problem}')
+        self.router = TokenRouter(self.denoiser, blocks, route)
         self._flops.route(route)
         return self.router
 

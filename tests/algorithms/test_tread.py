@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from diffusion.algorithms.tread import TREAD
 from diffusion.config import registry
-from diffusion.config.load import load
+from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.cost_counting import build_empty
@@ -314,15 +314,24 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in registry.names(
 
 @pytest.mark.parametrize('name', [*QUICK, *OTHERS])
 def test_check_without_torch_agrees_with_the_models(name, write_recipe):
-    """A model that is added without tokens must declare the trait `u_net`."""
+    """A model that is added without tokens must declare the trait `u_net`; one with long skips, `mirrored_depth`."""
     parameters = registry.signature('model', name).names()
     without_weights = {'pretrained': None} if 'pretrained' in parameters else {}
     model = build_empty(name, without_weights)
-    has_tokens = isinstance(model, LatentDiffusion) and model.adapter.token_blocks is not None
-    keywords = {'tread': {'start': 2, 'end': 3}}
-    recipe = write_recipe(model={'name': name, **without_weights}, algorithms=keywords)
-    if has_tokens:
-        assert load(recipe).algorithms['tread'].name == 'tread'
+    blocks = model.adapter.token_blocks if isinstance(model, LatentDiffusion) else None
+
+    def recipe_with(end: int) -> Recipe:
+        keywords = {'tread': {'start': 1, 'end': end}}
+        return load(write_recipe(model={'name': name, **without_weights}, algorithms=keywords))
+
+    if blocks is None:
+        with pytest.raises(UserError, match=f'the model {name} has no image tokens'):
+            recipe_with(3)
         return
-    with pytest.raises(UserError, match=f'the model {name} has no image tokens'):
-        load(recipe)
+    assert isinstance(model, LatentDiffusion)
+    depth = len(blocks.of(model.denoiser))
+    assert recipe_with(depth - 1).algorithms['tread'].name == 'tread'
+    if blocks.mirrored:
+        problem = rf'algorithms\.tread\.end: .* use start \+ end = {depth}, such as start: 1'
+        with pytest.raises(UserError, match=problem):
+            recipe_with(depth)

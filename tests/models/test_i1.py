@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaForConditionalGeneration
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
+from diffusion.config.load import load
 from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -22,7 +24,7 @@ from diffusion.models.families.i1.transformer import I1Transformer2DModel
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.randomness import Draws, Purpose
-from diffusion.models.token_routing import Route
+from diffusion.models.token_routing import Route, Sprint
 from diffusion.training import performance
 from tests.training.test_performance import with_parts
 
@@ -277,11 +279,35 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(build, monkeypatch):
 
 
 def test_a_route_that_a_long_skip_leaves_is_refused(build):
-    model = build()
-    batch = batch_of(model, height=32, width=32)
-    model.route_tokens(Route(1, 5, 0.5)).begin(model.draws_of(batch))
-    with pytest.raises(UserError, match=r'tread: a block gets 2 image tokens, but 4 .*start \+ end = the number of'):
-        model(batch)
+    problem = 'the route skips blocks 1 to 4, but long skips connect block i of 5 to block 4 - i; use start + end = 5, '
+    with pytest.raises(UserError, match=re.escape(f'tread: {problem}such as start: 1, end: 4')):
+        build().route_tokens(Route(1, 5, 0.5))
+    with pytest.raises(UserError, match=re.escape(f'sprint: {problem}')):
+        build(sprint=Sprint(start=1, end=5))
+
+
+@pytest.mark.parametrize(
+    ('sections', 'route', 'suggested'),
+    [
+        ({'algorithms': {'tread': None}}, 'tread.end: the route skips blocks 2 to 25, ', 'start: 2, end: 27'),
+        (
+            {'algorithms': {'tread': {'start': 20, 'end': 29}}},
+            'algorithms.tread.end: the route skips blocks 20 to 28, ',
+            'start: 14, end: 15',
+        ),
+        ({'model': {'sprint': {'start': 3}}}, 'sprint.end: the route skips blocks 3 to 26, ', 'start: 3, end: 26'),
+    ],
+)
+def test_check_refuses_a_route_that_a_long_skip_leaves(write_recipe, sections, route, suggested):
+    model = {'name': 'i1', 'pretrained': None} | sections.get('model', {})
+    with pytest.raises(UserError, match=f'{re.escape(route)}.*{suggested}'):
+        load(write_recipe(**sections | {'model': model}))
+
+
+def test_check_accepts_a_route_between_the_ends_of_a_long_skip(write_recipe):
+    model = {'name': 'i1', 'pretrained': None}
+    for sections in ({'algorithms': {'tread': {'start': 3}}}, {'model': model | {'sprint': {}}}):
+        assert load(write_recipe(**{'model': model} | sections)).model.name == 'i1'
 
 
 def test_lora_trains_its_own_weights_alone(build):

@@ -102,6 +102,8 @@ class TokenBlocks:
     """Other block arguments that have one entry per image token, such as RoPE angles: name and token dimension."""
     output: int | None = None
     """Position of the image tokens in a block's output; None if the output is only the image tokens."""
+    mirrored: bool = False
+    """True if block i of n also passes its tokens to block n - 1 - i, so that a route must skip both or neither."""
 
     def of(self, denoiser: nn.Module) -> list[nn.Module]:
         return list(getattr(denoiser, self.attribute))

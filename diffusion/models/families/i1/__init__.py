@@ -21,5 +21,6 @@ FAMILY = Family(
     miniature=Miniature('tiny_i1', {'hidden_size': 32, 'num_heads': 2, 'depth': 3}),
     parameters={'latents': 1_034_264_432},
     sides=(256,),
+    mirrored_depth=29,
     side_step=16,
 )

@@ -22,7 +22,7 @@ class I1(DenoiserAdapter):
     }
     samples_even_times = True
     reads_pickles = True
-    token_blocks = TokenBlocks('blocks', per_token={'image_rotary': 1}, output=0)
+    token_blocks = TokenBlocks('blocks', per_token={'image_rotary': 1}, output=0, mirrored=True)
 
     def sizes(self, denoiser: I1Transformer2DModel) -> DenoiserSizes:
         config = denoiser.config

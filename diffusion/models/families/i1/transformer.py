@@ -20,7 +20,6 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from diffusion.errors import UserError
 from diffusion.models.frozen_parts import at_least_float32
 
 GRID = 16
@@ -124,7 +123,6 @@ class I1Block(nn.Module):
         image, text = hidden_states, encoder_hidden_states
         if self.image_skip is not None and self.text_skip is not None:
             assert skip is not None and text_skip is not None
-            _check_same_tokens(image, skip)
             image = self.image_skip(torch.cat([image, skip], dim=-1))
             text = self.text_skip(torch.cat([text, text_skip], dim=-1))
         rotary = torch.cat([image_rotary, text_rotary], dim=1)
@@ -320,11 +318,3 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
     """Return the outputs of attention heads, [B, S, D], for queries, keys and values [B, S, heads, h]."""
     heads = (each.transpose(1, 2) for each in (query.to(value.dtype), key.to(value.dtype), value))
     return functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
-
-
-def _check_same_tokens(image: Tensor, skip: Tensor) -> None:
-    if image.shape[1] != skip.shape[1]:
-        raise UserError(
-            f'tread: a block gets {image.shape[1]} image tokens, but {skip.shape[1]} from the block that its long skip '
-            'comes from; use start + end = the number of blocks, such as start: 3 with 29 blocks'
-        )

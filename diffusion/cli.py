@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(argparse._SubParsersAction):
-    """Subcommands. `help`, a subcommand's text in the list of them, is also the first line of its own `--help`."""
+    """Action for subcommands: a subcommand's `help` in its parent's list is also the first line of its own `--help`."""
 
     # typeshed declares every keyword of ArgumentParser; the override need not repeat them.
     def add_parser(self, name: str, fill: 'Fill', *, help: str, **options: Any) -> Any:  # type: ignore[override]

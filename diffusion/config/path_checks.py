@@ -43,7 +43,10 @@ def reads_initial_weights(recipe: Recipe) -> bool:
 def check_stream_folders(
     section: str, streams: Mapping[str, StreamConfig], *, for_training: bool = False
 ) -> list[Problem]:
-    """Return a problem for each unreadable or empty local folder of streams; `for_training` checks image sizes too."""
+    """Return a problem for each local folder of streams that is unreadable, empty or has buckets of another resolution.
+
+    `for_training` also reports folders of other streams if their images are smaller than the model's input.
+    """
     gather = Gatherer()
     for name, stream in streams.items():
         key, folder = ('local', stream.local) if stream.remote is None else ('remote', stream.remote)

@@ -59,8 +59,9 @@ def check_shared_folder(folder: Path) -> list[Finding]:
 
 
 def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
-    """Wait until the files of all nodes are visible or a time limit is reached; return this node's view."""
-    # If a file stays invisible for the whole time limit, do not wait for the files after it.
+    """Wait for the files of all nodes to be visible, for a limited time each; return this node's view."""
+    # Wait up to VISIBLE_SECONDS for each file. Once a file stays invisible for that long, check those after it without
+    # waiting.
     seconds, seen = local_files.VISIBLE_SECONDS, set()
     for other in names:
         if local_files.why_not_visible(folder / other, other, seconds):

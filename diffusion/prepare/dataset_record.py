@@ -42,7 +42,7 @@ Entries = Mapping[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Delivery:
-    """One input added to a dataset: its source's settings, and the paths of its files relative to the dataset."""
+    """One input added to a dataset: its source's settings, and the paths in the dataset of files that describe it."""
 
     source: dict[str, Any]
     fingerprint: str

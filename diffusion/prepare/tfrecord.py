@@ -64,7 +64,7 @@ def tfrecord_parts(
 
 
 def tfrecord_entries(path: Path, part: Part, names: ColumnNames) -> Iterator[Entry]:
-    """Yield a part's records as entries; if the file is damaged or incomplete, end with an entry that reports it."""
+    """Yield an entry per record, even a damaged one; if reading fails or records are missing, a last one reports it."""
     stem, number = part.where['stem'], 0
     seen: set[str] = set()
     features: dict[str, None] = {}

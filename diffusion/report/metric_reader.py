@@ -92,7 +92,7 @@ class Series:
             self.nonfinite.append((step, 'NaN' if math.isnan(value) else 'infinite'))
 
     def cut(self, step: int) -> None:
-        """Remove the values at a batch and later ones, because the run has repeated these batches."""
+        """Remove the values at a batch and later ones, because the run repeats batches from there on."""
         keep = len(self.steps)
         while keep and self.steps[keep - 1] >= step:
             keep -= 1

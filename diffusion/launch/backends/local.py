@@ -32,7 +32,7 @@ ORDERLY = {PREEMPTED, BAD_HARDWARE}
 
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
-    """Run jobs in sequence on this machine, with their restarts; return the first nonzero exit status, or 0."""
+    """Run jobs in sequence on this machine, with their restarts, until one fails; return its exit status, or 0."""
     with discarding_lost_output():  # if the terminal is closed, stop the jobs so that they save
         for job in jobs:
             status = LocalJob(job).run()

@@ -263,7 +263,7 @@ def test_readme(checkout, tmp_path, forkserver):
     """Use a miniature in place of the published Stable Diffusion 2, and pretend that the machine has a GPU."""
     reader = Reader(tmp_path / 'reader', forkserver.path)
     for path in checkout.folder.iterdir():
-        if path.name not in ('photos', 'yamls', '.programs', '.overlay', 'data', 'runs'):
+        if path.name not in ('photos', 'photos.yaml', 'yamls', '.programs', '.overlay', 'data', 'runs'):
             (reader.folder / path.name).symlink_to(path.resolve() if path.is_symlink() else path)
     shutil.copytree(checkout.folder / 'yamls', reader.folder / 'yamls')
     # What the quickstart has made for its own page, if that was tested; `make quickstart` then has nothing left to do.

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from forkserver import Server
 
 from diffusion.config.load import load
+from diffusion.models.families.adapter import Condition
 from diffusion.training import performance
 from diffusion.training.train import train
 
@@ -132,6 +134,34 @@ def test_held_out_combinations_have_known_parts(module):
     assert {name.subject for name in held_out} <= {name.subject for name in trained}
     assert {name.attribute for name in held_out} <= {name.attribute for name in trained} - {''}
     assert not {emoji.family for emoji in found['drawings']} & {emoji.family for emoji in found['train']}
+
+
+def test_ablation_changes_i1_as_named_at_equal_parameters(module):
+    ablation, models = module('ablation'), {}
+    for row in ablation.rows_named('mmdit,wide-prx,i1,i1-no-skips,i1-no-sandwich,i1-timestep,i1-empty'):
+        torch.manual_seed(17)
+        models[row.key] = ablation.build_model(row, torch.empty(0), seed=17)
+    counts = {key: sum(each.numel() for each in model.denoiser.parameters()) for key, model in models.items()}
+    assert all(abs(count / counts['mmdit'] - 1) < 0.05 for count in counts.values())
+
+    noisy, condition = torch.randn(1, 16, 8, 8), Condition(torch.randn(1, 12, 128), torch.ones(1, 12).bool())
+
+    @torch.no_grad()
+    def predicted(key, timestep):
+        return models[key].adapter.predict(models[key].denoiser, noisy, torch.tensor([timestep]), condition)
+
+    assert torch.equal(predicted('i1', 100.0), predicted('i1', 900.0))
+    assert torch.equal(predicted('i1', 100.0), predicted('i1-empty', 100.0))
+    assert not torch.equal(predicted('i1-timestep', 100.0), predicted('i1-timestep', 900.0))
+    assert len({float(predicted(key, 100.0).sum()) for key in models if key.startswith('i1')}) == 4
+    names = {key: ' '.join(models[key].denoiser.state_dict()) for key in models}
+    assert '_skip' not in names['i1-no-skips'] and 'attention_output_norm' not in names['i1-no-sandwich']
+
+
+def test_ablation_names_the_rows_it_has(module, capsys):
+    with pytest.raises(SystemExit):
+        module('ablation').parse(['1', '1', '--rows', 'i1,mmditt'])
+    assert '--rows: mmditt: not a row; use unet, ' in capsys.readouterr().err
 
 
 def test_quickstart_models_prints_ratios(rows, tmp_path):

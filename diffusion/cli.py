@@ -169,6 +169,7 @@ COMMANDS = {
     'plan': ('planning.cli:run_plan', 'estimate time, cost, GPU memory, storage and checkpoints of runs'),
     'profile': ('cli:run_profile', 'measure where the time of a few batches goes, and suggest changes'),
     'prepare': ('prepare.cli:add_arguments', 'convert images and captions to bucketed MDS shards'),
+    'caption': ('captioning.cli:run_caption', 'caption prepared images with a vision-language model'),
     'data': ('inspection.cli:add_arguments', 'verify shards, preview samples, benchmark the loader, remove images'),
     'generate': ('tasks.cli:run_generate', 'generate images with a checkpoint or an export'),
     'evaluate': ('tasks.cli:run_evaluate', 'measure FID, CLIP score and other metrics of a checkpoint'),

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from diffusion import cli, exit_codes
+from diffusion.captioning.prompts import Prompt
+from diffusion.captioning.settings import CaptionSettings
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.recipe import Component, Recipe
@@ -68,6 +70,7 @@ def pages() -> dict[str, str]:
         'reference/resume.md': resume_page(),
         'reference/command-line.md': command_line_page(),
         'reference/prepare.md': prepare_page(),
+        'reference/captions.md': captions_page(),
         'reference/job.md': job_page(),
         'reference/exit-statuses.md': exit_status_page(),
         'reference/environment.md': environment_page(),
@@ -122,6 +125,17 @@ def prepare_page() -> str:
         keys of a section, such as `filters.min_side=512`.
     """
     return _joined(textwrap.dedent(intro), *dataclass_tables(PrepareSettings, 'Top level'))
+
+
+def captions_page() -> str:
+    """Return the page of every key of the settings of `diffusion caption`, and of a prompt file."""
+    intro = """
+        # Captioning keys
+
+        The keys of the YAML for `diffusion caption DATASET --with FILE.yaml`, and of the prompt files that it names.
+    """
+    parts = [*dataclass_tables(CaptionSettings, 'Top level'), *dataclass_tables(Prompt, 'Prompt files')]
+    return _joined(textwrap.dedent(intro), *parts)
 
 
 def job_page() -> str:

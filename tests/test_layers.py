@@ -14,7 +14,7 @@ LAYERS = [
     {'config', 'storage', 'planning', 'runs', 'launch', 'errors', 'exit_codes'},
     {'compatibility', 'models'},  # torch, diffusers, transformers; no Composer
     {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
-    {'tasks', 'prepare', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs
+    {'tasks', 'prepare', 'captioning', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs
 ]
 COMPOSER_MODELS = {'models.latent_diffusion', 'models.autoencoder'}  # on layer 2, in the folder of their parts
 FOREIGN = {

@@ -1,0 +1,134 @@
+"""Command line of `diffusion caption`; modules that handle images are imported only when the command runs."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from diffusion.config.byte_sizes import bytes_text
+from diffusion.config.options import Option, Overrides
+from diffusion.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from diffusion.captioning.caption_run import CaptionRun
+    from diffusion.captioning.engine import Engine, Question
+    from diffusion.captioning.settings import CaptionSettings
+
+MEASURED_IMAGES = 32
+
+
+@dataclass(kw_only=True)
+class CaptionOptions:
+    """Options of `diffusion caption`."""
+
+    dataset: Annotated[str, Option('DIR_OR_URL', positional=True, files=True)]
+    """Dataset that diffusion prepare has written."""
+    settings: Annotated[str, Option('FILE.yaml', flag='--with', files=True)]
+    """YAML file with the model, the columns of captions and their prompts, and the engine."""
+    overrides: Overrides = field(default_factory=list)
+    """Overrides of settings, such as concurrency=64."""
+    share: Annotated[str | None, Option('I/N')] = None
+    """Caption only share I of N, counted from 0, such as 3/16, on N machines; the last one to finish lists the columns
+    for training (default: all)."""
+    work: Annotated[str | None, Option('DIR', files=True)] = None
+    """Local folder for answers of unfinished shards (default: beside a local dataset, or in ~/.cache/diffusion)."""
+    plan: bool = False
+    """Caption up to 32 images without keeping the captions, and print images per second, hours, cost and bytes for
+    all."""
+    dollars_per_hour: Annotated[float | None, Option('USD')] = None
+    """Price per hour of what runs the model, for the cost in --plan (default: print no cost)."""
+    report: Annotated[str | None, Option('FILE.html', files=True)] = None
+    """Write a report on the captions so far, with 50 random images, and caption nothing."""
+    recipe: Annotated[str | None, Option('FILE.yaml', files=True)] = None
+    """Recipe whose text encoder counts the tokens in --report."""
+
+
+def run_caption(options: CaptionOptions) -> int:
+    """Run `diffusion caption`: caption the images that have no captions yet, and print the counts."""
+    from diffusion.captioning.settings import load_settings
+    from diffusion.prepare.work_dir import Share
+
+    settings = load_settings(options.settings, options.overrides)
+    share = None if options.share is None else Share.parse(options.share)
+    from diffusion.captioning.caption_run import CaptionRun
+
+    run = CaptionRun(options.dataset, settings, share=share, work=options.work)
+    run.indexes()  # a mistake in the path is reported before a model is loaded
+    if options.report is not None:
+        _write_report(run, options.report, options.recipe)
+        return 0
+    engine = _engine(settings)
+    if options.plan:
+        _print_plan(run, engine, options.dollars_per_hour)
+        return 0
+    try:
+        run.execute(engine)
+    except KeyboardInterrupt:
+        print(f'interrupted; run the same command to resume, answers are in {run.work}', file=sys.stderr)
+        return 130
+    print(printable('\n'.join(_report(run))))
+    return 0
+
+
+def _write_report(run: 'CaptionRun', path: str, recipe: str | None) -> None:
+    from diffusion.captioning.report import report_page
+    from diffusion.config.load import load
+    from diffusion.storage.atomic import write_atomically
+
+    if recipe is None:
+        raise UserError('--report: counts the tokens of a text encoder; name the recipe of its model with --recipe')
+    write_atomically(Path(path), report_page(run, load(recipe)))
+    print(f'wrote {path}')
+
+
+def _engine(settings: 'CaptionSettings') -> 'Engine':
+    if settings.engine == 'endpoint':
+        from diffusion.captioning.endpoint import Endpoint
+
+        return Endpoint(settings)
+    from diffusion.captioning.local_model import LocalModel
+
+    return LocalModel(settings)
+
+
+def _report(run: 'CaptionRun') -> Iterator[str]:
+    for column, receipts in run.written.items():
+        if not receipts:
+            yield f'{column}: every image has been captioned already'
+            continue
+        captions, tokens = sum(each.captions for each in receipts), sum(each.tokens for each in receipts)
+        rules = sum((Counter(each.rejected) for each in receipts), Counter[str]())
+        named = ', '.join(f'{count:,} {rule}' for rule, count in rules.most_common())
+        yield (
+            f'{column}: {captions:,} captions of {tokens / max(1, captions):.0f} tokens on average, '
+            f'{rules.total():,} rejected{f" ({named})" if named else ""}'
+        )
+        if column not in run.listed:
+            yield f'{column}: other shards have no captions yet; training can use the column after the last share'
+    if len(run.listed) == len(run.written):
+        weights = ', '.join(f'{column}: {0.8 / len(run.listed):.2g}' for column in run.listed)
+        yield f'to train with them, set dataset.caption_weights to {{original: 0.2, {weights}}}'
+
+
+def _print_plan(run: 'CaptionRun', engine: 'Engine', dollars_per_hour: float | None) -> None:
+    remaining = sum(task.entry['samples'] for task in run.remaining())
+    if not remaining:
+        print('every image has its captions; nothing to do')
+        return
+    questions: list[Question] = list(run.sample_questions(MEASURED_IMAGES))
+    begin = time.monotonic()
+    answers = list(engine.answers(questions))
+    seconds = time.monotonic() - begin
+    if not answers:
+        raise UserError('--plan: no image of the first shard is left to measure; caption the dataset without --plan')
+    measured = len({question.row for question in questions})
+    rate = measured / max(seconds, 1e-6)
+    hours = remaining / rate / 3600
+    size = sum(len(answer.text.encode()) for answer in answers) / measured * remaining
+    cost = '' if dollars_per_hour is None else f', ${hours * dollars_per_hour:,.2f}'
+    rejected = sum(answer.rejected is not None for answer in answers)
+    print(f'{rate:.2f} images/s, measured on {measured} images; {rejected} of {len(answers)} answers were rejected')
+    print(f'{remaining:,} images to caption: {hours:,.1f} hours{cost}, at most {bytes_text(size)} of tables')

@@ -1,0 +1,51 @@
+"""What an engine is: an iterator from questions about images to the answers of a vision-language model."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from diffusion.captioning.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Question:
+    """One image and one prompt."""
+
+    shard: int
+    """Number of the shard in this process's list; an engine may form batches of one shard's images only."""
+    row: int
+    column: str
+    prompt: Prompt
+    image: bytes
+    """File in JPEG, PNG or WebP."""
+    media_type: str
+    """Format of the file, such as image/jpeg."""
+    caption: str = ''
+    """First stored caption of the image; empty if it has none."""
+
+    @property
+    def instruction(self) -> str:
+        return self.prompt.filled(self.caption)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a question, with the number of tokens of the answer and of the prompt with the image."""
+
+    question: Question
+    text: str
+    rejected: str | None = None
+    """Name of the rule that rejects the answer; None accepts it."""
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+
+class Engine(Protocol):
+    def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
+        """Yield an answer to each question, in any order; take the next questions only when there is room for them.
+
+        Raises:
+            UserError: The model or the settings are wrong, so that no question can be answered.
+            GaveUp: The server did not answer any question for `patience_seconds`.
+        """
+        ...

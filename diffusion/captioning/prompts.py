@@ -1,0 +1,91 @@
+"""Prompts for a vision-language model: YAML files with a text, a version, and rules that reject answers."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusion.config.schema import Gatherer, build_dataclass, did_you_mean
+from diffusion.config.yaml_files import UnreadableYAML, read_yaml
+from diffusion.errors import UserError
+
+SHIPPED = Path(__file__).with_name('prompts')
+PLACEHOLDER = '{caption}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Content of a prompt file. Change `version` with the text: tables of captions record both."""
+
+    name: str
+    """Name of the prompt, recorded with each caption."""
+    version: int
+    """Number of this version of the text, from 1."""
+    text: str
+    """Instruction for the model; {caption} is replaced by the first stored caption of the image."""
+    with_caption: bool = False
+    """True if the text must contain {caption}. Images without a caption get an empty text in its place."""
+    script: Literal['latin', 'any'] = 'latin'
+    """latin: reject answers of which more than a quarter of the letters outside quotation marks are not Latin."""
+    min_words: int = 1
+    """Minimum number of words of an answer; shorter answers are rejected as too_short."""
+    max_words: int | None = None
+    """Maximum number of words of an answer; longer answers are rejected as too_long (None: no limit)."""
+    reject: dict[str, str] = field(default_factory=dict)
+    """Further rules: regular expressions by the name of the rule. An answer in which one is found is rejected."""
+
+    def filled(self, caption: str) -> str:
+        """Return the instruction for an image whose first stored caption is this; '' if it has none."""
+        return self.text.replace(PLACEHOLDER, caption).strip()
+
+    def plan(self) -> dict[str, Any]:
+        """Return what a table of captions records about the prompt: all that decides which answers are accepted."""
+        rules = {'script': self.script, 'min_words': self.min_words, 'max_words': self.max_words, 'reject': self.reject}
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
+        return {'name': self.name, 'version': self.version, 'text_sha256': digest, 'rules': rules}
+
+
+def load_prompt(prompt: str, where: str) -> Prompt:
+    """Read a shipped prompt by name, such as `long`, or a prompt file by path, such as `prompts/birds.yaml`.
+
+    Args:
+        where: Key of the setting that names the prompt, for messages.
+
+    Raises:
+        UserError: There is no such prompt, or its file has mistakes.
+    """
+    shipped = {path.stem: path for path in SHIPPED.glob('*.yaml')}
+    if not prompt.endswith(('.yaml', '.yml')) and prompt not in shipped:
+        hint = did_you_mean(prompt, shipped)
+        raise UserError(f'{where}: there is no prompt {prompt!r}, and it is not the path of a .yaml file; {hint}')
+    path = shipped.get(prompt, Path(prompt))
+    gather = Gatherer()
+    try:
+        found = build_dataclass(Prompt, read_yaml(path), '', gather)
+    except UnreadableYAML as error:
+        raise UserError(f'{where}: {error}') from error
+    problems = [str(each) for each in gather.problems + gather.missing] or _problems(found)
+    if problems:
+        raise UserError(f'{where}: {path}: ' + '\n  '.join(problems))
+    return found
+
+
+def _problems(prompt: Prompt) -> list[str]:
+    problems = []
+    if prompt.version < 1:
+        problems.append(f'version: {prompt.version} is out of range; count versions from 1')
+    unknown = sorted(set(re.findall(r'\{\w+\}', prompt.text)) - {PLACEHOLDER})
+    if unknown:
+        problems.append(f'text: {", ".join(unknown)} is not a placeholder; the only one is {PLACEHOLDER}')
+    if prompt.with_caption != (PLACEHOLDER in prompt.text):
+        missing = f'text: has no {PLACEHOLDER}; add it, or remove with_caption'
+        problems.append(missing if prompt.with_caption else f'text: has {PLACEHOLDER}; add with_caption: true')
+    if not prompt.text.strip():
+        problems.append('text: is empty; write the instruction for the model')
+    for name, pattern in prompt.reject.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f'reject.{name}: {pattern!r} is not a regular expression ({error})')
+    return problems

@@ -1,0 +1,125 @@
+"""HTML report on the captions of a dataset: images with old and new captions, lengths, rejections and repeats."""
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from diffusion.captioning.caption_run import CaptionRun
+from diffusion.config.load import Recipe
+from diffusion.data.image_reading import UnreadableImage, read_image
+from diffusion.data.image_sheet import Figure, html_figures, html_page
+from diffusion.errors import UserError
+from diffusion.prepare.counts_report import STYLE, bars, histogram
+from diffusion.prepare.process_sample import thumbnail
+from diffusion.prepare.report_content import TOKENS
+from diffusion.prepare.report_content import histogram as histogram_of
+from diffusion.prepare.shard_rewriting import encoded_samples
+from diffusion.storage import caption_tables
+from diffusion.storage.caption_tables import Receipt, read_table, stem_of, table_name
+from diffusion.storage.mds import ShardFormat
+from diffusion.storage.places import LocalPlace
+from diffusion.training.components import build_tokenizers
+
+IMAGES = 50
+SHARDS_SHOWN = 10
+"""Maximum number of shards from which images are shown: a shard must be downloaded for them."""
+MAX_CAPTIONS = 20_000
+"""Maximum number of captions of a column, from random shards, for lengths and repeats."""
+REPEATS_SHOWN = 10
+TABLE_STYLE = 'tr.images td { padding: .6em; border-top: 1px solid #ddd; width: 30em } td p { margin: 0 0 .5em }'
+Tables = dict[str, Receipt]
+"""Receipts by path of the table."""
+
+
+def report_page(run: CaptionRun, recipe: Recipe, *, seed: int = 0) -> str:
+    """Return a report on the captions so far, with tokens as the recipe's text encoder counts them, as an HTML page.
+
+    Raises:
+        UserError: A column has no captions, or the recipe's model takes no text.
+    """
+    tokenizer: Any = max(build_tokenizers(recipe), key=lambda each: each.model_max_length, default=None)
+    if tokenizer is None:
+        raise UserError(f'--recipe: the model {recipe.model.name} takes no text; give the recipe of one that does')
+    draws = np.random.default_rng(seed)
+    shards = [(bucket, entry) for bucket, entries in run.indexes().items() for entry in entries]
+    shards = [shards[index] for index in draws.permutation(len(shards))]
+    tables = {column: _tables(run, column, shards) for column in run.plans}
+    parts = [part for column, found in tables.items() for part in _column_section(run, column, found, tokenizer)]
+    parts += ['<h2>Images</h2>', '<table>', *_image_rows(run, shards[:SHARDS_SHOWN], tables, draws), '</table>']
+    title = f'{run.place}: captions'
+    return html_page(title, '\n'.join([f'<h1>{html.escape(title)}</h1>', *parts]), style=STYLE + TABLE_STYLE)
+
+
+def _tables(run: CaptionRun, column: str, shards: Sequence[tuple[str, Any]]) -> Tables:
+    receipts = {bucket: caption_tables.read_receipts(run.dataset, bucket, column) for bucket in dict(shards)}
+    found, plan = {}, caption_tables.plan_hash(run.plans[column])
+    for bucket, entry in shards:
+        stem = stem_of(entry['raw_data']['basename'])
+        receipt = receipts[bucket].get(stem)
+        if receipt is not None and caption_tables.finished(receipt, plan, entry):
+            found[table_name(bucket, column, stem)] = receipt
+    if not found:
+        raise UserError(f'columns.{column}: {run.place} has no captions of this column yet; caption images first')
+    return found
+
+
+def _column_section(run: CaptionRun, column: str, tables: Tables, tokenizer: Any) -> Iterator[str]:
+    rules = sum((Counter(each.rejected) for each in tables.values()), Counter[str]())
+    samples, rejected = sum(each.samples for each in tables.values()), rules.total()
+    yield f'<h2>{html.escape(column)}</h2><p>{samples:,} images, {rejected:,} rejected ({rejected / samples:.2%}).</p>'
+    yield bars({rule: (count, '') for rule, count in rules.most_common()})
+    rows = (read_table(run.dataset, name, receipt)['caption'].drop_null() for name, receipt in tables.items())
+    captions = list(islice((text for table in rows for text in table.to_pylist()), MAX_CAPTIONS))
+    if not captions:
+        return
+    tokens = np.array([len(ids) for ids in tokenizer(captions, truncation=False, verbose=False).input_ids])
+    limit = tokenizer.model_max_length
+    yield histogram('length in tokens', histogram_of(tokens, TOKENS))
+    yield f'<p>{(tokens > limit).mean():.1%} have more than the {limit} tokens that the text encoder reads.</p>'
+    words = [re.findall(r'[^\W\d_]+', caption.lower()) for caption in captions]
+    repeats = Counter(map(' '.join, words))
+    again = len(captions) - len(repeats)
+    yield (
+        f'<p>{len({word for each in words for word in each}):,} different words. {again:,} of {len(captions):,} '
+        'captions equal an earlier one but for numbers, capitals and punctuation. Most frequent:</p>'
+    )
+    yield bars({text[:200]: (count, '') for text, count in repeats.most_common(REPEATS_SHOWN) if count > 1})
+
+
+def _image_rows(
+    run: CaptionRun, shards: Sequence[tuple[str, Any]], tables: Mapping[str, Tables], draws: np.random.Generator
+) -> Iterator[str]:
+    for bucket, entry in shards:
+        file, columns = entry['raw_data']['basename'], {}
+        for column, found in tables.items():
+            name = table_name(bucket, column, stem_of(file))
+            if name in found:
+                columns[column] = read_table(run.dataset, name, found[name])
+        path = run.dataset.fetch(f'{bucket}/{file}'.lstrip('/'))
+        count = min(-(-IMAGES // len(shards)), entry['samples'])
+        rows = set(draws.choice(entry['samples'], count, replace=False).tolist())
+        for row, encoded in enumerate(encoded_samples(path)):
+            if row in rows:
+                yield _image_row(ShardFormat.of_entry(entry).decode(encoded), columns, row)
+        if not isinstance(run.dataset, LocalPlace):
+            path.unlink()
+
+
+def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], row: int) -> str:
+    """Return a table row: the image, the captions in its shard, and its captions in the columns."""
+    try:
+        image = html_figures([Figure([thumbnail(read_image(sample['image'], first_frame=True).image)], sample['key'])])
+    except UnreadableImage as error:
+        image = html.escape(f'{sample["key"]}: {error}')
+    new = []
+    for column, table in columns.items():
+        caption, rule, answer = (table[name][row].as_py() for name in ('caption', 'rejected', 'answer'))
+        new.append(f'{column}: {caption}' if rule is None else f'{column}, rejected ({rule}): {answer}')
+    texts = [sample.get('captions') or [sample.get('caption') or ''], new]
+    cells = [image, *(''.join(f'<p>{html.escape(str(text))}</p>' for text in each) for each in texts)]
+    return f'<tr class="images">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'

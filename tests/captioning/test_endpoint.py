@@ -1,0 +1,271 @@
+"""Captions from an endpoint: each image once per prompt, despite faults of the server, kills and shares."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture, write_images, write_settings
+from commands import output_of, refusal
+
+from diffusion.cli import main
+from diffusion.storage import caption_tables
+from diffusion.storage.caption_tables import ROWS
+
+REJECTED = {'empty', 'no_answer', 'refused_by_server', 'context_too_long'}
+
+
+@pytest.fixture
+def server() -> Iterator[VlmServer]:
+    server = VlmServer()
+    yield server
+    server.close()
+
+
+def table_of(data: Path, column: str) -> pa.Table:
+    return pa.concat_tables(pq.read_table(path) for path in sorted(data.glob(f'captions/{column}/*.parquet')))
+
+
+def check_tables(data: Path, count: int, columns: tuple[str, ...] = ('brief', 'full')) -> int:
+    """Check that the tables have every image once, with its own caption or a named rejection; count the captions."""
+    captions = 0
+    for column in columns:
+        table = table_of(data, column)
+        assert table.schema == ROWS
+        rows = table.to_pylist()
+        assert [row['key'] for row in rows] == [f'p{index}' for index in range(count)]
+        for index, row in enumerate(rows):
+            if row['rejected'] is None:
+                assert row['caption'] == caption_of(column, picture(index))
+            else:
+                assert row['caption'] is None and row['rejected'] in REJECTED, row
+        assert {row['model'] for row in rows} == {MODEL}
+        captions += sum(row['rejected'] is None for row in rows)
+    return captions
+
+
+def test_faults_of_the_server_cost_no_image_its_caption(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.faults = FAULTS
+    data = write_images(tmp_path / 'data', shards=3, each=8)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, timeout_seconds=2)
+    printed = output_of(capsys, 'caption', data, '--with', settings)
+    assert 'brief: ' in printed and 'caption_weights' in printed
+    found = check_tables(data, 24)
+    assert found >= 40
+    assert max(server.good.values()) == 1
+    listed = json.loads((data / 'captions.json').read_text())['columns']
+    assert {name: len(column['tables']) for name, column in listed.items()} == {'brief': 3, 'full': 3}
+    asked = server.good.copy()
+    assert 'has been captioned already' in output_of(capsys, 'caption', data, '--with', settings)
+    assert server.good == asked
+
+
+def test_an_interrupted_command_asks_only_for_missing_answers(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_images(tmp_path / 'data', shards=2, each=10)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, patience_seconds=0, concurrency=2)
+    server.good_limit = 13
+    assert main(['caption', str(data), '--with', str(settings)]) == 1
+    assert 'start the same command again' in capsys.readouterr().err
+    server.good_limit = 10**9
+    output_of(capsys, 'caption', data, '--with', settings)
+    assert check_tables(data, 20) == 40
+    # Answers that were on their way when the command ended are the only ones that may be asked for again.
+    assert server.good.total() - 40 <= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['brief.yaml', 'data', 'full.yaml', 'vlm.yaml']
+
+
+def test_a_kill_between_the_tables_of_two_columns_loses_nothing(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_images(tmp_path / 'data', shards=1, each=3)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url)
+    write_table, written = caption_tables.write_table, list[str]()
+
+    def killed_after_one(folder: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
+        if written:
+            raise KeyboardInterrupt
+        written.append(name)
+        return write_table(folder, name, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caption_tables, 'write_table', killed_after_one)
+        assert main(['caption', str(data), '--with', str(settings)]) == 130
+    output_of(capsys, 'caption', data, '--with', settings)
+    assert check_tables(data, 3) == 6
+    assert set(server.good.values()) == {1}
+
+
+def test_the_report_shows_images_lengths_and_rejected_answers(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], write_recipe: Callable[..., Path]
+) -> None:
+    server.faults, server.rate = ('400',), 0.2
+    data = write_images(tmp_path / 'data', shards=2, each=10)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    words = ('caption', data, '--with', settings, '--report', tmp_path / 'page.html', '--recipe', write_recipe())
+    assert 'columns.brief: ' in refusal(capsys, *words)
+    output_of(capsys, 'caption', data, '--with', settings)
+    output_of(capsys, *words)
+    page = (tmp_path / 'page.html').read_text()
+    rows = table_of(data, 'brief').to_pylist()
+    rejected = sum(row['rejected'] is not None for row in rows)
+    assert f'20 images, {rejected:,} rejected ({rejected / 20:.2%})' in page
+    assert page.count('<tr class="images">') == page.count('<img') == 20
+    for index, row in enumerate(rows):
+        new = f'brief: {row["caption"]}' if row['caption'] else 'brief, rejected (refused_by_server): '
+        assert f'<p>caption {index}</p></td><td><p>{new}' in page
+    assert 'Length in tokens' in page and '100.0% have more than the 16 tokens' in page
+
+
+def test_shares_caption_every_shard_once_and_the_last_lists_the_columns(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_images(tmp_path / 'data', shards=4, each=3)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url)
+    printed = output_of(capsys, 'caption', data, '--with', settings, '--share', '0/2', '--work', tmp_path / 'a')
+    assert 'other shards have no captions yet' in printed
+    assert not (data / 'captions.json').exists()
+    output_of(capsys, 'caption', data, '--with', settings, '--share', '1/2', '--work', tmp_path / 'b')
+    assert check_tables(data, 12) == 24
+    assert set(server.good.values()) == {1}
+    assert (data / 'captions.json').exists()
+
+
+def test_new_shards_are_captioned_alone(server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    write_images(tmp_path / 'data', shards=1, each=4)
+    output_of(capsys, 'caption', tmp_path / 'data', '--with', settings)
+    data = write_images(tmp_path / 'data', shards=3, each=4)
+    output_of(capsys, 'caption', data, '--with', settings)
+    assert check_tables(data, 12, ('brief',)) == 12
+    assert set(server.good.values()) == {1}
+    # A shard with other content under the same name has no valid captions.
+    write_images(tmp_path / 'data', shards=3, each=4, first=100)
+    output_of(capsys, 'caption', data, '--with', settings)
+    assert server.good.total() == 24
+    assert table_of(data, 'brief')['key'].to_pylist() == [f'p{index}' for index in range(100, 112)]
+
+
+def test_another_model_or_prompt_needs_another_column(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_images(tmp_path / 'data', shards=1, each=2)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    output_of(capsys, 'caption', data, '--with', settings)
+    message = refusal(capsys, 'caption', data, '--with', settings, 'model=larger')
+    assert f'columns.brief: {data.resolve()}/captions/brief was started with other settings' in message
+    assert f'model: {MODEL} at the start, larger now' in message
+
+
+def test_a_misspelled_model_is_not_recorded_as_the_columns_plan(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_images(tmp_path / 'data', shards=1, each=2)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    server.faults, server.rate = ('404',), 1.0
+    assert 'check endpoint and model' in refusal(capsys, 'caption', data, '--with', settings, 'model=tiny-vml')
+    server.faults = ()
+    output_of(capsys, 'caption', data, '--with', settings)
+    assert check_tables(data, 2, ('brief',)) == 2
+
+
+def test_plan_measures_images_and_writes_nothing(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_images(tmp_path / 'data', shards=2, each=6)
+    before = sorted(data.rglob('*'))
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url)
+    printed = output_of(capsys, 'caption', data, '--with', settings, '--plan', '--dollars-per-hour', '3600')
+    assert re.search(r'^[\d.]+ images/s, measured on 6 images; 0 of 12 answers were rejected$', printed, re.MULTILINE)
+    assert re.search(r'^12 images to caption: 0\.0 hours, \$[\d.]+, at most \d+ B of tables$', printed, re.MULTILINE)
+    assert sorted(data.rglob('*')) == before
+
+
+@pytest.mark.parametrize(
+    ('fault', 'status', 'message'),
+    [
+        ('401', 2, 'refuses access'),
+        ('404', 2, 'check endpoint and model'),
+        ('400', 2, 'refuses every image'),
+        ('other model', 1, "the answer is of model 'another', not 'tiny-vlm'"),
+        ('500', 1, 'no answer to 8 requests'),
+    ],
+)
+def test_a_server_that_answers_no_image_ends_the_command(
+    server: VlmServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    status: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr('diffusion.captioning.endpoint.FIRST_PAUSE_SECONDS', 0.001)
+    server.faults, server.rate = (fault,), 1.0
+    data = write_images(tmp_path / 'data', shards=1, each=24)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url)
+    assert main(['caption', str(data), '--with', str(settings)]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_an_image_that_the_server_refuses_is_rejected_by_name(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.faults, server.rate = ('400',), 0.2
+    data = write_images(tmp_path / 'data', shards=1, each=20)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    assert 'refused_by_server' in output_of(capsys, 'caption', data, '--with', settings)
+    refused = [row for row in table_of(data, 'brief').to_pylist() if row['rejected'] is not None]
+    assert refused and {row['rejected'] for row in refused} == {'refused_by_server'}
+    assert {row['answer'] for row in refused} == {'status 400: {"error": {"message": "fault 400"}}'}
+
+
+def command(data: Path, settings: Path, share: int) -> 'subprocess.Popen[bytes]':
+    words = [sys.executable, '-m', 'diffusion', 'caption', data, '--with', settings, '--share', f'{share}/2']
+    return subprocess.Popen([*map(str, words), '--work', str(data.with_name(f'work-{share}'))])
+
+
+@pytest.mark.parametrize(
+    ('shards', 'each', 'kills'),
+    [
+        pytest.param(6, 50, 2, marks=pytest.mark.cpu_seconds(40)),
+        pytest.param(20, 250, 10, marks=pytest.mark.slow),
+    ],
+)
+def test_two_shares_that_are_killed_caption_every_image_once(
+    tmp_path: Path, shards: int, each: int, kills: int
+) -> None:
+    server = VlmServer(*FAULTS, '400', 'context', rate=0.1, hang_seconds=4)
+    data = write_images(tmp_path / 'data', shards=shards, each=each)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, timeout_seconds=3, concurrency=32)
+    count = shards * each
+    running = [command(data, settings, share) for share in range(2)]
+    try:
+        for kill in range(kills):
+            while server.good.total() < 2 * count * (kill + 1) / (kills + 1.5):
+                time.sleep(0.01)
+            share = next(each for each in (kill % 2, 1 - kill % 2) if running[each].poll() is None)
+            os.kill(running[share].pid, signal.SIGKILL)
+            running[share].wait()
+            running[share] = command(data, settings, share)
+        assert [process.wait(500) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+        server.close()
+    captions = check_tables(data, count)
+    assert captions > 2 * count * 0.9
+    assert server.good.total() - len(server.good) <= kills * 32, 'asked again: only what was in flight at a kill'
+    assert json.loads((data / 'captions.json').read_text())['columns'].keys() == {'brief', 'full'}

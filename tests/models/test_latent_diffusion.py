@@ -123,6 +123,33 @@ def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch,
     torch.testing.assert_close(model.generate(['a'], latents=noise, **sampling), point, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(('shift', 'rescale'), [(3.0, 0.7), (None, 0.0)])
+def test_sampled_latents_of_a_flow_follow_the_equations(make_model, monkeypatch, shift, rescale):
+    """Euler's method at times that diffusers shifts twice, and guidance by equations 15 and 16 of Lin et al. 2024."""
+    model = make_model(objective=Objective(path='flow', prediction_type='velocity', snr_shift=2.0)).eval()
+    monkeypatch.setattr(model, 'decode', lambda latents: latents)
+    start, prompts, steps, scale = torch.randn(2, 4, 8, 8), ['one', 'two squares'], 4, 5.0
+
+    def shifted(time: float) -> float:
+        factor = shift or 2.0
+        return factor * time / (1 + (factor - 1) * time)
+
+    def velocity(x: torch.Tensor, time: float, captions: list[str]) -> torch.Tensor:
+        embeds = model.text.encoders[0](model._tokens(captions)[:, 0]).last_hidden_state
+        return model.denoiser(x, torch.full((len(x),), 1000 * time), encoder_hidden_states=embeds).sample
+
+    times, x = [shifted(time) for time in torch.linspace(1, shifted(1e-3), steps).tolist()], start
+    for time, after in zip(times, [*times[1:], 0.0], strict=True):
+        conditional, unconditional = velocity(x, time, prompts), velocity(x, time, ['', ''])
+        guided = unconditional + scale * (conditional - unconditional)
+        factors = conditional.flatten(1).std(dim=1) / guided.flatten(1).std(dim=1)
+        rescaled = guided * factors[:, None, None, None]
+        x = x + (after - time) * (rescale * rescaled + (1 - rescale) * guided)
+    sampling = {'guidance_scale': scale, 'guidance_rescale': rescale, 'snr_shift': shift, 'noise_scheduler': 'euler'}
+    found = model.generate(prompts, latents=start, num_inference_steps=steps, **sampling)
+    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
+
+
 def test_scheduler_of_the_other_kind_is_refused(make_model, shared_model):
     flow = make_model(objective=Objective(path='flow', prediction_type='velocity'))
     for model, name, message in (

@@ -106,10 +106,16 @@ def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_sharded_weights_give_the_curve_of_one(runs):
-    settings = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True}
-    runs.ranks.run(2, runs.recipe('sharded', parallelism=settings))
-    ours, whole = read_losses(runs.folder('sharded')), read_losses(runs.whole())
+@pytest.mark.parametrize(
+    ('runs', 'count', 'strategy'),
+    [*((name, 2, 'fsdp2') for name in FAMILIES), ('i1', 2, 'ddp'), ('i1', 4, 'ddp'), ('i1', 4, 'fsdp2')],
+    indirect=['runs'],
+)
+def test_several_ranks_give_the_curve_of_one(runs, count, strategy):
+    sharded = {'checkpoints': 'sharded', 'activation_checkpointing': True} if strategy == 'fsdp2' else {}
+    name = f'{strategy}-{count}'
+    runs.ranks.run(count, runs.recipe(name, parallelism={'strategy': strategy, **sharded}))
+    ours, whole = read_losses(runs.folder(name)), read_losses(runs.whole())
     assert list(ours) == list(whole) == list(range(BATCHES))
     assert [*ours.values()] == pytest.approx([*whole.values()], rel=1e-4)
 

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 from ranks import read_losses
 from shards import write_buckets, write_image_shards
 
+from diffusion.cli import main
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
+from diffusion.data.image_sheet import to_images
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import LatentManifest
 from diffusion.storage import object_store
+from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
 
@@ -153,28 +157,44 @@ def test_losses_on_latents_equal_losses_on_images(write, write_recipe, tmp_path)
         assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
 
 
+AUTOENCODERS: dict[str, dict[str, Any]] = {
+    'AutoencoderKLFlux2 with 4 channels per 8x8 px': {'vae': 'small_flux2', 'vae_layout': 'channels'},
+    'AutoencoderKLFlux2 with 16 channels per 16x16 px': {'vae': 'small_flux2', 'vae_layout': 'grouped'},
+    'AutoencoderRAE with 64 channels per 8x8 px': {'vae': 'small_rae'},
+}
+"""Model settings by the name of the autoencoder in manifests and messages."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('layout', ['channels', 'grouped'])
-def test_latents_of_flux2_train_only_models_of_their_layout(
-    tiny_recipe, write_recipe, pictures, small_flux2, tmp_path, layout
+@pytest.mark.parametrize('family', ['tiny_prx', 'tiny_i1'])
+@pytest.mark.parametrize('number', range(len(AUTOENCODERS)))
+def test_model_trains_and_draws_on_stored_latents_of_its_autoencoder_alone(
+    request, tiny_recipe, write_recipe, pictures, tmp_path, number, family
 ):
-    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
-    model = tiny_recipe(tmp_path, small=True)['model'] | {'vae': str(small_flux2), 'vae_layout': layout}
-    model['patch_size'] = 1 if layout == 'grouped' else 2
-    settings = {'streams': streams, 'batch_size': 8, 'dtype': 'float32'}
-    path = write_recipe('online', model=model, precompute=settings | {'out': str(tmp_path / 'latents')})
+    (made, settings), (wanted, others) = ([*AUTOENCODERS.items()][each % 3] for each in (number, number + 1))
+    model = tiny_recipe(tmp_path, small=True)['model'] | {'name': family}
+    model['patch_size'] = 1 if settings.get('vae_layout') == 'grouped' else 2
+    mine, other = (model | each | {'vae': str(request.getfixturevalue(each['vae']))} for each in (settings, others))
+    source = {'streams': {'small': {'local': str(pictures[32]), 'resolution': 32}}, 'batch_size': 8, 'dtype': 'float32'}
+    path = write_recipe('online', model=mine, precompute=source | {'out': str(tmp_path / 'latents')})
     precompute(load(path, ['task=precompute']))
+    assert LatentManifest.read(tmp_path / 'latents' / 'small', '').autoencoder == made
     stored = {'small': {'local': str(tmp_path / 'latents' / 'small'), 'resolution': 32}}
     content = {'streams': stored, 'dataset': {'name': 'latents'}, 'loader': {'num_workers': 0, 'shuffle': False}}
     train(load(path, ['loader.shuffle=false'])).close()
-    train(load(write_recipe('offline', model=model, **content))).close()
+    train(load(write_recipe('offline', model=mine, **content))).close()
     online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'offline'))
     assert len(online) == 8 and offline == pytest.approx(online, rel=1e-4)
-    other = model | {'vae_layout': 'channels' if layout == 'grouped' else 'grouped'}
-    names = [f'AutoencoderKLFlux2 with {shape} px' for shape in ('4 channels per 8x8', '16 channels per 16x16')]
-    made, wanted = names if layout == 'channels' else reversed(names)
     with pytest.raises(ValueError, match=f'autoencoder is {made}, but the model has {wanted}'):
         train(load(write_recipe('other', model=other, **content)))
+    run, words = tmp_path / 'runs' / 'offline', ['--steps', '3', '--guidance', '5', '--shift', '4', '--rescale', '0.5']
+    words += ['--scheduler', 'euler', '--out', str(tmp_path / 'drawn')]
+    assert main(['generate', str(run), 'a', *words]) == 0
+    sampling = {'num_inference_steps': 3, 'guidance_scale': 5.0, 'snr_shift': 4.0, 'guidance_rescale': 0.5}
+    trained: Any = trained_model(load(run / 'recipe.yaml')).model
+    expected = to_images(trained.generate(['a'], noise_scheduler='euler', **sampling))[0]
+    with Image.open(tmp_path / 'drawn' / '00000-a.png') as drawn:
+        assert drawn.tobytes() == expected.tobytes()
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ import torch
 
 def draw(order):
     pipeline = getattr(importlib.import_module('diffusers.pipelines.' + order['module']), order['name'])
-    pipeline = pipeline.from_pretrained(order['exported'], local_files_only=True, low_cpu_mem_usage=False)
+    settings = {'local_files_only': True, 'low_cpu_mem_usage': False} | order['load']
+    pipeline = pipeline.from_pretrained(order['exported'], **settings)
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline(latents=torch.load(order['latents']), output_type='pt', **order['call']).images
     assert 'diffusion' not in sys.modules
@@ -62,7 +63,12 @@ def _server() -> 'subprocess.Popen[str]':
 
 
 def draw(
-    pipeline: tuple[str, str], exported: Path, latents: Tensor, call: Mapping[str, Any], folder: Path
+    pipeline: tuple[str, str],
+    exported: Path,
+    latents: Tensor,
+    call: Mapping[str, Any],
+    folder: Path,
+    load: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, str]:
     """Return the images that an exported pipeline draws, and what it wrote to stderr.
 
@@ -72,10 +78,11 @@ def draw(
         latents: Initial noise.
         call: Other arguments of the pipeline's call.
         folder: Folder for the files that pass the tensors.
+        load: Other arguments of `from_pretrained`.
     """
     torch.save(latents, folder / 'latents.pt')
     paths = {'exported': exported, 'latents': folder / 'latents.pt', 'out': folder / 'out.pt', 'stderr': folder / 'err'}
-    order = {'module': pipeline[0], 'name': pipeline[1], 'call': dict(call)}
+    order = {'module': pipeline[0], 'name': pipeline[1], 'call': dict(call), 'load': dict(load or {})}
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     print(json.dumps(order | {name: str(path) for name, path in paths.items()}), file=server.stdin, flush=True)
@@ -84,14 +91,17 @@ def draw(
     return torch.load(folder / 'out.pt'), stderr
 
 
-def assert_command_draws_the_same(model: Any, exported: Path, *, noise_scheduler: str) -> None:
-    """Assert that `diffusion generate` draws with an export what the model draws, without options for its family."""
+def assert_command_draws_the_same(model: Any, exported: Path, *, noise_scheduler: str, **sampling: Any) -> None:
+    """Assert that `diffusion generate` draws with an export what the model draws, without options for its family.
+
+    `sampling`: Settings of the run that the export has too.
+    """
     prompts = ['A red, RED square!', 'green']
     words = ['--steps', '4', '--guidance', '3', '--seed', '5', '--out', str(exported.parent / 'drawn')]
     assert main(['generate', str(exported), *prompts, *words]) == 0
     files = sorted((exported.parent / 'drawn').iterdir())
     assert [file.name for file in files] == ['00005-a-red-red-square.png', '00006-green.png']
-    sampling = {'num_inference_steps': 4, 'guidance_scale': 3.0, 'noise_scheduler': noise_scheduler}
+    sampling |= {'num_inference_steps': 4, 'guidance_scale': 3.0, 'noise_scheduler': noise_scheduler}
     images = to_images(model.generate(prompts, seeds=[5, 6], **sampling))
     for ours, file in zip(images, files, strict=True):
         with Image.open(file) as theirs:

@@ -31,6 +31,10 @@ class Pipeline:
     """False if diffusers cannot load a LoRA into the pipeline."""
     module: str = ''
     """Module of this package that defines the class; exports contain a copy of it. Empty for a class of diffusers."""
+    part_modules: Mapping[str, str] = field(default_factory=dict)
+    """Modules of this package that define the classes of parts, by part; exports contain copies of them too."""
+    takes_guidance_rescale: bool = False
+    """True if the pipeline is called with `guidance_rescale`, as `task: generate` has it."""
     takes_other_schedulers: bool = True
     """False if the pipeline works only with the noise scheduler class that it was exported with."""
 

@@ -57,22 +57,28 @@ def is_export(folder: Path) -> bool:
 
 
 def check_pipeline(folder: Path) -> str:
-    """Check that a folder is a pipeline whose parts are all from diffusers or transformers; return its class.
+    """Check that a folder is a pipeline without foreign code; return the name of its class.
 
     Raises:
-        UserError: The pipeline is not supported, or names other classes, whose import would run foreign code.
+        UserError: The pipeline is not supported, or names a class that is neither from diffusers or transformers nor
+            in an unchanged copy of this package's code.
     """
     place = folder / MODEL_INDEX
     content = read_json_object(place)
     name = content.pop('_class_name', None)
-    if isinstance(name, list):
-        name = _class_of_this_package(folder, name)
-    if name is None:
+    if isinstance(name, list) and name:
+        _check_code(folder, name, pipeline_of(str(name[-1])).module)
+        name = str(name[-1])
+    if not name:
         raise UserError(f'{place}: does not name a pipeline; export the run again')
     known = exported_pipelines()
     if name not in known:
         raise UserError(f'{folder}: is a {name}; use a folder of {", ".join(known)}')
+    part_modules = known[name].pipelines[name].part_modules
     for part, value in content.items():
+        if isinstance(value, list) and value and part in part_modules:
+            _check_code(folder / part, value, part_modules[part])
+            continue
         if isinstance(value, list) and value != [None, None] and not _is_known_class(value):
             named = '.'.join(map(str, value))
             raise UserError(
@@ -84,16 +90,14 @@ def check_pipeline(folder: Path) -> str:
     return name
 
 
-def _class_of_this_package(folder: Path, name: list[Any]) -> str:
-    """Return the class of a pipeline with code in its folder; UserError unless it is a copy of this package's code."""
+def _check_code(folder: Path, name: list[Any], module: str) -> None:
+    """Raise UserError unless the code in a folder for a class, [file, class], is a copy of this package's module."""
     file = folder / f'{name[0]}.py'
-    module = pipeline_of(str(name[-1])).module
     if not module or not file.is_file() or file.read_bytes() != source_file(module).read_bytes():
         raise UserError(
             f'{folder}: is a {name[-1]}, but its code in {file.name} is not that of this version of the package and is '
             'not run; export the run again'
         )
-    return str(name[-1])
 
 
 def _is_known_class(value: list[Any]) -> bool:
@@ -127,7 +131,7 @@ class GenerateOptions:
     guidance: float | None = None
     """Guidance scale; 1 turns guidance off (default: the recipe's; 7.5 for an export)."""
     rescale: float | None = None
-    """Strength of guidance rescaling, 0 to 1 (default: the recipe's; not for an export)."""
+    """Strength of guidance rescaling, 0 to 1 (default: the recipe's; 0 for an export of i1; not for other exports)."""
     shift: float | None = None
     """SNR shift of a flow's sampling times (default: the recipe's; not for an export)."""
     negative: Annotated[str, Option('TEXT')] = ''
@@ -236,8 +240,10 @@ def check_generate(options: GenerateOptions) -> None:
         if options.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         name = check_pipeline(source)
-        if unused := [OPTIONS[key] for key in ('guidance_rescale', 'snr_shift') if key in given]:
-            raise UserError(f'{unused[0]}: pipelines of diffusers have no such argument; generate from the run')
+        rescales = exported_pipelines()[name].pipelines[name].takes_guidance_rescale
+        unused = ['snr_shift'] if rescales else ['guidance_rescale', 'snr_shift']
+        if refused := [OPTIONS[key] for key in unused if key in given]:
+            raise UserError(f'{refused[0]}: a {name} has no such argument; generate from the run')
         if options.lora is not None:
             _check_lora(options.lora, name)
         problems = _problems_of_export(given, name, read_json_object(source / 'scheduler' / 'scheduler_config.json'))

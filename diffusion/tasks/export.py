@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -108,7 +110,10 @@ def export(
             merge_lora(model.denoiser)
         denoiser = getattr(model, 'denoiser', None)
         parameters = None if denoiser is None else sum(parameter.numel() for parameter in denoiser.parameters())
-        single = is_single_file(out)
+        single, shift = is_single_file(out), recipe.generate.snr_shift
+        if isinstance(model, LatentDiffusion) and shift is not None and not single:
+            # The pipeline's noise scheduler gets the shift of `task: generate`.
+            model.objective = replace(model.objective, snr_shift=shift)
         write = write_file if single else write_folder
         with (atomic_file if single else atomic_folder)(out) as unfinished:
             written = write(model, recipe, unfinished, precision, lora=recipe.lora is not None and not merge)
@@ -198,17 +203,23 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     with errors_only('diffusers.pipelines.pipeline_utils'):
         pipeline.save_pretrained(folder)
     make_readable_by_version_4(folder, pipeline)
-    if module := pipeline_of(type(pipeline).__name__).module:
-        _add_code(folder, source_file(module))
+    kind = pipeline_of(type(pipeline).__name__)
+    if kind.module:
+        _add_code(folder, {'': kind.module, **kind.part_modules})
     return type(pipeline).__name__
 
 
-def _add_code(folder: Path, code: Path) -> None:
-    """Add the source of the pipeline's class to an export, from which diffusers loads it with `trust_remote_code`."""
-    shutil.copyfile(code, folder / code.name)
+def _add_code(folder: Path, modules: Mapping[str, str]) -> None:
+    """Add the sources of classes to an export, from which diffusers loads them with `trust_remote_code`.
+
+    `modules`: Modules of this package by part of the pipeline; '' is the pipeline itself.
+    """
     index = folder / MODEL_INDEX
     content = json.loads(index.read_text(encoding='utf-8'))
-    content['_class_name'] = [code.stem, content['_class_name']]
+    for part, module in modules.items():
+        code, key = source_file(module), part or '_class_name'
+        shutil.copyfile(code, folder / part / code.name)
+        content[key] = [code.stem, content[key][-1] if part else content[key]]
     index.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 

@@ -67,11 +67,12 @@ class ExportedPipeline:
     ) -> Tensor:
         """Generate one image per prompt, float32 [B, 3, height, width] in [0, 1].
 
-        The arguments are those of `LatentDiffusion.generate`, but an export supports none of `size`,
-        `guidance_rescale` and `snr_shift`. A seed gives the same initial noise as with a checkpoint.
+        The arguments are those of `LatentDiffusion.generate`, but an export supports neither `size` nor `snr_shift`,
+        and only some pipelines `guidance_rescale`. A seed gives the same initial noise as with a checkpoint.
         """
-        assert size is None and guidance_rescale == 0 and snr_shift is None
         pipeline, prompts = self._pipeline, list(prompts)
+        rescales = pipeline_of(type(pipeline).__name__).takes_guidance_rescale
+        assert size is None and snr_shift is None and (rescales or guidance_rescale == 0)
         if noise_scheduler != self.noise_scheduler:
             pipeline.scheduler = scheduler_like(pipeline.scheduler, noise_scheduler)
         denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
@@ -84,6 +85,7 @@ class ExportedPipeline:
             noise=draws_for(seeds, seed=0, device=self._device).normal(Purpose.SAMPLING, adapter.noise_shape(pipeline)),
             generators=[torch.Generator().manual_seed(seed) for seed in seeds],
             num_inference_steps=num_inference_steps,
+            **({'guidance_rescale': guidance_rescale} if rescales else {}),
             **adapter.call_arguments(pipeline, negative=negative_prompt, guidance=guidance_scale),
         )
 

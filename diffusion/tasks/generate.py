@@ -65,6 +65,7 @@ def run_generate(options: GenerateOptions) -> None:
             seeds=range(options.seed, options.seed + len(options.prompts)),
             num_inference_steps=50 if options.steps is None else options.steps,
             guidance_scale=7.5 if options.guidance is None else options.guidance,
+            guidance_rescale=options.rescale or 0.0,
             noise_scheduler=options.scheduler or pipeline.noise_scheduler,
         )
         files = save_images(images, options.prompts, Path(options.out), seed=options.seed)

@@ -67,7 +67,7 @@ def _about(written: str, file: str) -> str:
         SINGLE_FILE: 'A text-to-image model in one file, in the layout that '
         f'{"its original code" if file.endswith(".pt") else "ComfyUI"} reads',
         AUTOENCODER: 'An autoencoder for diffusers',
-    }.get(written, f'A `{written}` of diffusers')
+    }.get(written, f'A `{written}` {"for" if pipeline_of(written).module else "of"} diffusers')
 
 
 def _front_matter(recipe: Recipe, written: str) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
     settings = recipe.generate
     call = f'num_inference_steps={settings.num_inference_steps}, guidance_scale={settings.guidance_scale:g}'
     prompt = repr(settings.prompts[0] if settings.prompts else 'a lighthouse at sunset')
+    notes: list[str] = []
     if written == LORA:
         base = _base_model(recipe) or 'BASE_MODEL'
         lines = [
@@ -106,9 +107,15 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
         ]
         call_to_load = loading(written, source, missing)
         lines = [f'from diffusers import {call_to_load.partition(".")[0]}\n', f'pipeline = {call_to_load}']
-        call += arguments(pipeline.call(keywords))
+        rescale = {'guidance_rescale': settings.guidance_rescale} if pipeline.takes_guidance_rescale else {}
+        call += arguments(rescale | pipeline.call(keywords))
+        if pipeline.module:
+            notes = [
+                '`trust_remote_code=True` runs the Python files beside the weights, which are copied from diffusion '
+                f'{diffusion.__version__}.'
+            ]
     lines.append(f'image = pipeline({prompt}, {call}).images[0]')
-    return ['## Use', '```python\n' + '\n'.join(lines) + '\n```']
+    return ['## Use', '```python\n' + '\n'.join(lines) + '\n```', *notes]
 
 
 def loading(kind: str, source: str, missing: Iterable[str] = ()) -> str:

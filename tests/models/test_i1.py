@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from model_batches import CAPTIONS, assert_same_loss_and_gradients, batch_of, size_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -20,11 +21,12 @@ from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.families.i1.builder import SIZES, i1, tiny_i1
-from diffusion.models.families.i1.transformer import I1Transformer2DModel
+from diffusion.models.families.i1.transformer_i1 import I1Transformer2DModel
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import add_lora
 from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.token_routing import Route, Sprint
+from diffusion.tasks.export import write_folder
 from diffusion.training import performance
 from tests.training.test_performance import with_parts
 
@@ -354,6 +356,12 @@ def test_encoder_of_t5gemma_is_read_from_the_whole_model(tmp_path, small_vae, mo
     torch.testing.assert_close(model.embed(ids).embeds, expected.last_hidden_state)
     with pytest.raises(UserError, match=r'model\.vae_revision: is missing; give the commit of black-forest-labs/FLUX'):
         i1(32, pretrained=str(tmp_path))
+    write_folder(model, None, tmp_path / 'exported', torch.float32, lora=False)  # type: ignore[arg-type]
+    settings = {'trust_remote_code': True, 'local_files_only': True, 'low_cpu_mem_usage': False}
+    pipeline: Any = DiffusionPipeline.from_pretrained(tmp_path / 'exported', **settings)
+    embeds, their_mask = pipeline._encode(CAPTIONS)
+    assert torch.equal(their_mask, mask)
+    torch.testing.assert_close(embeds, expected.last_hidden_state)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,13 @@ def test_published_parts_of_a_pipeline_are_accepted_and_code_beside_them_is_refu
         check_pipeline(folder)
 
 
+def test_only_pipelines_with_guidance_rescaling_take_it(tmp_path, capsys):
+    for name, words in (('PRXPipeline', ['--rescale', '1']), ('I1Pipeline', ['--rescale', '1', '--shift', '3'])):
+        folder = pipeline(tmp_path / name, name, FLOW)
+        error = refusal(capsys, 'generate', folder, 'a', '--out', tmp_path / 'out', *words)
+        assert f'{words[-2]}: a {name} has no such argument; generate from the run' in error
+
+
 def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsys):
     def problem(source: Path, *options: str) -> str:
         return refusal(capsys, 'generate', source, 'a', '--out', tmp_path / 'out', *options)

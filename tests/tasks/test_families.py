@@ -32,12 +32,15 @@ class Family(NamedTuple):
     """Model of a recipe, and how the stock pipeline of its export is called."""
 
     model: dict[str, Any]
-    module: str = ''
-    """Empty if diffusers has no pipeline for the family."""
-    pipeline: str = ''
+    module: str
+    pipeline: str
     call: dict[str, Any] = {}  # noqa: RUF012
     scheduler: str = 'euler'
     """Our scheduler for the images of the pipeline."""
+    load: dict[str, Any] = {}  # noqa: RUF012
+    """Arguments of `from_pretrained`."""
+    sampling: dict[str, Any] = {}  # noqa: RUF012
+    """Settings of `generate` in the recipe that the exported pipeline keeps."""
 
 
 FAMILIES = {
@@ -65,7 +68,14 @@ FAMILIES = {
         'StableDiffusion3Pipeline',
         {'max_sequence_length': 24, 'height': 32, 'width': 32},
     ),
-    'i1': Family(PRX | {'name': 'tiny_i1', 'depth': 3}),
+    'i1': Family(
+        PRX | {'name': 'tiny_i1', 'depth': 3},
+        'pipeline_utils',
+        'DiffusionPipeline',
+        {'guidance_rescale': 0.0},
+        load={'trust_remote_code': True},
+        sampling={'snr_shift': 3.0},
+    ),
 }
 
 
@@ -101,6 +111,8 @@ def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
     content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '1ba', 'smoothing': 0.9}})
     vae = small_dc_ae if request.param == 'dc_ae' else small_vae
     content['model'] = {'resolution': 32, 'vae': str(vae)} | FAMILIES[request.param].model
+    if FAMILIES[request.param].sampling:
+        content['generate'] = {'noise_scheduler': 'euler'} | FAMILIES[request.param].sampling
     content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '10ba'}
     return Runs(request.param, root, content, ranks)
 
@@ -123,8 +135,6 @@ def test_several_ranks_give_the_curve_of_one(runs, count, strategy):
 @pytest.mark.cpu_seconds(12)
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     family = FAMILIES[runs.name]
-    if not family.module:
-        pytest.skip('diffusers has no pipeline for this family')
     export(runs.whole(), tmp_path / 'exported', weights='ema')
     model = trained_model(load(runs.recipe('whole')), 'ema').model
     assert isinstance(model, LatentDiffusion)
@@ -132,13 +142,15 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
     start = latents * model.objective.noise_scale
     call = {'prompt': PROMPT, **sampling, **family.call}
-    theirs, printed = draw((family.module, family.pipeline), tmp_path / 'exported', start, call, tmp_path)
+    place = family.module, family.pipeline
+    theirs, printed = draw(place, tmp_path / 'exported', start, call, tmp_path, family.load)
     assert 'are not expected' not in printed
-    ours = model.generate([PROMPT], latents=latents, noise_scheduler=family.scheduler, **sampling)
+    settings = sampling | family.sampling | {'noise_scheduler': family.scheduler}
+    ours = model.generate([PROMPT], latents=latents, **settings)
     if runs.name == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
         theirs = (theirs / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
-    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler=family.scheduler)
+    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler=family.scheduler, **family.sampling)
 
 
 @pytest.mark.slow

@@ -103,6 +103,12 @@ def test_card_calls_each_pipeline_as_the_run_draws(card):
     assert front['license_name'] == 'apache-2.0-and-gemma'
     call = 'num_inference_steps=28, guidance_scale=5, skip_text_cleaning=True, use_resolution_binning=False'
     assert f"pipeline('a lighthouse at sunset', {call}).images[0]" in body
+    own = {'name': 'i1', 'revision': 'b' * 40, 'vae_revision': 'c' * 40}
+    front, body = card('I1Pipeline', model=own, generate=flow | {'guidance_rescale': 1.0})
+    assert front['license_name'] == 'gemma' and 'A `I1Pipeline` for diffusers' in body
+    assert "DiffusionPipeline.from_pretrained('org/painter', trust_remote_code=True)" in body
+    assert 'num_inference_steps=28, guidance_scale=5, guidance_rescale=1.0).images[0]' in body
+    assert '`trust_remote_code=True` runs the Python files beside the weights, which are copied from diffusion' in body
     mmdit = {'name': 'mmdit', 'revision': 'c' * 40, 't5': False, 't5_length': 128}
     _, body = card('StableDiffusion3Pipeline', model=mmdit, generate=flow)
     assert "from_pretrained('org/painter', text_encoder_3=None, tokenizer_3=None)" in body

@@ -1,6 +1,6 @@
 """i1: a transformer without timestep input, with long skips and a learned null caption (Zeng et al. 2026)."""
 
-from diffusion.config.families import Family, Miniature
+from diffusion.config.families import Family, Miniature, Pipeline
 
 FAMILY = Family(
     models={
@@ -11,6 +11,14 @@ FAMILY = Family(
     adapter='diffusion.models.families.i1.denoiser:I1',
     single_file=False,
     layouts=('i1',),
+    pipelines={
+        'I1Pipeline': Pipeline(
+            loads_lora=False,
+            module='diffusion.models.families.i1.pipeline_i1',
+            part_modules={'transformer': 'diffusion.models.families.i1.transformer_i1'},
+            takes_guidance_rescale=True,
+        )
+    },
     licenses={
         'google/t5gemma-2b-2b-ul2-it': {
             'license': 'other',

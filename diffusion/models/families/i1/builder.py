@@ -12,7 +12,7 @@ from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, defaults
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
-from diffusion.models.families.i1.transformer import SIZES, I1Transformer2DModel
+from diffusion.models.families.i1.transformer_i1 import SIZES, I1Transformer2DModel
 from diffusion.models.flux2_vae import Flux2Vae, Layout
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective

@@ -2,16 +2,22 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoderModel
 
-from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.families.i1.original_layout import OriginalFile, from_original
-from diffusion.models.families.i1.transformer import I1Block, I1Transformer2DModel, TextBlock
+from diffusion.models.families.i1.transformer_i1 import I1Block, I1Transformer2DModel, TextBlock
+from diffusion.models.flux2_vae import Flux2Vae
+from diffusion.models.representation_vae import RepresentationVae
+from diffusion.models.sampler import inference_scheduler
+from diffusion.models.vae import downsampling, with_folded_statistics
 
 
 class I1(DenoiserAdapter):
-    """Adapter of I1Transformer2DModel."""
+    """Adapter of I1Transformer2DModel, exported as an I1Pipeline."""
 
     block_classes = (I1Block, TextBlock)
     takes_text_mask = True
@@ -44,5 +50,37 @@ class I1(DenoiserAdapter):
     def single_file(self, model: Any) -> Any:
         return OriginalFile(model.denoiser, model.latent_size)
 
+    def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
+        side = pipeline.config.default_sample_size // pipeline.config.vae_scale_factor
+        return pipeline.transformer.config['in_channels'], side, side
+
     def pipeline(self, model: Any) -> Any:
-        raise UserError('export: diffusers has no pipeline for i1; draw with task=generate')
+        # Import here: training does not need pipelines, and importing them takes seconds.
+        from diffusion.models.families.i1.pipeline_i1 import I1Pipeline
+
+        self.check_exportable(model, I1Pipeline.__name__)
+        has_own_statistics = isinstance(model.vae, Flux2Vae | RepresentationVae)
+        # FlowMatchEulerDiscreteScheduler only supports velocities.
+        takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
+        name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
+        return I1Pipeline(
+            transformer=model.denoiser,
+            scheduler=inference_scheduler(name, model.objective),
+            text_encoder=_public(model.text.encoders[0]),
+            tokenizer=model.text.tokenizers[0],
+            vae=model.vae.exported() if has_own_statistics else with_folded_statistics(model.vae, pipeline_shifts=True),
+            default_sample_size=model.latent_size * downsampling(model.vae),
+            vae_scale_factor=downsampling(model.vae),
+            null_caption=model.caption_dropout_mode == 'zeros',
+        )
+
+
+def _public(encoder: Any) -> Any:
+    """Return T5-Gemma's encoder in a T5GemmaEncoderModel, which transformers exports; other encoders as they are."""
+    if encoder.config.model_type != 't5_gemma_module':
+        return encoder
+    fields = encoder.config.to_dict()
+    with torch.device('meta'):  # its own encoder would take 10 GB
+        whole = T5GemmaEncoderModel(T5GemmaConfig(encoder=fields, decoder=fields, is_encoder_decoder=False))
+    whole.encoder = encoder
+    return whole

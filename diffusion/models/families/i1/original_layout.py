@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffusion.errors import UserError
-from diffusion.models.families.i1.transformer import (
+from diffusion.models.families.i1.transformer_i1 import (
     GRID,
     SIZES,
     THETA,

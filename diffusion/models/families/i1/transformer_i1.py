@@ -3,6 +3,8 @@
 Image and text tokens have weights of their own and attend to each other. The timestep is not an input: the noise level
 can be read off the noisy tokens. The first half of the blocks is connected to the second half by long skips.
 
+Exports contain a copy of this file, so it must not import the package that wrote it.
+
 Shapes: B batch, C latent channels, H W latent size, N image tokens, L text tokens, T width of the text embeddings,
 D width of the transformer, h channels per attention head.
 """
@@ -19,8 +21,6 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from diffusion.models.frozen_parts import at_least_float32
 
 GRID = 16
 """Side of the token grid whose rows and columns have the positions 0, 1, ..., 15: that of 256 px images."""
@@ -46,7 +46,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        values = at_least_float32(x)
+        values = _at_least_float32(x)
         return functional.rms_norm(values, self.normalized_shape, self.weight.to(values.dtype), self.eps).to(x.dtype)
 
 
@@ -228,7 +228,9 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
         height, width = (side // patch for side in hidden_states.shape[2:])
         image = self.patch_embed(hidden_states).flatten(2).transpose(1, 2)
         positions = grid_positions(height, width, device=image.device)
-        image = image + sine_cosine_table(positions, self.config['hidden_size'])
+        # The table is in float32, but weights in 16 bits need tokens in 16 bits. Autocast keeps tokens in float32.
+        table = sine_cosine_table(positions, self.config['hidden_size'])
+        image = (image + table).to(self.patch_embed.weight.dtype)
         text = self._adapt(encoder_hidden_states)
         rotary = self._rotations(positions, encoder_hidden_states, attention_mask)
         skips: list[tuple[Any, ...]] = []
@@ -306,7 +308,7 @@ def rotations(positions: Tensor, channels: int) -> Tensor:
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotate pairs of neighboring channels of x, [B, S, heads, h], by the result of `rotations`."""
     cosine, sine = rotary.view(torch.float32)[:, :, None].unbind(-1)
-    first, second = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = _at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -318,3 +320,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
     """Return the outputs of attention heads, [B, S, D], for queries, keys and values [B, S, heads, h]."""
     heads = (each.transpose(1, 2) for each in (query.to(value.dtype), key.to(value.dtype), value))
     return functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -49,7 +49,12 @@ def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_additional_image_tokens=1,
     )
     processor.save_pretrained(folder)
-    sizes = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
+    sizes: dict[str, Any] = {
+        'hidden_size': 32,
+        'intermediate_size': 64,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 2,
+    }
     text = LlamaConfig(
         vocab_size=len(vocabulary), **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=2, max_position_embeddings=128
     )

@@ -240,7 +240,7 @@ def command(data: Path, settings: Path, share: int) -> 'subprocess.Popen[bytes]'
 @pytest.mark.parametrize(
     ('shards', 'each', 'kills'),
     [
-        pytest.param(6, 50, 2, marks=pytest.mark.cpu_seconds(40)),
+        pytest.param(4, 25, 1, marks=pytest.mark.cpu_seconds(30)),
         pytest.param(20, 250, 10, marks=pytest.mark.slow),
     ],
 )

@@ -170,6 +170,8 @@ WIDE_PRX: dict[str, Any] = {  # a PRX with as many parameters as the MMDiT, to 5
     **{'model': 'latents', 'objective': QUICKSTART, 'lr': 4e-3, 'keywords': DROPOUT},
     **{'sizes': {'hidden_size': 168, 'num_heads': 6, 'depth': 6}, 'text': TEXT | {'layers': 1, 'max_length': 12}},
 }
+SPRINT_ROW: dict[str, Any] = WIDE_PRX | {'keywords': DROPOUT | {'sprint': Sprint(start=1, end=5)}}
+EMPTY_ROW: dict[str, Any] = I1_ROW | {'keywords': DROPOUT | {'caption_dropout_mode': 'empty'}}
 ROWS = [
     Row('unet', 'U-Net of the first quickstart: v-prediction, AdamW', 'unet', V_PREDICTION, lr=2e-3),
     Row('unet-muon', 'U-Net + Muon', 'unet', V_PREDICTION, muon=True, lr=8e-3, adamw_lr=4e-3),
@@ -187,20 +189,12 @@ ROWS = [
     Row('pixels-perceptual', 'pixels + perceptual losses', 'pixels', X_PREDICTION, lr=4e-3, perceptual=True),
     Row('wide-prx', 'PRX of 4.0 M parameters', **WIDE_PRX),
     Row('wide-prx-irepa', 'PRX of 4.0 M parameters + iREPA', alignment=IREPA, **WIDE_PRX),
-    Row(
-        'wide-prx-sprint',
-        'PRX of 4.0 M parameters + SPRINT',
-        **WIDE_PRX | {'keywords': DROPOUT | {'sprint': Sprint(start=1, end=5)}},
-    ),
+    Row('wide-prx-sprint', 'PRX of 4.0 M parameters + SPRINT', **SPRINT_ROW),
     Row('i1', 'i1', **I1_ROW),
     Row('i1-no-skips', 'i1 without long skips', change=remove_long_skips, **I1_ROW),
     Row('i1-no-sandwich', 'i1 without sandwich norms', change=remove_sandwich_norms, **I1_ROW),
     Row('i1-timestep', 'i1 with a timestep input', change=add_timestep, **I1_ROW),
-    Row(
-        'i1-empty',
-        'i1 with the empty caption in place of the null caption',
-        **I1_ROW | {'keywords': DROPOUT | {'caption_dropout_mode': 'empty'}},
-    ),
+    Row('i1-empty', 'i1 with the empty caption in place of the null caption', **EMPTY_ROW),
 ]
 
 

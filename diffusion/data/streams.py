@@ -199,7 +199,9 @@ class BucketedDataset(VerifiedDataset):
         """Return, for each stream, its columns in tables that have one of these names."""
         found = []
         for stream, shards in self.shards_of_streams():
-            files = {raw.basename: {'bytes': raw.bytes, 'hashes': raw.hashes} for raw in (s.raw_data for s in shards)}
+            mds_shards: list[Any] = shards
+            raws = [shard.raw_data for shard in mds_shards]
+            files = {raw.basename: {'bytes': raw.bytes, 'hashes': raw.hashes} for raw in raws}
             found.append(CaptionColumns.open(stream, names, files))
         return found
 

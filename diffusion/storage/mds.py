@@ -240,8 +240,11 @@ CHUNK = 2**20
 class FileInfo(Protocol):
     """Protocol for a file's size and hashes from an index.json; satisfied by Streaming's class of the same name."""
 
-    bytes: int
-    hashes: dict[str, str]
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def hashes(self) -> dict[str, str]: ...
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:

@@ -145,7 +145,7 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     place = family.module, family.pipeline
     theirs, printed = draw(place, tmp_path / 'exported', start, call, tmp_path, family.load)
     assert 'are not expected' not in printed
-    settings = sampling | family.sampling | {'noise_scheduler': family.scheduler}
+    settings: dict[str, Any] = sampling | family.sampling | {'noise_scheduler': family.scheduler}
     ours = model.generate([PROMPT], latents=latents, **settings)
     if runs.name == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
         theirs = (theirs / 2 + 0.5).clamp(0, 1)

@@ -103,15 +103,17 @@ class I1Pipeline(DiffusionPipeline):
         if latents is None:
             shape = (len(prompts), *self._latent_shape(height, width))
             latents = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=torch.float32)
-        latents = latents.to(self._execution_device, torch.float32)
+        assert latents is not None
+        noisy: Tensor = latents.to(self._execution_device, torch.float32)
         takes_generator = 'generator' in inspect.signature(self.scheduler.step).parameters
         extra = {'generator': generator} if takes_generator else {}
-        for timestep in self.progress_bar(self._timesteps(num_inference_steps)):
-            prediction = self._predict(latents, embeds, mask, guidance_scale, guidance_rescale)
-            latents = self.scheduler.step(prediction, timestep, latents, **extra).prev_sample
-        images: Any = latents
+        with_bar: Any = self.progress_bar
+        for timestep in with_bar(self._timesteps(num_inference_steps)):
+            prediction = self._predict(noisy, embeds, mask, guidance_scale, guidance_rescale)
+            noisy = self.scheduler.step(prediction, timestep, noisy, **extra).prev_sample
+        images: Any = noisy
         if output_type != 'latent':
-            images = self.image_processor.postprocess(self._decode(latents).float(), output_type=output_type)
+            images = self.image_processor.postprocess(self._decode(noisy).float(), output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
@@ -134,7 +136,7 @@ class I1Pipeline(DiffusionPipeline):
             raise ValueError(f'height {height} and width {width} must be multiples of {unit}')
         return config['in_channels'], height // cell, width // cell
 
-    def _timesteps(self, steps: int) -> Tensor:
+    def _timesteps(self, steps: int) -> Any:
         """Prepare the scheduler for a number of steps, and return its timesteps."""
         if isinstance(self.scheduler, FlowMatchEulerDiscreteScheduler):
             # The published sampler divides [0, 1] evenly before the shift; the scheduler's default does not.
@@ -159,9 +161,9 @@ class I1Pipeline(DiffusionPipeline):
     def _decode(self, latents: Tensor) -> Tensor:
         """Return images [B, 3, height, width], roughly in [-1, 1], for normalized latents."""
         vae, config = self.vae, self.vae.config
-        if isinstance(vae, AutoencoderRAE):
+        if isinstance(self.vae, AutoencoderRAE):
             return vae.decode(latents.to(vae.dtype), return_dict=False)[0] * 2 - 1
-        if isinstance(vae, AutoencoderKLFlux2):
+        if isinstance(self.vae, AutoencoderKLFlux2):
             # Groups of 2x2 cells are normalized. A cell of the transformer's latents may be a cell or a whole group.
             side, bn = config['patch_size'][0], vae.bn
             group = math.isqrt(latents.shape[1] // config['latent_channels'])

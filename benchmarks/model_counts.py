@@ -31,6 +31,7 @@ MODELS = {
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
     'i1_256.yaml': load(YAMLS / 'i1_256.yaml', allow_missing=True).model,
+    'i1_3b_256.yaml, i1_3b_512.yaml and i1_3b_1024.yaml': load(YAMLS / 'i1_3b_256.yaml', allow_missing=True).model,
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
     'prxpixel_7b.yaml': load(YAMLS / 'prxpixel_7b.yaml', allow_missing=True).model,
     'mmdit.yaml': Component('mmdit', {'t5_length': 77}),
@@ -38,7 +39,7 @@ MODELS = {
 }
 ROUTED = {'speedrun.yaml and speedrun_1024.yaml': 'speedrun.yaml', 'prxpixel_7b.yaml': 'prxpixel_7b.yaml'}
 """Recipes whose token route and networks of losses are counted too, by the name of their model in `MODELS`."""
-SQUARES_ONLY = ('prxpixel_7b.yaml',)
+SQUARES_ONLY = ('prxpixel_7b.yaml', 'i1_3b_256.yaml, i1_3b_512.yaml and i1_3b_1024.yaml')
 """Models that are too large to count in every aspect bucket."""
 
 
@@ -58,7 +59,7 @@ def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]
     networks = set()
     for purpose, model in MODELS.items():
         costs = ModelCosts(model)
-        sides = sides_of(model)
+        sides = (256, 512, 1024) if purpose in SQUARES_ONLY else sides_of(model)
         squares = [square(side) for side in sides or (64,)]
         aspects = [] if purpose in SQUARES_ONLY else [sdxl_shapes(side, step_of(model)) for side in sides]
         shapes = unique([*squares, *(shape for each in aspects for shape in each)])

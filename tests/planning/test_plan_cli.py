@@ -141,6 +141,7 @@ def test_cost_of_transformers_in_recipes_and_documentation_is_that_of_the_plan(c
         (('prx_256',), 'h200', ('--gpus', '8', '--samples', '1e6')),
         (('mmdit',), 'h200', ('--gpus', '128')),
         (('i1_256',), 'h100-sxm', ('--gpus', '8', '--price', '2')),
+        (('i1_3b_256', 'i1_3b_512', 'i1_3b_1024'), 'h100-sxm', ('--gpus', '64', '--price', '2')),
         (('prxpixel_7b',), 'h200', ('--gpus', '64', '--samples', '1e8')),
     ):
         plan = as_json(capsys, *(str(YAMLS / f'{name}.yaml') for name in names), '--gpu', gpu, *words)

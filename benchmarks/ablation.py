@@ -101,6 +101,10 @@ class PatchEmbedWithTimestep(nn.Module):
         self.frequencies = Timesteps(64, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.timestep_embed = TimestepEmbedding(64, patch_embed.out_channels)
 
+    @property
+    def weight(self) -> Tensor:
+        return self.patch_embed.weight
+
     def forward(self, latents: Tensor) -> Tensor:
         return self.patch_embed(latents) + self.timestep_embed(self.frequencies(self.timesteps))[:, :, None, None]
 

@@ -30,7 +30,6 @@ class HubDataset:
     """Files at other revisions than main."""
 
     def commits(self) -> dict[str, dict[str, bytes]]:
-        """Return the files by commit, main first."""
         return {commit_of(files): files for files in (self.files, *self.revisions.values())}
 
     def commit(self, revision: str) -> str | None:

@@ -156,7 +156,6 @@ def interrupted(count: int) -> Callable[[Iterable[WorkerJob]], Iterator[Any]]:
 
 
 def report_of(given: PrepareSettings | dict[str, Any], source: Any = None, run: Any = here) -> PrepareReport:
-    """Prepare a dataset in this process, and return its report."""
     report = prepare(given if isinstance(given, PrepareSettings) else settings_of(given), source=source, run=run)
     assert report is not None
     return report

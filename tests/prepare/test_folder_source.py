@@ -138,15 +138,6 @@ def test_deleted_image_raises_an_os_error(tmp_path: Path) -> None:
         list(source.read(part))
 
 
-def test_folder_without_images_is_an_error(tmp_path: Path) -> None:
-    for _ in ('empty', 'without images'):
-        with pytest.raises(ValueError, match=r'contains no images \(\.jpg'):
-            FolderSource(str(tmp_path)).parts()
-        write_files(tmp_path, {'a.txt': 'x'})
-    with pytest.raises(ValueError, match='there is no such folder'):
-        FolderSource(str(tmp_path / 'none')).parts()
-
-
 @pytest.mark.slow
 def test_folder_in_an_object_store_is_read(store: Store) -> None:
     objects = {f'in/{number:02}.{suffix}': f'{number}'.encode() for number in range(20) for suffix in ('jpg', 'txt')}

@@ -43,22 +43,6 @@ def test_every_format_is_decoded(kind: str) -> None:
     assert np.abs(np.asarray(decoded.image).astype(int) - np.asarray(smooth())).mean() <= (0 if lossless else 4)
 
 
-@pytest.mark.parametrize('orientation', range(1, 9))
-@pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP', 'TIFF'])
-def test_orientation_is_applied(kind: str, orientation: int) -> None:
-    upright, turns = smooth(), Image.Transpose
-    undo = (turns.FLIP_LEFT_RIGHT, turns.ROTATE_180, turns.FLIP_TOP_BOTTOM, turns.TRANSPOSE)
-    undo += (turns.ROTATE_90, turns.TRANSVERSE, turns.ROTATE_270)
-    stored = upright.transpose(undo[orientation - 2]) if orientation > 1 else upright
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    options = {'JPEG': {'quality': 100, 'subsampling': '4:4:4'}, 'WEBP': {'lossless': True}}.get(kind, {})
-    decoded = decode_image(file_of(stored, kind, exif=exif, **options))
-    assert decoded.image.size == upright.size
-    assert difference(decoded.image, upright) <= (LOSSY if kind == 'JPEG' else 0)
-    assert not decoded.image.getexif() and not decoded.image.info
-
-
 @pytest.mark.parametrize('exif', [b'Exif\0\0MM\0*', b'Exif\0\0no', b'Exif\0\0II*\0\xff\xff\xff\xff\xff\xff'])
 @pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP'])
 def test_damaged_exif_is_ignored(kind: str, exif: bytes) -> None:
@@ -78,24 +62,6 @@ def test_transparent_areas_show_the_background(kind: str) -> None:
         assert difference(decoded.crop((12, 12, 13, 13)), Image.new('RGB', (1, 1), tuple(v // 2 for v in rgb))) <= 1
 
 
-@pytest.mark.parametrize('mode', ['LA', 'PA', 'P', 'L', 'RGB', '1'])
-def test_every_kind_of_transparency_is_detected(mode: str) -> None:
-    """Half of each image is black and half is transparent."""
-    if mode in ('LA', 'PA'):
-        image, alpha = Image.new(mode[0], (8, 8), 0), Image.new('L', (8, 8), 255)
-        alpha.paste(0, (4, 0, 8, 8))
-        image.putalpha(alpha)
-        encoded = file_of(image, 'PNG' if mode == 'LA' else 'TIFF')
-    else:
-        image = Image.new(mode, (8, 8), 0)
-        image.paste((9, 8, 7) if mode == 'RGB' else 1, (4, 0, 8, 8))
-        if mode == 'P':
-            image.putpalette([0, 0, 0, 90, 90, 90])
-        encoded = file_of(image, 'PNG', transparency=(9, 8, 7) if mode == 'RGB' else 1)
-    decoded = decode_image(encoded, background='lime').image
-    assert [decoded.getpixel((x, 4)) for x in (1, 6)] == [(0, 0, 0), (0, 255, 0)]
-
-
 def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
     at = int.from_bytes(profile[profile.index(b'rXYZ') + 4 :][:4], 'big') + 8
@@ -104,17 +70,6 @@ def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
     transform = ImageCms.buildTransform(io.BytesIO(profile), ImageCms.createProfile('sRGB'), 'RGB', 'RGB')
     assert difference(ImageCms.applyTransform(smooth(), transform), smooth()) == 1  # type: ignore[arg-type]
     assert difference(decode_image(file_of(smooth(), 'PNG', icc_profile=profile)).image, smooth()) == 0
-
-
-def test_cmyk_and_files_with_a_profile_are_converted_to_srgb() -> None:
-    def color(image: Image.Image, kind: str, **options: Any) -> Any:
-        return decode_image(file_of(image, kind, **options)).image.getpixel((8, 8))
-
-    red, green, blue = color(Image.new('CMYK', (16, 16), (0, 255, 255, 0)), 'JPEG', quality=100)
-    assert red > 230 and green < 30 and blue < 30
-    for kind in ('PNG', 'JPEG', 'WEBP'):
-        red, green, _ = color(Image.new('RGB', (16, 16), (250, 10, 10)), kind, icc_profile=swapped_profile())
-        assert green > 200 > red, kind
 
 
 def test_profiles_apply_to_palettes_and_transparent_images() -> None:
@@ -139,15 +94,6 @@ def test_profile_with_other_channels_is_ignored() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
     encoded = file_of(smooth().convert('L'), 'PNG', icc_profile=profile)
     assert difference(decode_image(encoded).image, smooth().convert('L').convert('RGB')) == 0
-
-
-@pytest.mark.parametrize('kind', ['PNG', 'TIFF'])
-def test_16_bit_gray_is_scaled_not_clipped(kind: str) -> None:
-    ramp = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(1, 256).repeat(4, axis=0)
-    decoded = decode_image(file_of(Image.fromarray(ramp), kind))
-    assert np.array_equal(np.asarray(decoded.image)[2, :, 0], np.arange(256))
-    near = decode_image(file_of(Image.fromarray(np.array([[128, 129, 65406, 65407]], np.uint16)), kind))
-    assert np.asarray(near.image)[0, :, 0].tolist() == [0, 1, 254, 255]
 
 
 def test_16_bit_color_is_scaled() -> None:

@@ -40,7 +40,6 @@ def decoded(encoded: bytes, *, svg_side: int = 64, max_pixels: int = MAX_PIXELS)
 
 
 def error(image: Image.Image, other: Image.Image) -> float:
-    """Return the mean difference of two images in levels of 255."""
     assert image.size == other.size and image.mode == other.mode == 'RGB'
     return float(np.abs(np.asarray(image).astype(int) - np.asarray(other)).mean())
 

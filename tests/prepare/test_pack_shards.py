@@ -1,38 +1,31 @@
-"""Final shards, and the selection of the buckets of an image."""
+"""Final shards, and the buckets of an image, which is decoded once and counts once."""
 
 import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, run, samples
+from drawn import DrawnSource, keys, run, samples, snapshot
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from streaming import MDSWriter
 
 from diffusion.config.image_shapes import read_buckets
+from diffusion.prepare import process_sample
 from diffusion.prepare.process_sample import COLUMNS, Buckets
-from diffusion.storage import mds
-
-
-def write_with_streaming(folder: Path, found: list[dict[str, Any]], *, size_limit: int) -> None:
-    with MDSWriter(out=str(folder), columns=COLUMNS, hashes=list(mds.HASHES), size_limit=size_limit) as writer:
-        for sample in found:
-            writer.write(sample)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+from diffusion.prepare.settings import settings_of
+from diffusion.storage.mds import ShardFormat
+from tests.storage.test_mds import contents, write_with_streaming
 
 
 def test_dataset_equals_that_of_a_single_mds_writer(tmp_path: Path) -> None:
     run(tmp_path / 'out', DrawnSource(3, 20), shard_mb=0.012)
     for bucket in ('16px', '32px'):
         found = samples(tmp_path / 'out' / bucket)
-        write_with_streaming(tmp_path / bucket, found, size_limit=12_000)
+        write_with_streaming(tmp_path / bucket, found, ShardFormat(COLUMNS, 12_000))
         assert contents(tmp_path / bucket) == contents(tmp_path / 'out' / bucket)
         numbers = [int(sample['key'].removeprefix('image-')) for sample in found]
         assert numbers == sorted(numbers)
@@ -96,3 +89,45 @@ def test_recipe_reads_the_aspect_buckets(tmp_path: Path) -> None:
     assert set(report.empty_buckets).isdisjoint(report.buckets)
     assert not any((tmp_path / 'out' / name).exists() for name in report.empty_buckets)
     assert json.loads((tmp_path / 'out/report.json').read_text())['empty_buckets'] == report.empty_buckets
+
+
+def test_bucket_has_the_same_bytes_without_the_other_sizes(tmp_path: Path) -> None:
+    run(tmp_path / 'both', DrawnSource(2, 10), sizes=[16, 32], aspects='sdxl')
+    for size in (16, 32):
+        run(tmp_path / str(size), DrawnSource(2, 10), sizes=[size], aspects='sdxl')
+        found = snapshot(tmp_path / 'both' / f'{size}px')
+        assert found == snapshot(tmp_path / str(size) / f'{size}px') and any(name.endswith('.mds') for name in found)
+
+
+def test_image_is_decoded_once_for_all_its_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: Counter[bytes] = Counter()
+    decode = process_sample.decode_image
+
+    def counting(encoded: bytes, **options: Any) -> Any:
+        decoded[encoded] += 1
+        return decode(encoded, **options)
+
+    monkeypatch.setattr(process_sample, 'decode_image', counting)
+    report = run(tmp_path / 'out', DrawnSource(1, 10), sizes=[16, 24, 32])
+    assert sum(report.buckets.values()) > 15
+    assert set(decoded.values()) == {1} and len(decoded) == 10
+
+
+def test_largest_keeps_an_image_only_in_its_largest_bucket(tmp_path: Path) -> None:
+    every = run(tmp_path / 'every', DrawnSource(2, 12), sizes=[16, 32, 64])
+    largest = run(tmp_path / 'largest', DrawnSource(2, 12), sizes=[16, 32, 64], buckets='largest')
+    assert largest.pictures == every.pictures == sum(largest.buckets.values()) < sum(every.buckets.values())
+    stored, all_stored = keys(tmp_path / 'largest'), keys(tmp_path / 'every')
+    assert stored['64px'] == all_stored['64px']
+    assert set(stored['32px']) == set(all_stored['32px']) - set(all_stored['64px'])
+    assert set(stored['16px']) == set(all_stored['16px']) - set(all_stored['32px'])
+
+
+def test_buckets_make_no_difference_for_one_size() -> None:
+    source = {'kind': 'folder', 'location': 'photos'}
+    plans = [
+        settings_of({'source': source, 'out': 'out', 'sizes': sizes, 'buckets': buckets}).content_settings()
+        for sizes in ([256], [256, 512])
+        for buckets in ('every', 'largest')
+    ]
+    assert [plan['buckets'] for plan in plans] == ['largest', 'largest', 'every', 'largest']

@@ -184,14 +184,6 @@ def test_large_file_is_split_into_parts(tmp_path: Path, monkeypatch: pytest.Monk
     assert [entry.key for entry in source.read(parts[1])] == [f'a/row-{n}' for n in range(20, 40)]
 
 
-def test_parquet_in_an_object_store_is_read(store: Store, tmp_path: Path) -> None:
-    content = write(tmp_path / 'a.parquet', IMG2DATASET).read_bytes()
-    bucket = store.bucket('pictures', **{'set/00000.parquet': content})
-    assert [entry.image for entry in entries(ParquetSource(f'{bucket}/set'))] == [b'zero', None, b'two']
-    with pytest.raises(ValueError, match=r"^s3://pictures/set/00000\.parquet: has no column 'nope'"):
-        entries(ParquetSource(f'{bucket}/set', image_column='nope'))
-
-
 @pytest.mark.slow
 def test_images_that_rows_name_by_path_are_read_in_an_object_store(store: Store, tmp_path: Path) -> None:
     images = [*(f'{n}.jpg' for n in range(40)), 'shared/x.jpg', 'gone.jpg', '../../secret.jpg', '/etc/passwd', None]

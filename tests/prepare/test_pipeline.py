@@ -1,4 +1,4 @@
-"""Complete preparations: resume, errors, locks and shares; every input is accounted for."""
+"""Complete preparations: resume, errors, locks, shares and divided parts; every input is accounted for."""
 
 import os
 import resource
@@ -7,16 +7,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from drawn import Backwards, DrawnSource, draw, encode, interrupted, run, samples, settings, snapshot
+from drawn import (
+    Backwards,
+    DrawnSource,
+    draw,
+    encode,
+    encoded_image,
+    interrupted,
+    report_of,
+    run,
+    samples,
+    settings,
+    snapshot,
+)
 from PIL import Image
 
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.prepare import convert_part as part_module
+from diffusion.prepare import input_plan
+from diffusion.prepare.convert_part import PartJob
+from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.image_decoding import decode_image
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
@@ -253,7 +270,9 @@ def test_unexpected_error_names_the_image(tmp_path: Path) -> None:
 
 
 def test_image_that_always_kills_its_process_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"part 1 \(drawn-1\): its process died 3 times at image 'image-7'"):
+    with pytest.raises(
+        DataError, match=r"part 1 \(drawn-1\): its process died 3 times at image 'image-7'.*killed by SIGKILL"
+    ):
         prepare(settings(tmp_path / 'out'), source=DrawnSource(3, 5, deadly='image-7'))
     assert '000000' in names(tmp_path / 'out.work/parts')
 
@@ -330,3 +349,50 @@ def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
         f'interrupted; run the same command to resume, finished work is in {tmp_path}/out.work\n'
     )
     assert run(tmp_path / 'out', DrawnSource(4, 10), sizes=[16]).pictures == 40
+
+
+IMAGES = 100
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with images, some captions, a damaged image and two files that are skipped."""
+    folder = tmp_path_factory.mktemp('images')
+    for number in range(IMAGES):
+        (folder / f'{number:03}.png').write_bytes(encoded_image(number) if number != 70 else b'no image')
+        if number % 10:
+            (folder / f'{number:03}.txt').write_text(f'image number {number}')
+    (folder / 'notes.doc').write_text('notes')
+    (folder / '.hidden').write_text('hidden')
+    return folder
+
+
+def prepared(images: Path, out: Path, jobs: list[str], **values: Any) -> PrepareReport:
+    """Prepare the images in this process, and record the names of the parts that are converted."""
+
+    def recording(job: Any) -> Any:
+        jobs.extend([job.part.name] if isinstance(job, PartJob) else [])
+        return run_job(job)
+
+    source = {'kind': 'folder', 'location': str(images)}
+    given = {'source': source, 'out': str(out), 'sizes': [16], 'shard_mb': 0.01, **values}
+    return report_of(given, run=partial(map, recording))
+
+
+def test_divided_folder_gives_the_same_dataset(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided: list[str] = []
+    report = prepared(images, tmp_path / 'divided', divided, duplicates='near', hold_out=5)
+    assert divided == [f'pictures-000000.{number}' for number in range(4)], '32 images each, and the rest'
+    monkeypatch.setattr(input_plan, 'FEW_PARTS', 0)
+    whole: list[str] = []
+    expected = prepared(images, tmp_path / 'whole', whole, duplicates='near', hold_out=5)
+    assert whole == ['pictures-000000']
+    for name in ('inputs', 'pictures', 'rejected', 'passed_over', 'notes', 'statistics', 'fingerprint'):
+        assert getattr(report, name) == getattr(expected, name), name
+    assert report.passed_over['.doc'].count == report.passed_over['hidden'].count == 1
+    found, there = snapshot(tmp_path / 'divided'), snapshot(tmp_path / 'whole')
+    assert found.keys() == there.keys()
+    other = {name.rpartition('/')[2] for name in found if found[name] != there[name]}
+    assert other <= {'report.json', 'report.html', 'images.parquet'}
+    tables = (pq.read_table(next((tmp_path / name).rglob('images.parquet'))) for name in ('divided', 'whole'))
+    assert next(tables).equals(next(tables)), 'only its row groups differ'

@@ -72,8 +72,6 @@ filters: {columns: {aesthetic: {min: 4.5}}}
         ({'store': 'original', 'lossless_format': 'webp'}, 'lossless_format: has no use with store: original'),
         ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
         ({'background': 'transparent'}, "background: 'transparent' is not an opaque color"),
-        ({'duplicates': 'nearly'}, "duplicates: 'nearly' is not one of none, exact, near; did you mean 'near'"),
-        ({'quality': 3}, "quality: unknown key; did you mean 'jpeg_quality'"),
         ({'filters': {'max_aspect': 0.5}}, 'filters.max_aspect: 0.5 is below 1'),
         ({'source': {'kind': 'tar', 'location': 'a'}}, "source.kind: 'tar' is not one of folder, webdataset, parquet"),
         ({'source': {'kind': 'webdataset'}}, 'source.location: is missing; give a folder, a file'),

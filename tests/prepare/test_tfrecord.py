@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 from object_store import Store
 from prepare.dataset_hub import HubDataset, serving
-from prepare.drawn import draw, encode, entries, here, report_of, samples, write_files
+from prepare.drawn import draw, encode, entries, report_of, samples, write_files
 from prepare.tfrecords import Feature, crc32c, example, record
 
 from diffusion.errors import UserError
 from diffusion.prepare.huggingface_source import HuggingFaceSource
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.tfrecord_reading import masked_crc32c, read_records
-from diffusion.prepare.work_dir import Share
 
 IMAGES = [encode(draw(number, width=20, height=16), 'PNG') for number in range(16)]
 
@@ -144,23 +142,6 @@ def test_records_are_the_same_from_every_place(
     keys = [('a/k', None), ('a/k', 'duplicate_key'), ('a/k', 'duplicate_key'), ('b.tfrecords.gz/row-0', None)]
     assert [(entry.key, entry.problem) for entry in found] == keys
     assert found[3].captions == ['image 7', 'the same, 7'] and found[3].image == IMAGES[7]
-
-
-def test_machines_share_the_files(tmp_path: Path, store: Store) -> None:
-    files = {name: content for name, content in dataset(64, ['no image', 'wrong length']).items() if 'test' not in name}
-    location = store.bucket('flowers', **files)
-    report_of(settings(location, tmp_path / 'whole'))
-    for index in range(2):
-        shared = {'parts': 's3://flowers-parts/parts', 'work': str(tmp_path / f'work{index}')}
-        if not index:
-            store.bucket('flowers-parts')
-        assert (
-            prepare(settings_of(settings(location, tmp_path / 'out', **shared)), run=here, share=Share(index, 2))
-            is None
-        )
-    report_of(settings(location, tmp_path / 'out', parts='s3://flowers-parts/parts', work=str(tmp_path / 'work2')))
-    shards = ((tmp_path / name / '16px/shard.00000.mds').read_bytes() for name in ('whole', 'out'))
-    assert len(set(shards)) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, settings, snapshot
 
-from diffusion.errors import DataError
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.worker_pool import run_jobs, run_on_ray
 
@@ -74,22 +73,11 @@ def test_error_of_a_job_is_raised_with_its_traceback() -> None:
     assert 'in __call__' in str(caught.value.__cause__)
 
 
-def test_job_whose_process_died_is_retried(tmp_path: Path) -> None:
-    jobs = [Dying(n, tmp_path / 'lives', 1) if n == 2 else Square(n) for n in range(6)]
-    assert sorted(run_jobs(jobs, workers=2)) == [-1, 0, 1, 9, 16, 25]
-
-
 def test_last_attempt_runs_with_no_other_job(tmp_path: Path) -> None:
     slow = [Slow(n, tmp_path / f'slow-{n}') for n in range(3)]
     assert sorted(run_jobs([Dying(9, tmp_path / 'lives', 2), *slow], workers=2)) == [-1, 0, 1, 2]
     last = float((tmp_path / 'lives').read_text().split()[-1])
     assert all(last > float(each.began.read_text()) for each in slow)
-
-
-def test_job_that_kills_every_process_is_reported_with_its_current_item(tmp_path: Path) -> None:
-    jobs = [Square(1), Dying(7, tmp_path / 'lives', 99)]
-    with pytest.raises(DataError, match='square 7: its process died 3 times at image 12, .*killed by SIGKILL'):
-        list(run_jobs(jobs, workers=2))
 
 
 def test_closing_the_results_stops_the_processes(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ LONGEST = (
     'test_checkpointer.py',
     'test_performance.py',
     'test_stopping.py',
-    'test_launch.py',
+    'test_exit_codes.py',
     'test_docs.py',
     'test_image_metrics.py',
     'test_parallelism.py',

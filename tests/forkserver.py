@@ -109,7 +109,6 @@ class Client:
         """The server's socket."""
 
     def wait_for_server(self) -> None:
-        """Wait until the server has imported what it imports."""
         end = time.monotonic() + START_SECONDS
         while not Path(self.path).exists():
             assert time.monotonic() < end, 'the fork server does not start'

@@ -79,12 +79,10 @@ class Store:
         self.client.delete_object(Bucket=bucket, Key=f'{key}/{name}')
 
     def objects(self, bucket: str) -> dict[str, bytes]:
-        """Return the contents of a bucket's objects by key."""
         keys = [found['Key'] for found in self.listed(bucket)]
         return {key: self.client.get_object(Bucket=bucket, Key=key)['Body'].read() for key in keys}
 
     def listed(self, bucket: str) -> list[dict[str, Any]]:
-        """Return the entries of a bucket's listing."""
         pages = self.client.get_paginator('list_objects_v2').paginate(Bucket=bucket)
         return [found for page in pages for found in page.get('Contents', ())]
 

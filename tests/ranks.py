@@ -147,8 +147,6 @@ class Ranks:
 
 @dataclass
 class Runs:
-    """Runs of one recipe."""
-
     root: Path
     content: dict[str, Any]
     ranks: Ranks

@@ -86,8 +86,6 @@ def why_not() -> str | None:
 
 @dataclass
 class Cluster:
-    """Running cluster."""
-
     folder: Path
     """Folder of all its files."""
     nodes: tuple[str, ...]

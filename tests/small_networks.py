@@ -41,7 +41,6 @@ def write_clip_vision(folder: Path) -> Path:
 
 
 def write_clip(folder: Path) -> Path:
-    """Write a CLIP model with its tokenizer and preprocessor to a folder."""
     torch.manual_seed(2)
     tokenizer = clip_tokenizer()
     size = len(tokenizer)

@@ -96,7 +96,6 @@ def samples(model, count: int = 8):
 
 
 def trained_loss(model, *, algorithms=(), batch_size: int = 4, microbatch: int | None = None) -> float:
-    """Return the loss that a Trainer logs for one batch of a model."""
     logger = InMemoryLogger()
     trainer = Trainer(
         model=model,

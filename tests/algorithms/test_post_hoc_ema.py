@@ -24,8 +24,6 @@ Weights = dict[str, Tensor]
 
 
 class Stop(Callback):
-    """Stop training at a batch, like an early stopper."""
-
     def __init__(self, batch: int) -> None:
         self.batch = batch
 

@@ -144,15 +144,12 @@ def make_trainer(
 
 
 def run_to_end(trainer: Trainer) -> list[Tensor]:
-    """Train to the end, and return the weights."""
     trainer.fit()
     trainer.close()
     return weights_of(trainer.state)
 
 
 class FirstNorm(LoggerDestination):
-    """Print the gradient norm of the first batch."""
-
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if 'grad_norm/total' in metrics and step == 0:
             print(f'gradient norm of batch 0: {metrics["grad_norm/total"]}', flush=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ranks import read_losses
+from recipe_files import write_yaml
 from shards import draw_image
 from small_networks import write_clip_vision
 from waiting import wait_until
@@ -34,8 +35,7 @@ def site(tmp_path_factory, tiny_recipe):
         metrics = {'metrics': ['cmmd'], 'networks': {'cmmd': str(clip)}, 'num_images': IMAGES, 'batch_size': 3}
         content['evaluators'] = {'image_metrics': metrics | {'num_inference_steps': 2}}
         content |= changes
-        path = folder / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
+        path = write_yaml(folder / f'{name}.yaml', content)
         return path, folder / 'runs' / name
 
     return write

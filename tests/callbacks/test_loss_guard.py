@@ -29,8 +29,6 @@ BAD = 121
 
 
 class InMemory(LoggerDestination):
-    """Logger that keeps the values of one metric."""
-
     def __init__(self, name: str = 'loss_guard/skipped_updates') -> None:
         self.name = name
         self.values: list[float] = []

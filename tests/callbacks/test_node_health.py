@@ -1,4 +1,4 @@
-"""NodeHealth with a fake driver: queried metrics, the worst value over ranks, and warnings."""
+"""NodeHealth with a fake driver: queried metrics, the worst value over ranks, warnings; the slowest rank is logged."""
 
 import contextlib
 import logging
@@ -13,6 +13,7 @@ from waiting import wait_until
 
 from diffusion.callbacks import node_health
 from diffusion.callbacks.node_health import NodeHealth, Xids, query_metrics, worst_of_rows
+from diffusion.callbacks.stragglers import HostTimer, slowest
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE
 from diffusion.loggers.metrics_file import read_metrics
@@ -37,7 +38,6 @@ def test_metrics_are_fractions_degrees_and_counts():
 
 @contextlib.contextmanager
 def polling(driver: Driver) -> Iterator[NodeHealth]:
-    """Query a driver in a thread."""
     health = NodeHealth(seconds=0.01)
     thread = threading.Thread(target=health._poll, args=(driver, 'GPU-1'))
     thread.start()
@@ -144,3 +144,31 @@ def test_run_without_gpus_logs_no_health(write_recipe):
     train(recipe)
     names = read_metrics(recipe.run_dir / 'metrics.jsonl')
     assert 'loss/train/total' in names and not [name for name in names if name.startswith('health/')]
+
+
+def test_slowest_rank_is_compared_with_the_median():
+    assert slowest([1.0, 1.0, 3.0, 1.0]) == (2, 3.0)
+    assert slowest([2.0, 1.0]) == (0, 2.0)
+    assert slowest([0.0, 0.0]) == (0, 1.0)
+
+
+def test_host_timer_ignores_a_stop_without_a_start(monkeypatch):
+    now = iter([1.0, 4.0, 10.0, 10.5])
+    monkeypatch.setattr('diffusion.callbacks.stragglers.time.perf_counter', lambda: next(now))
+    timer = HostTimer()
+    timer.start()
+    timer.stop()
+    timer.stop()
+    timer.start()
+    timer.stop()
+    assert timer.take() == 3.5 and timer.take() == 0.0
+
+
+@pytest.mark.slow
+def test_slow_rank_is_logged(ranks, write_recipe, tmp_path):
+    # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
+    ranks.run(2, write_recipe(imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'}))
+    metrics = read_metrics(tmp_path / 'runs' / 'run' / 'metrics.jsonl')
+    assert list(metrics['straggler/slowest_rank']) == [4, 8]
+    assert metrics['straggler/slowest_rank'][8] == 1.0
+    assert metrics['straggler/slowest_factor'][8] > 1.2

@@ -190,8 +190,6 @@ def test_model_without_sizes_gets_none(write_recipe):
 
 
 class WithoutSizes(ImageTextDataset):
-    """A user's dataset whose constructor takes no `image_sizes`."""
-
     def __init__(self, buckets, *, batch_size, tokenizers=(), seed=17, elastic=False, **streaming):
         super().__init__(buckets, batch_size=batch_size, tokenizers=tokenizers, seed=seed, elastic=elastic)
 

@@ -1,4 +1,4 @@
-"""Order of an epoch: an evaluation has every sample once, and copies in training have draws of their own."""
+"""Order of an epoch: each sample once in an evaluation, own draws of copies, and its position in checkpoints."""
 
 import json
 from collections import Counter
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composer.core import Callback
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import read_losses
@@ -14,9 +15,10 @@ from shards import streams_of, write_image_shards
 
 from diffusion.config.load import load
 from diffusion.data.epoch_order import NO_SAMPLE, evaluation_order, numbered_ids
+from diffusion.errors import DataError
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader, build_model
-from diffusion.training.train import train
+from diffusion.training.train import build_trainer, train
 
 IMAGES, BATCH = 8, 32
 CROPS = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
@@ -130,3 +132,42 @@ def test_run_with_copies_is_the_same_after_a_resume(recipe, tmp_path):
     train(load(recipe, [*words, 'name=parts', 'trainer.max_duration=1ba'])).close()
     train(load(recipe, [*words, 'name=parts'])).close()
     assert read_losses(tmp_path / 'runs' / 'parts') == read_losses(tmp_path / 'runs' / 'one')
+
+
+SHORT = ['global_batch=4', 'streams.small.choose=12']
+
+
+def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path):
+    path = write_recipe()
+    for name, duration in (('whole', '2ep'), ('run', '1ep'), ('run', '2ep')):
+        words = [f'name={name}', f'trainer.max_duration={duration}', 'trainer.save_interval=1ep']
+        train(load(path, [*SHORT, *words])).close()
+    assert read_losses(tmp_path / 'runs' / 'run') == read_losses(tmp_path / 'runs' / 'whole')
+
+
+@pytest.mark.slow
+def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recipe, tmp_path):
+    path, words = write_recipe(), [*SHORT, 'trainer.max_duration=2ep', 'trainer.save_interval=2ep']
+    train(load(path, [*words, 'name=whole'])).close()
+    trainer = build_trainer(load(path, words))
+    trainer.fit(duration='1ba')
+    trainer.fit(duration='1ba')
+    trainer.fit(train_dataloader=build_loader(load(path, [*SHORT, 'name=other'])), duration='4ba')
+    trainer.close()
+    assert read_losses(tmp_path / 'runs' / 'run') == read_losses(tmp_path / 'runs' / 'whole')
+
+
+def test_no_checkpoint_is_written_while_data_and_run_disagree(write_recipe, tmp_path):
+    trainer = build_trainer(load(write_recipe(), ['trainer.save_interval=1ba']))
+
+    class Iterate(Callback):
+        def batch_end(self, state: Any, logger):
+            if state.timestamp.batch.value == 2:
+                state.train_dataloader.dataset.next_epoch += 1
+
+    trainer.state.callbacks.insert(0, Iterate())
+    with pytest.raises(DataError, match='the run is in epoch 0, but its training data is in epoch 1'):
+        trainer.fit()
+    trainer.close()
+    assert not (tmp_path / 'runs' / 'run' / 'ba2').exists()
+    assert (tmp_path / 'runs' / 'run' / 'ba1').exists()

@@ -16,7 +16,6 @@ OBJECTIVES = {
 
 @pytest.fixture(scope='module')
 def model(make_model):
-    """Model of the tests that do not change it."""
     return make_model(train_text_encoder=False)
 
 

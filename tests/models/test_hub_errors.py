@@ -42,11 +42,8 @@ def small_text_encoder(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize('part', PARTS)
-@pytest.mark.parametrize('content', [{}, {'config.json': b'{'}], ids=['empty', 'broken'])
-def test_folder_without_the_part_is_a_user_error(tmp_path, part, content):
-    for name, data in content.items():
-        (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=r'could not be loaded from this folder|config\.json: is not valid JSON'):
+def test_folder_without_the_part_is_a_user_error(tmp_path, part):
+    with pytest.raises(UserError, match='could not be loaded from this folder'):
         load_pretrained(part, str(tmp_path), subfolder='')
 
 

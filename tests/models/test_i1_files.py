@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import output_of
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 from model_batches import CAPTIONS
@@ -62,7 +63,6 @@ def theirs(name: str) -> str:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a file of theirs, for the sizes of the tests."""
     d, hidden, head = WIDTH, int(2 / 3 * 4 * WIDTH), WIDTH // HEADS
     linears = {'x_embedder.proj': (d, 4, PATCH, PATCH), 't_embedder.linear1': (d, 256), 't_embedder.linear2': (d, d)}
     linears['final_layer.linear'] = (4 * PATCH**2, d)
@@ -129,8 +129,6 @@ def model(small_vae):
 
 
 class PlainOfFile(Plain):
-    """The plain implementation with weights by their names in the file."""
-
     def __init__(self, stored: dict[str, Tensor], names: Any) -> None:
         self.weights = {name: stored[theirs(name)] for name in names}
 
@@ -170,8 +168,7 @@ def test_fine_tune_and_lora_start_from_a_file_and_export_to_one(write, weights, 
     if lora:
         assert main(words) == 2 and 'i1 has no place for a LoRA; add --merge' in capsys.readouterr().err
         words.append('--merge')
-    assert main(words) == 0
-    assert 'in the layout that i1 reads' in capsys.readouterr().out
+    assert 'in the layout that i1 reads' in output_of(capsys, *words)
     content = torch.load(out, weights_only=True)
     exported = content['model']
     assert {name: tuple(each.shape) for name, each in exported.items()} == shapes()

@@ -22,7 +22,6 @@ SAMPLING: dict[str, Any] = {'num_inference_steps': 4, 'guidance_scale': 12.0, 'g
 
 
 def export_of(model: LatentDiffusion, folder: Path) -> Any:
-    """Export a model, and return the pipeline that diffusers loads from the folder."""
     assert write_folder(model, None, folder, torch.float32, lora=False) == 'I1Pipeline'  # type: ignore[arg-type]
     settings = {'trust_remote_code': True, 'local_files_only': True, 'low_cpu_mem_usage': False}
     pipeline = DiffusionPipeline.from_pretrained(folder, **settings)

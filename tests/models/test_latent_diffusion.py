@@ -32,7 +32,6 @@ def draws_of(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> Draws:
 
 
 def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the same loss, computed with diffusers alone."""
     draws, vae, unet = draws_of(model, batch), model.vae, model.denoiser
     with torch.no_grad():
         posterior = vae.encode(batch[batch_keys.IMAGE] / 127.5 - 1, return_dict=False)[0]
@@ -344,8 +343,6 @@ def pixels() -> torch.Tensor:
         (lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)), 'streams: images of 60x64 px, but the VAE'),
         (lambda m: m.generate(['a'], seeds=3), 'seeds: 3 is not a list, each an integer or None'),
         (lambda m: m.generate(['a'], num_inference_steps='5'), "num_inference_steps: '5' is not an integer"),
-        (lambda m: m((pixels(), m._tokens(['a']))), 'batch: is a tuple, but must be a dict with input_ids'),
-        (lambda m: m({'image': pixels()}), r"batch: has \['image'\], but must be a dict with input_ids"),
         (lambda m: m({'image': pixels(), 'input_ids': ['a']}), 'batch: input_ids is a list; use a tensor'),
         (
             lambda m: m({'image': pixels(), 'input_ids': m._tokens(['a', 'b'])}),
@@ -360,20 +357,6 @@ def pixels() -> torch.Tensor:
 def test_misuse_is_rejected_with_a_message(shared_model, call, message):
     with pytest.raises(ValueError, match=message):
         call(shared_model)
-
-
-@pytest.mark.parametrize(
-    ('settings', 'message'),
-    [
-        ({'caption_dropout': 1.5}, 'caption_dropout: 1.5 is not a fraction'),
-        ({'caption_dropout_mode': 'none'}, "caption_dropout_mode: 'none' is not one of empty, zeros"),
-        ({'encoder_dtype': 'half'}, "encoder_dtype: 'half' is not one of auto"),
-        ({'resolution': 60}, 'resolution: 60 is not a positive multiple of 8; use 56 or 64'),
-    ],
-)
-def test_invalid_settings_are_rejected_with_a_message(make_model, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_model(**settings)
 
 
 def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
@@ -454,5 +437,3 @@ def test_stratified_timesteps_do_not_depend_on_microbatches(stratified_model):
 def test_stratified_timesteps_need_quantiles_in_the_batch(stratified_model):
     with pytest.raises(ValueError, match='batch: has no timestep_quantile, .* BucketedLoader with stratified=True'):
         stratified_model(batch_of(stratified_model))
-    with pytest.raises(ValueError, match="timesteps: 'stratifed'; use one of uniform, stratified"):
-        Objective(timesteps='stratifed')  # type: ignore[arg-type]

@@ -1,8 +1,11 @@
-"""A GPU that the installed torch has no kernels for is refused before its first kernel."""
+"""Versions of diffusers and GPUs that this package or the installed torch does not support are refused at the start."""
+
+import importlib.metadata
 
 import pytest
 import torch
 
+from diffusion.compatibility import check_diffusers
 from diffusion.compatibility.torch_versions import kernels_problem
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
@@ -44,3 +47,16 @@ def test_run_stops_before_its_model_is_built(gpus, monkeypatch):
     monkeypatch.setenv('LOCAL_RANK', '1')
     with pytest.raises(UserError, match=r'has no kernels for NVIDIA B200.*use torch 2\.9 or newer'):
         check_device(recipe)
+
+
+@pytest.mark.parametrize('version', ['0.39.0', '0.39.0rc1', '0.42.1'])
+def test_version_within_the_bounds_is_accepted(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, 'version', lambda name: version)
+    check_diffusers()
+
+
+@pytest.mark.parametrize('version', ['0.38.9', '0.43.0.dev0', '1.0.0'])
+def test_version_outside_the_bounds_is_refused_with_the_way_out(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, 'version', lambda name: version)
+    with pytest.raises(UserError, match=rf"diffusers {version} is .* pip install 'diffusers>=0\.39,<0\.43', or"):
+        check_diffusers()

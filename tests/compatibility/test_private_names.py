@@ -34,7 +34,6 @@ def nodes_of_package() -> dict[str, list[ast.AST]]:
 
 @functools.cache
 def nodes_of_all() -> dict[str, list[ast.AST]]:
-    """Return the syntax nodes of each module of the package and of the benchmarks."""
     return nodes_of_package() | {path.name: nodes_of(path) for path in sorted((ROOT / 'benchmarks').glob('*.py'))}
 
 

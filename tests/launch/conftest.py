@@ -48,8 +48,6 @@ def write_spec(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[CheckedSpec, Rendered]]:
-    """Check, render and validate a spec; return the checked spec and the rendered files."""
-
     def make(backend: str, /, **changes: Any) -> tuple[CheckedSpec, Rendered]:
         path = write_spec(backend, **changes)
         checked = check_jobs(load_job_spec(path), path)

@@ -42,8 +42,6 @@ ACTIONS = {'retry': 'starts again', 'elsewhere': 'starts again on other nodes', 
 
 
 class Fault(NamedTuple):
-    """Fault of one rank; see `injected.py`."""
-
     rank: int
     target: str
     statement: str
@@ -60,7 +58,6 @@ class Case:
     faults: list[Fault]
 
     def run_folder(self) -> Path:
-        """Return the run folder of this case's job, as a copy of the finished run with its name."""
         path = self.folder / 'runs' / 'run'
         shutil.copytree(self.finished, path, symlinks=True)
         return path
@@ -98,7 +95,6 @@ class Ending:
         return '.*'.join(map(re.escape, self.message.split('…')))
 
     def row(self) -> str:
-        """Return the row of the table, in Markdown."""
         restart = Restart()
         action = ACTIONS[restart.actions().get(1 if self.status is None else self.status, restart.otherwise)]
         action = 'is done' if self.status == 0 else action
@@ -109,7 +105,6 @@ class Ending:
 
 
 def on(rank: int, target: str, statement: str) -> tuple[Fault]:
-    """Return one fault on one rank."""
     return (Fault(rank, target, statement),)
 
 
@@ -119,12 +114,10 @@ def fails(rank: int, target: str, error: str) -> tuple[Fault]:
 
 
 def signal_node(name: str) -> str:
-    """Return a statement that sends a signal to the node entry point."""
     return f"os.kill(int(os.environ['NODE_PID']), signal.{name})"
 
 
 def table() -> str:
-    """Return the table of all endings, in Markdown."""
     head = '| event | status | `attempts.jsonl` | message | the job | resumes from |'
     return '\n'.join([head, '|---|---|---|---|---|---|', *(each.row() for each in (*RETRIED, *HANGS, *SINGLE))])
 
@@ -171,7 +164,6 @@ HANGS = [
 
 
 def changing(section: str, **values: Any) -> Prepare:
-    """Return a function that changes values of a section of the recipe."""
     return lambda case, recipe: recipe.setdefault(section, {}).update(values)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 from endings import CHECKPOINT, HANGS, RETRIED, SINGLE, STOP, Case, Ending, table
 from forkserver import ROOT, Client
 from hub_server import serve
 from ranks import assert_same_weights, free_port
+from recipe_files import write_yaml
 from test_local import LAUNCH, Launched, assert_times_add_up, write_files
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
@@ -34,15 +34,13 @@ class Jobs:
         return content | {'checkpointing': {'asynchronous': False}}  # the batch from which a job resumes is then known
 
     def launch(self, name: str, faults: Sequence[Sequence[object]] = (), hang_seconds: int = 60) -> Launched:
-        """Launch a job of one node with two ranks, with the faults of each attempt."""
         work = self.prepare(name, faults)
         spec, recipe = write_files(work, 'recipe', self.recipe(work), job=name, nodes=1, hang_seconds=hang_seconds)
         return Launched([*LAUNCH, str(spec)], self.server, recipe, work / 'runs' / 'run')
 
     def run_node(self, name: str, recipe: dict, **variables: str) -> Launched:
         """Start the node entry point of a job, by default of one node with one process."""
-        path = self.folder / name / 'recipe.yaml'
-        path.write_text(yaml.safe_dump(recipe))
+        path = write_yaml(self.folder / name / 'recipe.yaml', recipe)
         settings = {'SCHEDULER': 'local', 'NODES': '1', 'PROCESSES_PER_NODE': '1', 'MASTER_PORT': str(free_port())}
         variables = {'SICK_RANK': '0'} | {f'DIFFUSION_{name}': value for name, value in settings.items()} | variables
         command = [sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(path)]

@@ -16,7 +16,6 @@ EXAMPLES = sorted((ROOT / 'yamls' / 'launch').glob('*.yaml'))
 
 
 def files_of(backend):
-    """Return the reviewed files of the examples of a backend."""
     paths = [path for path in EXAMPLES if load_job_spec(path).backend == backend]
     found = [file.read_text(encoding='utf-8') for path in paths for file in sorted((GOLDEN / path.stem).iterdir())]
     assert found

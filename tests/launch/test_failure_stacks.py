@@ -99,7 +99,7 @@ def test_nothing_is_written_if_all_ranks_have_ended(run_node):
     assert not (run / 'stacks').exists() and 'stacks' not in last_attempt(run).detail
 
 
-def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node, monkeypatch):
+def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node):
     """The program acts as torch's recorder: it opens the pipe, and writes its file when it reads from the pipe."""
     recorder = """
         from diffusion.launch.rank_discovery import NCCL_PIPE
@@ -111,15 +111,13 @@ def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node, monkeypat
         Path(os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE'] + str(rank)).write_text('collectives')
         wait_for_news()
     """
-    monkeypatch.setattr(node, 'count_gpus', lambda _: 2)
     status, run = run_node(recorder, hang_seconds=0.4)
     (folder,) = (run / 'stacks').iterdir()
     assert status == 75
     assert [(folder / f'nccl-rank-{rank}').read_text() for rank in range(2)] == ['collectives'] * 2
 
 
-def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path, monkeypatch):
-    monkeypatch.setattr(node, 'count_gpus', lambda _: 2)
+def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
     body = "import json; (Path('env-' + str(rank))).write_text(json.dumps(dict(os.environ)))"
     _, run = run_node(body, TORCH_NCCL_TRACE_BUFFER_SIZE='0', SLURM_JOB_ID='9')
     found = json.loads((tmp_path / 'env-1').read_text())
@@ -183,7 +181,6 @@ def test_node_ends_its_ranks_when_another_node_reports_a_hang(run_node, tmp_path
 
 @pytest.fixture(params=['folder', 'bucket'])
 def home(request, tmp_path, monkeypatch) -> Path | str:
-    """The run's folder, or its URL."""
     if request.param == 'folder':
         return tmp_path
     monkeypatch.setattr('diffusion.launch.failure_stacks.BUCKET_POLL_SECONDS', 0.5)

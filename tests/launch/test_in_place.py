@@ -92,8 +92,6 @@ sys.exit(7)
 
 
 class Starter:
-    """Starter of ranks that run PROGRAM in a folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.lines = folder, []
         self.command = ['run.py', 'recipe.yaml', 'key=value']

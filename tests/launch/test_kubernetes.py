@@ -7,6 +7,7 @@ import sys
 import kubernetes_validate
 import pytest
 import yaml
+from commands import output_of
 
 from diffusion.cli import main
 from diffusion.errors import ExternalError
@@ -127,8 +128,7 @@ def test_free_nodes_have_the_gpus_that_running_pods_leave(write_spec, kubectl):
 
 def test_kubectl_validates_without_the_extra(write_spec, kubectl, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'kubernetes_validate', None)
-    assert main(['launch', str(write_spec('kubernetes')), '--dry-run']) == 0
-    assert 'not validated' not in capsys.readouterr().out
+    assert 'not validated' not in output_of(capsys, 'launch', write_spec('kubernetes'), '--dry-run')
     path = write_spec('kubernetes', backend={'raw': {'pod': {'unheardOf': 1}}})
     assert main(['launch', str(path), '--dry-run']) == 2
     assert 'backend.raw: kubectl apply --dry-run=client: error validating data' in capsys.readouterr().err
@@ -229,5 +229,4 @@ def test_kubectl_selects_by_label_of_job_set(write_spec, kubectl, capsys):
         'logs': f'--namespace=research logs {label}',
         'cancel': '--namespace=research delete jobset job',
     }.items():
-        assert main([action, str(path)]) == 0
-        assert f'called: {expected}' in capsys.readouterr().out
+        assert f'called: {expected}' in output_of(capsys, action, path)

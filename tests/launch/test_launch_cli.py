@@ -1,6 +1,7 @@
 """Output of `diffusion launch`: what it prints and writes, and that it never contains secrets."""
 
 import pytest
+from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
@@ -29,10 +30,8 @@ def test_secret_value_is_neither_written_nor_printed(backend, write_spec, tmp_pa
 
 def test_command_line_overrides_the_spec_and_render_prints_only_the_files(write_spec, capsys):
     path = str(write_spec('slurm'))
-    assert main(['launch', path, 'nodes=4', '--dry-run', 'overrides.seed=5']) == 0
-    assert '32 x a100-80gb' in capsys.readouterr().out
-    assert main(['launch', path, '--render']) == 0
-    printed = capsys.readouterr().out
+    assert '32 x a100-80gb' in output_of(capsys, 'launch', path, 'nodes=4', '--dry-run', 'overrides.seed=5')
+    printed = output_of(capsys, 'launch', path, '--render')
     assert printed.startswith('# job.sbatch\n#!/bin/bash\n') and 'nothing was submitted' not in printed
 
 
@@ -40,8 +39,7 @@ def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
     write_spec('kubernetes', backend={'namespace': 'research'}).rename(tmp_path / 'base.yaml')
     changes = 'backend: {name: skypilot}\nmounts: {/workspace/runs: volume://x}\n'
     (tmp_path / 'job.yaml').write_text(f'extends: base.yaml\n{changes}')
-    assert main(['launch', str(tmp_path / 'job.yaml'), '--dry-run']) == 0
-    assert 'job.yaml: skypilot' in capsys.readouterr().out
+    assert 'job.yaml: skypilot' in output_of(capsys, 'launch', tmp_path / 'job.yaml', '--dry-run')
 
 
 def test_job_without_cost_estimate_can_be_launched(prepare):
@@ -114,8 +112,7 @@ def test_dry_run_compares_the_plan_with_time_limit_and_memory(write_spec, capsys
 
 
 def test_dry_run_prints_the_first_line_of_the_plan(write_spec, capsys):
-    assert main(['launch', str(write_spec('slurm', **LONG_JOB)), '--dry-run']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'launch', write_spec('slurm', **LONG_JOB), '--dry-run')
     assert (
         '  job, as written: 5.67 days, $6,417. With device_train_microbatch_size=128 parallelism.strategy=ddp '
         'parallelism.checkpoints=whole: 1.95 days, ' in out
@@ -144,8 +141,7 @@ def test_dry_run_warns_of_local_data_that_no_earlier_stage_writes(write_spec, tm
 
 
 def test_dry_run_of_an_evaluation_has_no_cost_and_no_advice(capsys):
-    assert main(['launch', 'yamls/launch/evaluate-kubernetes.yaml', '--dry-run']) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'launch', 'yamls/launch/evaluate-kubernetes.yaml', '--dry-run')
     assert 'only training is planned, not evaluate' in out and 'remove' not in out
 
 
@@ -162,5 +158,4 @@ def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):
         (['status', str(tmp_path / 'none')], 'none does not exist; use'),
         (['status', str(tmp_path)], 'has no metrics.jsonl, run.lock or checkpoint; give the folder or URL of a run'),
     ):
-        assert main(words) == 2
-        assert expected in (message := capsys.readouterr().err) and 'mistakes' not in message
+        assert expected in (message := refusal(capsys, *words)) and 'mistakes' not in message

@@ -40,7 +40,6 @@ class Launched:
             )
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition is true, while the job runs."""
         wait_until(condition, 200, running=lambda: self.process.poll() is None, shown=self.log.read_text)
 
     def wait_for_batches(self, count: int) -> None:
@@ -129,8 +128,6 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
 
 @pytest.fixture
 def launch(write_job, forkserver: Client) -> Callable[..., Launched]:
-    """Write and launch such a job."""
-
     def start(name: str, **settings) -> Launched:
         spec, recipe, run = write_job(name, **settings)
         return Launched([*LAUNCH, str(spec)], forkserver, recipe, run)

@@ -27,7 +27,6 @@ def is_dns_label(name):
 
 @functools.cache
 def training_job_name_limits():
-    """Return the limits of a training job name in the service model of SageMaker."""
     import botocore.session
 
     service: Any = botocore.session.get_session().get_service_model('sagemaker')

@@ -32,7 +32,6 @@ class Nodes:
         wait_until(lambda: all(link.connected for link in self.links), shown=lambda: self.lines)
 
     def agree(self, *ends: NodeExit, attempt: int = 0, problems: tuple[str, ...] = ()) -> list[Agreement]:
-        """Report the end of each node in order, and return what each receives."""
         problems = problems or ('',) * len(ends)
         with ThreadPoolExecutor(len(ends)) as pool:
             found = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import slurm_cluster
+from commands import output_of
 from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done
 from waiting import wait_until
@@ -40,8 +41,6 @@ sys.exit(forkserver.main())
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: slurm_cluster.Cluster, name: str, number: str, spec: Path) -> None:
         self.cluster, self.number, self.spec = cluster, number, spec
         self.folder = spec.parent
@@ -57,7 +56,6 @@ class Job:
         wait_until(condition, 180, shown=self.diagnostics)
 
     def wait(self, state: str = 'COMPLETED') -> None:
-        """Wait for the end of the job in a state."""
         self.wait_until(self.ended)
         assert self.field('JobState') == state, self.diagnostics()
 
@@ -68,7 +66,6 @@ class Job:
         return read_attempts(self.run) if (self.run / ATTEMPTS).exists() else []
 
     def nodes(self, attempt: int) -> set[str]:
-        """Return the nodes on which the ranks of an attempt ran."""
         return {path.read_text() for path in self.folder.glob(f'node-{attempt}-*')}
 
     def kill_rank(self, rank: int) -> None:
@@ -78,14 +75,12 @@ class Job:
         self.cluster.call('scontrol', 'update', f'JobId={self.number}', f'TimeLimit={minutes}')
 
     def failures(self) -> list[str]:
-        """Return the failures that used up restarts."""
         return [line for path in self.folder.glob('logs/*.failures') for line in path.read_text().splitlines()]
 
     def log(self) -> str:
         return ''.join(path.read_text() for path in self.folder.glob(f'logs/*-{self.number}.log'))
 
     def diagnostics(self) -> str:
-        """Return the job record and all logs, for assertion messages."""
         show = self.cluster.call('scontrol', 'show', 'job', self.number)
         return f'{show}\n--- log\n{self.log()}\n--- slurm\n{self.cluster.log()}'
 
@@ -130,7 +125,6 @@ def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, 
 def launch(
     cluster: slurm_cluster.Cluster, submit: Callable[..., list[Job]], tmp_path: Path
 ) -> Iterator[Callable[..., list[Job]]]:
-    """Function that launches such a job in the folder of the test; the job is canceled after the test."""
     launched: list[Job] = []
 
     def launch(**settings: Any) -> list[Job]:
@@ -145,7 +139,6 @@ def launch(
 
 @pytest.fixture(scope='module')
 def undisturbed(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that ran without any disturbance."""
     (job,) = submit(tmp_path_factory.mktemp('undisturbed'))
     job.wait()
     assert job.field('MinMemoryNode') == '0', 'all memory of the node, not DefMemPerNode'
@@ -197,12 +190,10 @@ def test_time_limit_requeues_and_canceled_job_does_not_restart(launch, capsys):
         'logs': 'attempt 1 exited with status 75',
         'cancel': 'canceled: job',
     }.items():
-        assert main([action, str(job.spec)]) == 0
-        assert re.search(expected, capsys.readouterr().out)
+        assert re.search(expected, output_of(capsys, action, str(job.spec)))
     job.wait('CANCELLED')
     assert job.field('Restarts') == '1'
-    assert main(['status', str(job.spec)]) == 0
-    assert 'not in the queue' in capsys.readouterr().out
+    assert 'not in the queue' in output_of(capsys, 'status', str(job.spec))
     first, second = job.attempts()
     assert (first.status, first.cause) == (PREEMPTED, 'preempted')
     assert second.first in (first.last, first.last + 1), 'a heartbeat is written before its batch'

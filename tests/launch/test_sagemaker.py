@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from commands import output_of
 from object_store import ENVIRONMENT
 
 from diffusion.cli import main
@@ -58,12 +59,6 @@ def test_invalid_request_is_found_offline(change, expected, request_of):
     assert any(expected in problem for problem in problems_of(request | change))
 
 
-def test_too_long_override_is_found(write_spec, capsys):
-    path = write_spec('sagemaker', overrides={'generate.negative_prompt': 'x' * 300})
-    assert main(['launch', str(path), '--dry-run']) == 2
-    assert 'ContainerArguments[3]: 325 is above the SageMaker limit of 256' in capsys.readouterr().err
-
-
 def test_job_restarts_in_place_and_spot_job_waits_for_machines(request_of):
     request = request_of(schedule={'time_limit': '2d', 'preemptible': True}, restart={'max_restarts': 99})
     assert request['Environment'][environment.RESTART_IN_PLACE] == '1'
@@ -81,16 +76,13 @@ def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     capsys.readouterr()
     assert main(['status', str(path)]) == main(['cancel', str(path)]) == 0
     assert capsys.readouterr().out == 'no job yet\nnothing is running\n', 'the job with the longer name is another'
-    assert main(['launch', str(path)]) == 0
-    name = capsys.readouterr().out.splitlines()[-1].split()[-1]
+    name = output_of(capsys, 'launch', path).splitlines()[-1].split()[-1]
     assert name.startswith('job-2')
     job = boto3.client('sagemaker').describe_training_job(TrainingJobName=name)
     assert job['ResourceConfig']['InstanceCount'] == 2
     assert job['AlgorithmSpecification']['TrainingImage'] == 'registry.example.com/diffusion:latest'
-    assert main(['status', str(path)]) == 0
-    assert capsys.readouterr().out.startswith(f'{name}: ')
-    assert main(['logs', str(path)]) == 0
-    assert f'--log-stream-name-prefix {name}' in capsys.readouterr().out
+    assert output_of(capsys, 'status', path).startswith(f'{name}: ')
+    assert f'--log-stream-name-prefix {name}' in output_of(capsys, 'logs', path)
     assert main(['cancel', str(path)]) == 0
 
 

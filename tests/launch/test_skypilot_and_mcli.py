@@ -5,6 +5,7 @@ import typing
 
 import pytest
 import yaml
+from commands import output_of
 
 from diffusion.cli import main
 from diffusion.launch.backends import mcli
@@ -53,8 +54,7 @@ def test_buckets_are_mounted_and_volumes_attached(prepare):
 
 def test_status_excludes_jobs_with_longer_names(write_spec, add_program, capsys):
     add_program('sky', '#!/bin/bash\necho "1  -  job  RUNNING"\necho "2  -  job-of-another  RUNNING"\n')
-    assert main(['status', str(write_spec('skypilot'))]) == 0
-    assert capsys.readouterr().out == '1  -  job  RUNNING\n'
+    assert output_of(capsys, 'status', write_spec('skypilot')) == '1  -  job  RUNNING\n'
 
 
 def test_secret_is_passed_by_its_name(prepare, monkeypatch):

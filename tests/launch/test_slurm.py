@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.exit_codes import FAILED
@@ -141,8 +142,7 @@ def test_failing_setup_ends_the_job_and_its_syntax_errors_are_found(script, slur
     assert subprocess.run(['bash'], input=text, env=environment, text=True, check=False).returncode == 1
     assert slurm.read_text() == 'setup\n'
     path = write_spec('slurm', backend={'setup': 'if true; then'})
-    assert main(['launch', str(path), '--dry-run']) == 2
-    assert 'backend.setup: job.sbatch: ' in capsys.readouterr().err
+    assert 'backend.setup: job.sbatch: ' in refusal(capsys, 'launch', path, '--dry-run')
 
 
 def test_raw_options_replace_defaults(script):
@@ -190,27 +190,23 @@ def test_logs_folder_is_relative_to_workdir(write_spec, slurm, tmp_path, capsys)
     assert main(['launch', str(path)]) == 0
     (tmp_path / 'logs/of/jobs/job-7.log').write_text('from there')
     capsys.readouterr()
-    assert main(['logs', str(path)]) == 0
-    assert capsys.readouterr().out.endswith('from there\n')
+    assert output_of(capsys, 'logs', path).endswith('from there\n')
 
 
 def test_status_logs_and_cancel_select_by_job_name(write_spec, slurm, tmp_path, capsys):
     logs = tmp_path / 'logs'
     logs.mkdir()
     path = write_spec('slurm', backend={'logs': str(logs)})
-    assert main(['logs', str(path)]) == 2
-    assert f'logs: {logs} has no log of job; wait until it starts' in capsys.readouterr().err
+    assert f'logs: {logs} has no log of job; wait until it starts' in refusal(capsys, 'logs', path)
     (logs / 'job-of-another-8.log').write_text('of another')
     assert main(['logs', str(path)]) == 2
     capsys.readouterr()
     (logs / 'job-7.log').write_text('\n'.join(f'line {index}' for index in range(300)))
-    assert main(['logs', str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == 'line 299'
+    assert output_of(capsys, 'logs', path).splitlines()[-1] == 'line 299'
     assert main(['cancel', str(path)]) == 0
     assert slurm.read_text() == 'scancel --me --name=job\n'
     (tmp_path / 'bin' / 'squeue').write_text('#!/bin/bash\necho 7 job RUNNING\n')
-    assert main(['status', str(path)]) == 0
-    assert capsys.readouterr().out.endswith('7 job RUNNING\n')
+    assert output_of(capsys, 'status', path).endswith('7 job RUNNING\n')
 
 
 def test_restart_count_is_not_inherited_by_new_job_and_error_of_slurm_is_shown(

@@ -1,14 +1,16 @@
-"""Progress of a run: speed and remaining time are those of training batches, by a fake clock."""
+"""Progress of a run: speed and remaining time of training batches by a fake clock, and the smoothed loss curve."""
 
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from composer.core import Callback, State
 from composer.loggers import Logger
 from shards import write_image_shards
 
 from diffusion.config.load import load
+from diffusion.loggers.metrics_file import smoothed
 from diffusion.loggers.progress_lines import BatchTimer
 from diffusion.training.train import build_trainer
 
@@ -21,7 +23,6 @@ class Clock:
         self.timer = BatchTimer()
 
     def train(self, batches: int, seconds: float, *, between: float = 0.0) -> None:
-        """Train batches, each followed by other work."""
         for _ in range(batches):
             self.timer.begin(self.now)
             self.now += seconds
@@ -106,3 +107,12 @@ def test_time_left_is_that_of_training_alone(write_recipe, tmp_path, monkeypatch
         assert (12 - int(batch)) * BATCH_SECONDS - 1 <= int(left) <= (12 - int(batch)) * BATCH_SECONDS * 1.4 + 1
     assert 'batch 12 of 12, loss ' in caplog.text
     assert len(re.findall(r'batch (6|12), evaluation: loss=\d', caplog.text)) == 2
+
+
+@pytest.mark.parametrize('count', [1, 2, 50, 400])
+def test_smoothed_curve_is_the_weighted_mean_of_the_values_around(count):
+    values = np.random.default_rng(0).exponential(size=count)
+    distances = np.abs(np.arange(count)[:, None] - np.arange(count))
+    weights = np.exp(-100 / max(100, count)) ** distances
+    expected = weights @ values / weights.sum(axis=1)
+    assert np.allclose(smoothed(values.tolist()), expected)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-import yaml
+from recipe_files import write_yaml
 
 from diffusion.errors import UserError
 from diffusion.planning.gpus import (
@@ -27,9 +27,7 @@ ONE = {'mine': {'peak_tflops': {'bf16': 100}, 'memory_gib': 24, 'price_usd_per_h
 @pytest.fixture
 def write(tmp_path):
     def write_file(content):
-        path = tmp_path / 'gpus.yaml'
-        path.write_text(yaml.safe_dump(content), encoding='utf-8')
-        return path
+        return write_yaml(tmp_path / 'gpus.yaml', content)
 
     return write_file
 

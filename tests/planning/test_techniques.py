@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import output_of
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import alexnet
 from transformers import Dinov2Config, Dinov2Model
 
-from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.config.recipe import Component
 from diffusion.models import batch_keys
@@ -45,7 +45,6 @@ def networks(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def pixel_recipe(networks, tmp_path_factory):
-    """Recipe of a tiny PRX on pixels with every technique of the speedrun."""
     dino = str(networks / 'dino')
     return write_recipe(
         tmp_path_factory.mktemp('recipe'),
@@ -200,8 +199,7 @@ def test_speedrun_takes_the_published_24_hours_at_the_assumed_utilization():
 
 def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys):
     words = [*map(str, STAGES), '--gpu', 'h200', '--gpus', '32', '--price', '2']
-    assert main(['plan', *words]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, 'plan', *words)
     for text in (
         '$1,536  PRX Part 3: 24 hours on 32 h200 at $2.00, all 2 stages',
         'Techniques, speedrun: what 63',
@@ -213,8 +211,7 @@ def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys
         assert text in out
     assert 'latents' not in out.partition('Data, speedrun,')[2].partition('Checkpoints')[0]
     assert 'not counted' not in out
-    assert main(['plan', *words, '--json']) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(output_of(capsys, 'plan', *words, '--json'))
     assert plan['published']['usd'] == 1536
     first, second = plan['phases']
     names = [technique['name'] for technique in first['techniques']]

@@ -210,7 +210,6 @@ def test_healthy_nodes_pass_within_a_minute(run_two, level):
 
 @pytest.fixture
 def bucket_recipe(store, write_recipe, tmp_path, monkeypatch) -> Path:
-    """Path of a recipe whose runs are in a bucket."""
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
     monkeypatch.setattr(storage_checks, 'MOST_BYTES', dict.fromkeys((False, True), 2**24))
     return write_recipe(runs_dir=f'{store.bucket("home")}/runs')

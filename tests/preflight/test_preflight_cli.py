@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import refusal
 
 from diffusion.cli import main
 from diffusion.launch import node
@@ -41,8 +42,7 @@ def test_level_and_gpu_are_passed_to_the_node_and_its_status_is_returned(monkeyp
 )
 def test_error_is_one_line(write_recipe, capsys, words, message):
     recipe = str(write_recipe())
-    assert main(['preflight', *[recipe if word == 'RECIPE' else word for word in words]]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, 'preflight', *[recipe if word == 'RECIPE' else word for word in words])
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hub_server import COMMIT, serving
-from huggingface_hub import constants
 from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.config.load import load
@@ -141,13 +140,3 @@ def test_initial_weights_of_another_architecture_are_found(recipe, hub, reposito
         assert not found.ok and 'the architecture differs from the recipe: block_out_channels' in found.detail
     _, found = check_sources(recipe(vae=str(repository / 'vae'), init_from=str(tmp_path / 'runs' / 'nothing')))
     assert not found.ok and 'init_from: ' in found.detail and 'does not exist' in found.detail
-
-
-@pytest.mark.slow
-def test_offline_mode_needs_the_weights_in_the_cache(recipe, hub, monkeypatch, small_vae):
-    aligned = recipe(prx=True, vae=str(small_vae), representation_alignment=ALIGNMENT)
-    check_sources(aligned)
-    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-    _, found = check_sources(aligned)
-    assert (found.ok, found.status) == (False, CONFIG_ERROR)
-    assert 'HF_HUB_OFFLINE is set, and the cache' in found.detail

@@ -37,8 +37,6 @@ class SlowData(list[Any]):
 
 
 class Slow(Callback):
-    """Callback that sleeps in five events of the Trainer."""
-
     def batch_start(self, state: State, logger: Any) -> None:
         time.sleep(SLEEP_SECONDS)
 

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.config.load import load
@@ -113,8 +114,7 @@ def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_pa
     monkeypatch.chdir(tmp_path)
     streams = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}
     path = str(write_recipe(callbacks={'loss_guard': None}, global_batch=2, streams=streams))
-    assert main(['profile', path, '--batches', '2', '--warmup', '1', '--synthetic', '--out', 'found']) == 0
-    text = capsys.readouterr().out
+    text = output_of(capsys, 'profile', path, '--batches', '2', '--warmup', '1', '--synthetic', '--out', 'found')
     assert text.startswith('# run: ')
     for words in ('| backward |', '| convolutions |', 'Largest opportunities:', 'composer/trainer/trainer.py'):
         assert words in text
@@ -132,10 +132,9 @@ def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_pa
 
 def test_profile_errors_name_the_setting(write_recipe, capsys):
     path = str(write_recipe())
-    assert main(['profile', path, 'dataset.name=latents', '--synthetic']) == 2
-    assert 'dataset.name: latents has no synthetic data' in capsys.readouterr().err
-    assert main(['profile', path, 'streams.small.local=gone']) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, 'profile', path, 'dataset.name=latents', '--synthetic')
+    assert 'dataset.name: latents has no synthetic data' in error
+    error = refusal(capsys, 'profile', path, 'streams.small.local=gone')
     assert 'has no index.json' in error and '--synthetic' in error
     with pytest.raises(SystemExit, match='2'):
         main(['profile', path, '--synthetic', '--batches', '0'])

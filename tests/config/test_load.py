@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from recipe_comparison import all_values
+from recipe_files import all_values
 
 from diffusion.config import registry
 from diffusion.config.checks import SINGLE_COMPONENT_SECTIONS, SUPPLIED, check_recipe
@@ -199,7 +199,6 @@ WRONG_CONTENTS = {
     'model: {name: sd22}': "model: no model is called 'sd22'; did you mean 'sd2'?",
     'model: {name: tiny, resolutoin: 64}': "model.resolutoin: unknown key; did you mean 'resolution'?",
     'optimizer: {name: adamw, lr: .nan}': 'optimizer.lr: nan is not a number',
-    'model: {name: tiny, objective: {path: flow}}': "objective.prediction_type: 'epsilon'; use one of velocity, sample",
     'model: {name: tiny, objective: {path: flow, beta_end: 0.1}}': 'objective.beta_end: a flow has no such setting',
     'model: {name: tiny, objective: {snr_shift: a, min_snr_gamma: [], zero_terminal_snr: true}}': (
         r"min_snr_gamma: \[\] is not .*\n.*snr_shift: 'a' is not a number\n.*zero_terminal_snr: epsilon does not"
@@ -225,7 +224,6 @@ WRONG_CONTENTS = {
         'streams: b: no proportion, but other streams have one; set it for all streams or none'
     ),
     'streams: {a: {local: x, resolution: 64, repeat: 2.0, choose: 5}}': 'repeat and choose are mutually exclusive',
-    'name: my run/1': "name: 'my run/1' cannot name a folder; use letters, digits",
     'imports: [no_such_module_here]': r'imports\[0\]: no_such_module_here cannot be imported',
     "name: '${nmae}'": 'nmae',
     'model: {name: autoencoder}, task: generate': 'model.name: autoencoder does not generate images from prompts',

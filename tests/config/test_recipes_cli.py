@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from commands import output_of, refusal
-from recipe_comparison import all_values
+from recipe_files import all_values
 
 from diffusion.config.load import RecipeError, load
 from diffusion.config.yaml_files import shipped_names

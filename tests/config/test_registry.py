@@ -106,17 +106,6 @@ def test_nested_dataclasses_are_checked_with_their_path():
     ]
 
 
-def test_supplied_keywords_are_neither_missing_nor_allowed():
-    assert problems('optimizer', 'adamw', {'lr': 1e-4}, supplied=('params',)) == []
-    assert problems('optimizer', 'adamw', {'params': 1}, supplied=('params',)) == [
-        'here.params: is set by the program; remove it from the recipe'
-    ]
-
-
-def test_missing_values_are_not_type_errors():
-    assert problems('model', 'tiny', {'resolution': '???', 'objective': '???'}) == []
-
-
 @pytest.mark.parametrize(
     ('target', 'message'),
     [

@@ -76,13 +76,6 @@ def test_later_files_change_mappings_and_replace_lists(files):
     assert merge(read_chain(folder / 'c.yaml'), ['x.three=5']) == {'x': {'one': 0, 'two': 3, 'three': 5}, 'l': [4]}
 
 
-def test_extends_is_relative_to_its_file(files):
-    folder = files(base='seed: 1')
-    (folder / 'deep').mkdir()
-    (folder / 'deep' / 'child.yaml').write_text('extends: ../base.yaml\nname: child')
-    assert merge(read_chain(folder / 'deep' / 'child.yaml'), []) == {'seed': 1, 'name': 'child'}
-
-
 def test_component_with_another_name_does_not_inherit_keywords(files):
     folder = files(
         a='name: a\nmodel: {name: sd2, vae: x}\noptimizer: {name: adamw, lr: 1}\ncallbacks: {grid: {every: 1ba}}',

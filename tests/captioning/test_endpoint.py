@@ -18,8 +18,10 @@ from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture,
 from commands import output_of, refusal
 
 from diffusion.cli import main
+from diffusion.config.load import load
 from diffusion.storage import caption_tables
 from diffusion.storage.caption_tables import ROWS
+from diffusion.training.components import build_loader
 
 REJECTED = {'empty', 'no_answer', 'refused_by_server', 'context_too_long'}
 
@@ -232,26 +234,29 @@ def test_an_image_that_the_server_refuses_is_rejected_by_name(
     assert {row['answer'] for row in refused} == {'status 400: {"error": {"message": "fault 400"}}'}
 
 
-def command(data: Path, settings: Path, share: int) -> 'subprocess.Popen[bytes]':
-    words = [sys.executable, '-m', 'diffusion', 'caption', data, '--with', settings, '--share', f'{share}/2']
-    return subprocess.Popen([*map(str, words), '--work', str(data.with_name(f'work-{share}'))])
+def command(place: str, settings: Path, share: int) -> 'subprocess.Popen[bytes]':
+    words = [sys.executable, '-m', 'diffusion', 'caption', place, '--with', settings, '--share', f'{share}/2']
+    return subprocess.Popen([*map(str, words), '--work', str(settings.with_name(f'work-{share}'))])
 
 
 @pytest.mark.parametrize(
-    ('shards', 'each', 'kills'),
+    ('shards', 'each', 'kills', 'in_store'),
     [
-        pytest.param(4, 25, 1, marks=pytest.mark.cpu_seconds(30)),
-        pytest.param(20, 250, 10, marks=pytest.mark.slow),
+        pytest.param(4, 25, 1, False, marks=pytest.mark.cpu_seconds(30)),
+        pytest.param(4, 25, 2, True, marks=pytest.mark.slow),
+        pytest.param(20, 250, 10, False, marks=pytest.mark.slow),
     ],
 )
 def test_two_shares_that_are_killed_caption_every_image_once(
-    tmp_path: Path, shards: int, each: int, kills: int
+    tmp_path: Path, request: pytest.FixtureRequest, shards: int, each: int, kills: int, in_store: bool
 ) -> None:
     server = VlmServer(*FAULTS, '400', 'context', rate=0.1, hang_seconds=4)
     data = write_images(tmp_path / 'data', shards=shards, each=each)
+    store = request.getfixturevalue('store') if in_store else None
+    place = str(data) if store is None else store.upload(data)
     settings = write_settings(tmp_path / 'vlm.yaml', server.url, timeout_seconds=3, concurrency=32)
     count = shards * each
-    running = [command(data, settings, share) for share in range(2)]
+    running = [command(place, settings, share) for share in range(2)]
     try:
         for kill in range(kills):
             while server.good.total() < 2 * count * (kill + 1) / (kills + 1.5):
@@ -259,13 +264,26 @@ def test_two_shares_that_are_killed_caption_every_image_once(
             share = next(each for each in (kill % 2, 1 - kill % 2) if running[each].poll() is None)
             os.kill(running[share].pid, signal.SIGKILL)
             running[share].wait()
-            running[share] = command(data, settings, share)
+            running[share] = command(place, settings, share)
         assert [process.wait(500) for process in running] == [0, 0]
     finally:
         for process in running:
             process.kill()
         server.close()
+    for key, body in store.objects('data').items() if store is not None else ():
+        path = data / key.removeprefix('mds/')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
     captions = check_tables(data, count)
     assert captions > 2 * count * 0.9
     assert server.good.total() - len(server.good) <= kills * 32, 'asked again: only what was in flight at a kill'
     assert json.loads((data / 'captions.json').read_text())['columns'].keys() == {'brief', 'full'}
+    if store is not None:
+        write_recipe, folder = request.getfixturevalue('write_recipe'), str(tmp_path / 'cache')
+        streams = {'photos': {'remote': place, 'local': folder, 'resolution': 32}}
+        dataset = {'name': 'image_text', 'caption_weights': {'original': 0.1, 'brief': 0.4, 'full': 0.5}}
+        trained: Any = build_loader(load(write_recipe(streams=streams, dataset=dataset))).dataset
+        texts = [trained.choose_caption(trained.get_item(index), index)[1] for index in range(count)]
+        for index, text in enumerate(texts):
+            assert text in (f'caption {index}', *(caption_of(column, picture(index)) for column in ('brief', 'full')))
+        assert {text.split()[0] for text in texts} == {'caption', 'brief', 'full'}

@@ -145,7 +145,7 @@ gpu-check: $(VENV)/installed ## check tests and speed on this machine's GPUs; on
 # What depends on the versions most, and a run of 20 batches whose losses must be those of the other environment.
 SLICE_MODELS := activation_memory latent_diffusion lora mmdit objective perceptual_losses prx randomness \
   representation_alignment sdxl
-SLICE_TRAINING := adamw block_graphs step_overhead initial_weights matrix_exchange muon parallelism performance resume
+SLICE_TRAINING := adamw block_graphs step_overhead initial_weights muon parallelism performance resume
 SLICE := tests/compatibility tests/algorithms $(SLICE_TRAINING:%=tests/training/test_%.py) \
   $(SLICE_MODELS:%=tests/models/test_%.py) tests/checkpointing/test_snapshot.py \
   tests/checkpointing/test_checkpointer.py

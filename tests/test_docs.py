@@ -210,7 +210,6 @@ def write_tar(path: Path, number: int) -> None:
 
 
 def write_parquet(path: Path, photos: Path) -> None:
-    """Write images and captions as a Parquet file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -368,7 +367,6 @@ def test_every_file_that_is_named_exists(page):
 
 @functools.cache
 def hook(name: str) -> Any:
-    """Return the module of an mkdocs hook."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f'{name}.py')
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -392,7 +390,6 @@ def test_bullets_have_at_most_60_words():
 
 @functools.cache
 def reference_pages() -> dict[str, str]:
-    """Return the generated pages by their path."""
     return reference_module().pages()
 
 

@@ -37,7 +37,6 @@ everything = [*declared, Requirement(f'diffusers{DIFFUSERS_BOUNDS}')]
 
 @functools.cache
 def pins(python: str, stack: str) -> dict[NormalizedName, str]:
-    """Return the versions that a set pins under a Python version, by package name."""
     applying = applicable(lines_of(f'constraints-{stack}.txt'), python)
     versions = {canonicalize_name(r.name): str(r.specifier).removeprefix('==') for r in applying}
     assert len(versions) == len(applying), 'a package is pinned twice'
@@ -182,7 +181,6 @@ def last_stage(dockerfile: Path) -> list[tuple[str, str]]:
 
 
 def copy_build_context(folder: Path) -> None:
-    """Copy the files of this repository that .dockerignore sends to the builder."""
     *patterns, caches = [line for line in (ROOT / '.dockerignore').read_text().splitlines() if line[0] != '#']
     assert caches == '**/__pycache__'
     for path in ROOT.iterdir():
@@ -192,7 +190,6 @@ def copy_build_context(folder: Path) -> None:
 
 
 def copy_into(source: Path, target: Path) -> None:
-    """Copy a file, or the contents of a folder, as COPY does."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns('__pycache__'))
@@ -265,7 +262,6 @@ def test_image_installs_the_packages_and_this_package(tmp_path: Path):
 
 
 def run_make(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run make without the variables of a make that runs these tests."""
     environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MFLAGS')}
     return subprocess.run(['make', *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

@@ -18,7 +18,6 @@ SMALLER = ['model.depth=1', 'trainer.max_duration=8ba', 'scheduler.t_warmup=2ba'
 
 
 def build(target: str, folder: Path) -> Path:
-    """Build the wheel or the source distribution into a folder, and return its path."""
     words = [sys.executable, '-m', 'hatchling', 'build', '--target', target, '--directory', str(folder)]
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
     (file,) = folder.glob('diffusion_recipes-*')

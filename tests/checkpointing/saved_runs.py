@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from ranks import read_losses
+from recipe_files import write_yaml
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, weights_of
@@ -23,9 +23,7 @@ def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **comm
     def write(name: str, trainer: dict[str, Any] | None = None, **sections: Any) -> Path:
         content = tiny_recipe(root / 'runs', small=True, name=name, **({'algorithms': EMA} | common | sections))
         content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
-        path = root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
-        return path
+        return write_yaml(root / f'{name}.yaml', content)
 
     return write
 

@@ -1,4 +1,4 @@
-"""Runs whose home is an object store: they save, resume, fall back and end as runs in a folder do."""
+"""Runs whose home is an object store: they save, resume, fall back, copy small files and end as runs in a folder do."""
 
 import json
 import re
@@ -16,14 +16,15 @@ from waiting import wait_until
 
 from diffusion.checkpointing import checkpointer
 from diffusion.checkpointing.bucket_checkpoints import published_batches
+from diffusion.checkpointing.bucket_storage import _as_storage_fault
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
+from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.evaluation_claims import EvaluationClaims
-from diffusion.storage import object_store
+from diffusion.storage import retry
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
-from diffusion.storage.retry import RetryPolicy
 from diffusion.training.train import build_trainer, train
 
 
@@ -196,17 +197,6 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
 
 
 @pytest.mark.slow
-def test_store_that_hangs_fails_the_save_and_not_the_run(write, undisturbed, bucket, store, caplog, monkeypatch):
-    monkeypatch.setattr(object_store, 'DEFAULT', RetryPolicy(tries=2, timeout_seconds=0.5))
-    recipe = load(write('hangs', runs_dir=bucket))
-    store.fail('PUT ba2/state.pt', 'hang')
-    train(recipe).close()
-    assert 'ba2: not saved, ' in caplog.text and 'cannot be written, tried 2 times' in caplog.text
-    assert published_batches(recipe.run_place) == [8, 6, 4]
-    assert_same_end(recipe.run_dir, undisturbed, recipe.run_place)
-
-
-@pytest.mark.slow
 def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbed, bucket, store, ranks, tmp_path):
     """Kill in phases of a save (upload, publish, prune) and of a resume (read), each with a new node."""
     path = write('killed', runs_dir=bucket)
@@ -255,3 +245,43 @@ def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, buck
     trainer.close()
     assert [*seen, published_batches(url)] == [[2, 1], [3]]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba3'}
+
+
+@pytest.fixture
+def mirror(store: Store, tmp_path) -> RunMirror:
+    for number in range(5):
+        (tmp_path / 'images').mkdir(exist_ok=True)
+        (tmp_path / 'images' / f'{number}.png').write_bytes(b'image')
+    return RunMirror(tmp_path, store.bucket('bucket') + '/run')
+
+
+def test_checkpoint_that_is_being_removed_is_not_uploaded(store, mirror):
+    for name in ('ba4', '.ba6.unfinished', 'ba2.unfinished-0123'):
+        (mirror.folder / name).mkdir()
+        (mirror.folder / name / 'state.pt').write_bytes(b'many bytes')
+    mirror.push()
+    assert set(store.objects('bucket')) == {f'run/images/{number}.png' for number in range(5)}
+
+
+def test_store_that_does_not_answer_is_asked_for_one_file_only(store, mirror, monkeypatch):
+    monkeypatch.setattr(retry, 'FIRST_PAUSE_SECONDS', 0.01)
+    store.fail('PUT', 500)
+    with pytest.raises(retry.GaveUp):
+        mirror.push(MIRROR_RETRY)
+    assert len([request for request in store.requests if request.startswith('PUT /bucket/run')]) == MIRROR_RETRY.tries
+
+
+class UnauthorizedSSOTokenError(Exception):
+    """Error of botocore, which has no HTTP status."""
+
+
+def test_credentials_that_expire_are_a_fault_of_storage_and_not_a_mistake():
+    def ask() -> None:
+        raise UnauthorizedSSOTokenError('the token has expired')
+
+    with pytest.raises(UserError, match='no credentials'):
+        MIRROR_RETRY.run(ask, 's3://bucket/run')
+    with pytest.raises(OSError, match='no credentials'), _as_storage_fault():
+        MIRROR_RETRY.run(ask, 's3://bucket/run')
+    with pytest.raises(UserError, match='another run'), _as_storage_fault():
+        raise UserError('it belongs to another run')

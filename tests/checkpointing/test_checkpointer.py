@@ -87,24 +87,6 @@ def test_checkpoint_of_another_model_or_optimizer_is_refused(uninterrupted, over
         build_trainer(load(path, [override, 'trainer.max_duration=10ba']))
 
 
-def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
-    """Otherwise the run would silently continue as a different one."""
-    _, write = uninterrupted
-    path = write('own')
-    train(load(path, ['trainer.max_duration=2ba'])).close()
-    with pytest.raises(ValueError, match=r'(?s)start a new run .* seed: 17 in the checkpoint, 18 now'):
-        build_trainer(load(path, ['seed=18', 'loader.shuffle_seed=17']))
-    other = [f'streams.more={{local: {pictures[64]}, resolution: 32}}', 'dataset.flip=true']
-    with pytest.raises(ValueError, match='set allow_data_change: true to resume with other data') as refused:
-        build_trainer(load(path, other))
-    for line in ('dataset.flip: False in the checkpoint, True now', 'streams.more: missing in the checkpoint, present'):
-        assert line in str(refused.value)
-    trainer = build_trainer(load(path, [*other, 'allow_data_change=true', 'trainer.max_duration=3ba']))
-    assert trainer.state.timestamp.batch.value == 2
-    trainer.fit()
-    trainer.close()
-
-
 def test_run_without_autoresume_does_not_overwrite_checkpoints(uninterrupted):
     _, write = uninterrupted
     path = write('again')

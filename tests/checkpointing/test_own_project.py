@@ -27,7 +27,6 @@ class Kill(Callback):
 
 
 def script(place: str) -> str:
-    """Return the script of the page, for another place."""
     block = next(each for each in re.findall(r'```python\n(.*?)```', PAGE.read_text(), re.S) if 'Checkpointer' in each)
     assert block.count("'runs/own'") == 1
     return block.replace("'runs/own'", repr(place))

@@ -76,7 +76,6 @@ def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):
 
 
 def write_attempts(folder, causes):
-    """Write the records of attempts of two hours each."""
     lines = []
     for number, cause in enumerate(causes):
         begin = 1.7e9 + 7200 * number

@@ -41,7 +41,6 @@ def make_state():
 
 
 def change(state):
-    """Change everything in a state in place, as training does."""
     if isinstance(state, dict):
         for each in state.values():
             change(each)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from recipe_files import write_yaml
 from small_networks import write_clip, write_clip_vision, write_dino, write_inception
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
@@ -42,8 +43,7 @@ def trained(tmp_path_factory, tiny_recipe) -> Path:
     content = tiny_recipe(folder / 'runs', name='run')
     content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
     content['eval_streams'] = content['streams']
-    path = folder / 'recipe.yaml'
-    path.write_text(yaml.safe_dump(content))
+    path = write_yaml(folder / 'recipe.yaml', content)
     train(load(path)).close()
     return path
 
@@ -62,8 +62,7 @@ def prepared(trained, tmp_path, networks):
         content = yaml.safe_load(trained.read_text())
         content |= {'runs_dir': str(tmp_path / name / 'runs'), 'task': 'evaluate', 'name': 'run'}
         content['evaluators'] = {'image_metrics': evaluator(networks, **changes)}
-        path = tmp_path / name / 'recipe.yaml'
-        path.write_text(yaml.safe_dump(content))
+        path = write_yaml(tmp_path / name / 'recipe.yaml', content)
         return path, tmp_path / name / 'runs' / 'run'
 
     return prepare
@@ -134,7 +133,6 @@ def test_metrics_are_equal_on_1_and_4_ranks_and_equal_torchmetrics(prepared, ran
 
 
 def load_images(recipe: Path) -> list[torch.Tensor]:
-    """Return the images of the evaluation data by another way than the evaluator."""
     from diffusion.training.components import build_loader
 
     loader = build_loader(load(recipe), 'eval')

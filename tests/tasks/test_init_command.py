@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from commands import refusal
 from PIL import Image
 from shards import write_buckets
 
@@ -138,8 +139,7 @@ def test_wrong_input_is_answered_in_a_line_or_two(folder, capsys, words, message
         (folder / name).mkdir(parents=True)
     for index in range(16):
         Image.new('RGB', (8, 8)).save(folder / 'photos' / 'more' / f'{index}.JPG', 'JPEG')
-    assert main(['init', *words, *([] if '--out' in words else ['--out', 'mine.yaml'])]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, 'init', *words, *([] if '--out' in words else ['--out', 'mine.yaml']))
     assert message in error and len(error.splitlines()) <= 3
     assert not (folder / 'mine.yaml').exists()
 

@@ -11,6 +11,7 @@ from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from PIL import Image
 from ranks import largest_difference, read_losses
+from recipe_files import write_yaml
 from safetensors.torch import load_file
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
@@ -52,8 +53,7 @@ def write(base, tmp_path):
             'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}},
         }
         content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba'}
-        (tmp_path / f'{name}.yaml').write_text(yaml.safe_dump(content | sections))
-        return tmp_path / f'{name}.yaml'
+        return write_yaml(tmp_path / f'{name}.yaml', content | sections)
 
     return write
 

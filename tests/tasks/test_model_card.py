@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from recipe_files import write_yaml
 
 from diffusion.config.load import load, to_yaml
 from diffusion.prepare.counts_report import HeldOut, PrepareReport
@@ -22,8 +23,7 @@ def card(tmp_path):
         content: dict[str, Any] = {'name': 'painter', 'global_batch': 2048, 'trainer': {'max_duration': '550000ba'}}
         content['model'] = {'name': 'sd2', 'resolution': 256}
         content |= {'streams': {'photos': {'local': str(tmp_path / 'photos' / '256px'), 'resolution': 256}}}
-        path = tmp_path / 'painter.yaml'
-        path.write_text(yaml.safe_dump(content | sections))
+        path = write_yaml(tmp_path / 'painter.yaml', content | sections)
         checkpoint = tmp_path / 'run' / 'ba550000'
         checkpoint.mkdir(parents=True, exist_ok=True)
         text = model_card(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 from ranks import read_losses
+from recipe_files import write_yaml
 from shards import write_buckets, write_image_shards
 
 from diffusion.cli import main
@@ -27,7 +27,6 @@ COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Return the hash of every file in a folder by its path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob('*'))
@@ -62,9 +61,7 @@ def write(content, tmp_path):
             'model': content['model'] | (model or {}),
             'precompute': content['precompute'] | {'out': str(tmp_path / name)} | settings,
         }
-        path = tmp_path / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content | sections))
-        return path
+        return write_yaml(tmp_path / f'{name}.yaml', content | sections)
 
     return write_file
 
@@ -131,30 +128,6 @@ def test_files_are_identical_on_two_ranks_after_a_kill(write, tmp_path, ranks):
     assert [*folder.glob('**/*.mds')] and not (folder / 'squares').exists()
     ranks.run(2, path)
     assert contents(folder) == contents(tmp_path / 'whole')
-
-
-@pytest.mark.slow
-def test_losses_on_latents_equal_losses_on_images(write, write_recipe, tmp_path):
-    """Compare in float32, with the same keyed crops, captions, dropout and noise."""
-    model = yaml.safe_load(write().read_text())['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
-    path = write(model={'train_text_encoder': False}, latents='image+text', crop='random', min_crop_scale=0.6)
-    precompute(load(path))
-    images = yaml.safe_load(path.read_text())['precompute']['streams']
-    stored = {name: stream | {'local': str(tmp_path / 'latents' / name)} for name, stream in images.items()}
-    settings = {
-        'model': model,
-        # Shuffling and subsampling of a stream depend on its shards, which differ: use all samples in order.
-        'loader': {'num_workers': 0, 'shuffle': False},
-        'trainer': {'max_duration': '1ep', 'progress_bar': False, 'device': 'cpu'},
-    }
-    crop = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6}
-    train(load(write_recipe('online', streams=images, dataset=crop, **settings))).close()
-    train(load(write_recipe('offline', streams=stored, dataset={'name': 'latents'}, **settings))).close()
-    online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'offline'))
-    assert len(online) == 3 + 2 + 1 + 3
-    assert offline.keys() == online.keys()
-    for batch in online:
-        assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
 
 
 AUTOENCODERS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ import yaml
 from composer.core import Event
 from composer.loggers import Logger
 from ranks import read_losses
-from recipe_comparison import all_values
+from recipe_files import all_values, write_yaml
 from shards import write_buckets, write_image_shards
 from torchvision.models import vgg16
 from transformers import Dinov2Config, Dinov2Model
@@ -58,7 +58,6 @@ class Small:
     """Numbers of blocks of the model and of the miniature: recipes' numbers of blocks are scaled."""
 
     def block(self, number: int) -> int:
-        """Return the miniature's block for a block of the model."""
         return number * self.blocks[1] // self.blocks[0]
 
 
@@ -220,8 +219,7 @@ class Runs:
         if not run.exists():
             path = next(path for path in RECIPES if path.stem == name)
             content = yaml.safe_load(to_yaml(load(path, allow_missing=True)))
-            small = self.folder / f'{name}.yaml'
-            small.write_text(yaml.safe_dump(self.tiny_form(content)))
+            small = write_yaml(self.folder / f'{name}.yaml', self.tiny_form(content))
             if content['dataset']['name'] == 'latents':
                 precompute(load(small, ['task=precompute']))
             train(load(small)).close()
@@ -253,7 +251,6 @@ class Runs:
         return content
 
     def _model(self, model: dict[str, Any], miniature: Small) -> dict[str, Any]:
-        """Return the miniature of a model, with its objective and its other settings."""
         known = registry.signature('model', miniature.model).names()
         small = {key: each for key, each in model.items() if key in known}
         small |= {'name': miniature.model, **miniature.keywords}
@@ -348,3 +345,19 @@ def test_two_batches_of_the_recipe_with_a_small_model(path, runs, alone):
         assert any(name.startswith('metrics/eval/') for name in read_metrics(run / 'metrics.jsonl'))
     if 'image_grid' in recipe.callbacks:
         assert [*(run / 'images').iterdir()]
+
+
+YAMLS = Path(__file__).parents[2] / 'yamls'
+IMAGES = ['precompute.streams.laion.remote=s3://bucket/images', 'precompute.out=s3://bucket/latents', 'task=precompute']
+LATENTS = ['streams.laion.remote=s3://bucket/latents/laion', 'eval_streams.coco.remote=s3://bucket/coco']
+
+
+@pytest.mark.parametrize('number', [1, 2])
+def test_precomputed_and_online_training_differ_only_in_the_data(number):
+    latents = load(YAMLS / f'phase{number}-latents.yaml', LATENTS)
+    overrides = ['streams.laion.remote=s3://bucket/images', LATENTS[1]]
+    online = load(YAMLS / f'phase{number}.yaml', overrides)
+    assert online.dataset.kwargs['crop'] == latents.precompute.crop == 'center'
+    for section in ('model', 'optimizer', 'scheduler', 'algorithms', 'callbacks', 'parallelism', 'speed', 'trainer'):
+        assert getattr(latents, section) == getattr(online, section)
+    assert (latents.seed, latents.global_batch, latents.loader) == (online.seed, online.global_batch, online.loader)

@@ -35,8 +35,6 @@ def finished(tmp_path_factory, tiny_recipe):
 
 
 class Rates:
-    """Learning rates of batches that were trained, by their number."""
-
     def __init__(self, trainer) -> None:
         self.found: dict[int, float] = {}
         trainer.state.callbacks[0].batch_start = lambda state, logger: self.found.update(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from ranks import read_losses
+from recipe_files import write_yaml
 from shards import open_shards
 from transformers import Dinov2Config, Dinov2Model
 
@@ -33,8 +33,7 @@ def stored(tmp_path_factory, tiny_recipe, pictures, small_vae):
     model = PRX | {'vae': str(small_vae), 'representation_alignment': alignment}
     streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
     job = {'streams': streams, 'out': str(root / 'latents'), 'latents': 'image+text', 'dtype': 'float32'}
-    path = root / 'job.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', model=model, precompute=job)))
+    path = write_yaml(root / 'job.yaml', tiny_recipe(root / 'runs', model=model, precompute=job))
     precompute(load(path, ['task=precompute']))
     return root, model
 
@@ -47,8 +46,7 @@ def save_image_encoder(folder: Path, *, seed: int) -> None:
 
 
 def losses(root: Path, tiny_recipe, name: str, **sections) -> list[float]:
-    path = root / f'{name}.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', name=name, loader=IN_ORDER, **sections)))
+    path = write_yaml(root / f'{name}.yaml', tiny_recipe(root / 'runs', name=name, loader=IN_ORDER, **sections))
     train(load(path, ['trainer.max_duration=3ba'])).close()
     found = read_losses(root / 'runs' / name)
     return [found[batch] for batch in sorted(found)]
@@ -107,9 +105,8 @@ def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored
 
     settings = {'model': model, 'dataset': {'name': 'latents'}, 'loader': IN_ORDER}
     for folder, wrong in ((tmp_path / 'without', True), (small, False)):
-        path = tmp_path / f'{folder.name}.yaml'
         streams = {'small': {'local': str(folder), 'resolution': 32}}
-        path.write_text(yaml.safe_dump(tiny_recipe(tmp_path, streams=streams, **settings)))
+        path = write_yaml(tmp_path / f'{folder.name}.yaml', tiny_recipe(tmp_path, streams=streams, **settings))
         problems = check_paths(load(path))
         assert [each.where for each in problems] == ['model.representation_alignment'] * wrong
 
@@ -139,8 +136,8 @@ def test_text_stored_without_padding_is_refused_by_a_model_that_attends_to_it(tm
     model = tiny_recipe(tmp_path)['model'] | {'train_text_encoder': False}
     streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
     job = {'streams': streams, 'out': str(tmp_path / 'latents'), 'latents': 'image+text'}
-    path = tmp_path / 'job.yaml'
-    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path, model=model | {'mask_padding': True}, precompute=job)))
+    sections = {'model': model | {'mask_padding': True}, 'precompute': job}
+    path = write_yaml(tmp_path / 'job.yaml', tiny_recipe(tmp_path, **sections))
     precompute(load(path, ['task=precompute']))
     streams = {'small': {'local': str(tmp_path / 'latents' / 'small'), 'resolution': 32}}
     # The same text encoder: its initial weights follow from the seed.

@@ -1,9 +1,13 @@
-"""Screens of training and evaluation in terminals of several widths, and the lines of log files."""
+"""Screens of training and evaluation in terminals of several widths, lines of log files, and printed paths."""
 
 import re
 
 from forkserver import ROOT
 from terminal import terminal
+
+from diffusion.config.load import load
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
+from diffusion.tasks.run_recipe import describe_results
 
 ROW = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): \S.*| {9}\S.*|runs/\w+:|  [a-z ]+ {2,}runs/\S+|[a-z]\w+ +\d\.\d{4}')
 """A message, a further line of a message, the list of the run's files, a metric of the evaluation."""
@@ -32,3 +36,37 @@ def test_messages_and_progress_of_training_share_no_row(forkserver, write_recipe
     assert re.search(r'INFO: batch 12 of 12, loss \d\.\d{4}, ', str(screen))
     assert any(STATUS.fullmatch(row) for row in screen.last_rows)
     assert 'batch 6, sampling 1 images' in screen.last_rows
+
+
+def test_results_list_the_files_that_exist(write_recipe, tmp_path):
+    data = tmp_path / 'data'
+    streams = {'images': {'local': str(data / '32px'), 'resolution': 32}}
+    evaluated = {'held-out': {'local': str(data / 'held-out'), 'resolution': 32}}
+    remote = {'far': {'remote': 's3://bucket/far', 'resolution': 32}}
+    recipe = load(write_recipe(streams=streams | remote, eval_streams=evaluated))
+    run = recipe.run_dir
+    for folder in (run / 'images', run / 'ba900', run / 'ba1000', data / '32px', data / 'held-out'):
+        folder.mkdir(parents=True)
+    assert 'loss.png' not in describe_results(recipe)
+    (run / 'loss.png').touch()
+    (data / 'captions.txt').touch()
+    (data / 'held-out' / 'captions.txt').touch()
+    assert describe_results(recipe).splitlines() == [
+        f'{run}:',
+        f'  newest checkpoint          {run}/ba1000',
+        f'  loss curve                 {run}/loss.png',
+        f'  image grids                {run}/images',
+        f'  captions of the data       {data}/captions.txt',
+        f'  captions of the data       {data}/held-out/captions.txt',
+    ]
+
+
+def test_files_of_a_run_in_a_bucket_are_named_there(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'here'))
+    recipe = load(write_recipe(), ['runs_dir=s3://bucket/runs'])
+    recipe.run_dir.mkdir(parents=True)
+    (recipe.run_dir / 'loss.png').touch()
+    assert describe_results(recipe).splitlines()[:2] == [
+        's3://bucket/runs/run:',
+        '  loss curve                 s3://bucket/runs/run/loss.png',
+    ]

@@ -308,7 +308,6 @@ def test_commands_of_jobs_and_of_several_processes():
     ('options', 'message'),
     [
         (['gone'], 'gone: is not a folder'),
-        (['RUN', '--metrics', 'fdi'], "there is no metric 'fdi'"),
         (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
         (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
         (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: set the evaluators'),

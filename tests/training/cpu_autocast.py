@@ -108,7 +108,6 @@ def record_outputs(model: Any, found: dict[str, set[torch.dtype]]) -> list[Any]:
 
 
 def assert_float32_state(trainer: Any) -> None:
-    """Assert that the trained weights and the optimizer's moments of a Trainer are float32."""
     reshard(trainer.state.model)  # FSDP2 may leave gathered weights after an evaluation
     trained = [weight for weight in trainer.state.model.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in trained} == {torch.float32}

@@ -34,8 +34,6 @@ class Interruption(Callback):
 
 
 class RandomStates(Callback):
-    """Callback that appends a digest of the random state at the start of every batch to a file."""
-
     def __init__(self, path: str) -> None:
         self.path = f'{path}-{os.environ["RANK"]}'
 
@@ -57,7 +55,6 @@ def append(path: str, line: str) -> None:
 
 
 def added_callbacks() -> list[Callback]:
-    """Return the callbacks that the environment asks for."""
     added: list[Callback] = []
     if 'INTERRUPTION' in os.environ and os.environ['RANK'] == str(int(os.environ['WORLD_SIZE']) - 1):
         event, batch, number = os.environ['INTERRUPTION'].split()

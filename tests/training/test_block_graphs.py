@@ -89,7 +89,6 @@ def batch_on(device: str, model: Any, **settings: int) -> dict[str, Any]:
 
 
 def train(model: Any, device: str, *, batches: int = 4, half: bool = False) -> list[Tensor]:
-    """Train some batches, each of two microbatches, and return the weights."""
     optimizer = torch.optim.SGD(model.denoiser.parameters(), lr=1e-2)
     for number in range(batches):
         optimizer.zero_grad(set_to_none=True)

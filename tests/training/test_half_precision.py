@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from checkpointing.saved_runs import SHARDED
 from composer.core import Callback, State
 from composer.loggers import Logger
 from cpu_autocast import allow_half_precision, overflow_at
 from ranks import ROOT, assert_same_weights, largest_difference, read_losses
+from recipe_files import write_yaml
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
@@ -46,8 +46,7 @@ def run(tmp_path_factory, tiny_recipe, ranks):
         content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba', 'precision': precision}
         content['trainer'] |= trainer or {}
         content['speed'] = content['speed'] | ({'reduce_once': True} if count > 1 else {})
-        path = root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
+        path = write_yaml(root / f'{name}.yaml', content)
         environment = {'OVERFLOW_BATCH': overflow} if overflow else {}
         ranks.start_program(count, PROGRAM, path, environment=environment).end()
         return root / 'runs' / name

@@ -105,7 +105,6 @@ def started(recipe) -> dict[str, torch.Tensor]:
 
 
 def read(published, recipe) -> None:
-    """Read the weights that a run would start from, into a model of the recipe's architecture."""
     read_weights(published[0], recipe.initial_weights)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from composer.core import Callback
-from recipe_comparison import all_values
+from recipe_files import all_values, write_yaml
 
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.ema import EMA
@@ -64,8 +64,7 @@ def trained(tmp_path_factory, tiny_recipe) -> Path:
     content = tiny_recipe(root / 'runs', name='whole', algorithms={'ema': {'ema_start': '3ba', 'smoothing': 0.5}})
     content['model']['objective'] = {'prediction_type': 'v_prediction'}
     content['scheduler'] = {'name': 'linear_with_warmup', 't_warmup': '6ba'}
-    path = root / 'whole.yaml'
-    path.write_text(yaml.safe_dump(content))
+    path = write_yaml(root / 'whole.yaml', content)
     trainer = build_trainer(load(path))
     trainer.fit(duration='4ba')
     trainer.close()
@@ -77,8 +76,7 @@ def run(trained, tmp_path):
     """Recipe, with the folder, of a copy of the run."""
     shutil.copytree(trained / 'runs' / 'whole', tmp_path / 'runs' / 'whole', symlinks=True)
     content = yaml.safe_load((trained / 'whole.yaml').read_text()) | {'runs_dir': str(tmp_path / 'runs')}
-    path = tmp_path / 'whole.yaml'
-    path.write_text(yaml.safe_dump(content))
+    path = write_yaml(tmp_path / 'whole.yaml', content)
     saved = tmp_path / 'runs' / 'whole' / 'recipe.yaml'
     saved.write_text(saved.read_text().replace(str(trained), str(tmp_path)))
     return path, tmp_path / 'runs' / 'whole'

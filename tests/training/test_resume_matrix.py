@@ -17,6 +17,7 @@ from checkpointing.saved_runs import assert_same_tensors
 from forkserver import ROOT
 from object_store import Store
 from ranks import Ranks, read_losses
+from recipe_files import write_yaml
 
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED
@@ -73,7 +74,6 @@ ROWS = (
 
 
 def levels_of(row: str) -> dict[str, str]:
-    """Return the level of each factor by the factor's name."""
     return {name: [*levels][int(digit)] for (name, levels), digit in zip(FACTORS.items(), row, strict=True)}
 
 
@@ -93,7 +93,6 @@ class Runs:
         self._latents: dict[str, Path] = {}
 
     def latents(self) -> dict[str, Path]:
-        """Return the folders of the precomputed latents of both streams."""
         if not self._latents:
             streams = {name: {'local': str(folder), 'resolution': SIDE} for name, folder in self.images.items()}
             model = self.tiny_recipe(self.root)['model'] | FACTORS['family']['latents']
@@ -107,7 +106,6 @@ class Runs:
         return self._latents
 
     def recipe(self, name: str, levels: dict[str, str], runs_dir: str) -> Path:
-        """Write the recipe of a row's run, and return its path."""
         of = {factor: FACTORS[factor][level] for factor, level in levels.items()}
         is_latents = levels['family'] == 'latents'
         folders = self.latents() if is_latents else self.images
@@ -133,9 +131,7 @@ class Runs:
             (self.root / f'memory-{name}').mkdir()
             tier = {'save_interval': '1ba', 'folder': str(self.root / f'memory-{name}'), 'replicate': False}
             content['checkpointing']['tiers'] = {'memory': tier}
-        path = self.root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
-        return path
+        return write_yaml(self.root / f'{name}.yaml', content)
 
     def start(self, count: int, path: Path, *overrides: str, environment: Any, interruption: str = '') -> Any:
         """Start the program on a number of ranks."""
@@ -150,12 +146,10 @@ def runs(tmp_path_factory, tiny_recipe, pictures, ranks) -> Runs:
 
 
 def random_states(path: Path, rank: int) -> dict[str, str]:
-    """Return the digest of a rank's random state by batch, the last of each batch."""
     return dict(line.split() for line in Path(f'{path.with_suffix(".random")}-{rank}').read_text().splitlines())
 
 
 def interrupt(runs: Runs, count: int, path: Path, levels: dict[str, str], *overrides: str, environment: Any) -> None:
-    """Start a run and end it as the row says."""
     save = levels['save']
     if levels['interruption'] == 'extension':
         ending = [f'trainer.max_duration={ENDS_AT[save]}', 'trainer.save_interval=1ep']
@@ -195,7 +189,6 @@ def test_interrupted_and_resumed_run_equals_uninterrupted(runs, store: Store, mo
 
 
 def check_resumption(runs: Runs, row: str, levels: dict[str, str], runs_dir: str, *overrides: str, environment: Any):
-    """Assert that a run that is interrupted and resumed equals one that is not."""
     count = int(levels['ranks'][0])
     whole, parts = (runs.recipe(f'{name}-{row}', levels, runs_dir) for name in ('whole', 'parts'))
     undisturbed = runs.start(count, whole, *overrides, 'trainer.save_interval=100ba', environment=environment)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from ranks import ROOT, read_losses
+from recipe_files import write_yaml
 
 from diffusion.config.load import load
 from diffusion.training.train import train
@@ -65,8 +65,7 @@ def losses_of_one_device(tiny_recipe, tmp_path_factory) -> Callable[[str], dict[
     @functools.cache
     def train_alone(device: str) -> dict[int, float]:
         folder = tmp_path_factory.mktemp('alone')
-        path = folder / 'recipe.yaml'
-        path.write_text(yaml.safe_dump(tiny_recipe(folder, **sections(device))), encoding='utf-8')
+        path = write_yaml(folder / 'recipe.yaml', tiny_recipe(folder, **sections(device)))
         train(load(path)).close()
         return read_losses(folder / 'run')
 

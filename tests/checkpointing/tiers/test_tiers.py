@@ -39,11 +39,9 @@ class Cluster:
         return self.write(name, {'save_interval': '3ba'}, imports=['slow_parts'], **sections)
 
     def node(self, name: str, number: int) -> Path:
-        """Return the folder that is the memory of a node."""
         return self.folder / name / f'node{number}'
 
     def checkpoint(self, name: str, number: int, batch: int) -> Path:
-        """Return the checkpoint of a batch in the memory of a node."""
         (found,) = self.node(name, number).glob(f'diffusion-*/*/ba{batch}')
         return found
 
@@ -64,12 +62,10 @@ class Cluster:
         return jobs
 
     def kill(self, path: Path, nodes: list[int], **keywords: Any) -> None:
-        """Run until all processes kill themselves."""
         for job in self.start(path, nodes, **keywords):
             job.end(-9)
 
     def run(self, path: Path, nodes: list[int], *overrides: str, **keywords: Any) -> str:
-        """Run to the end; return the output."""
         keywords['environment'] = {'SPARED': '1'} | dict(keywords.get('environment') or {})
         jobs = self.start(path, nodes, *overrides, **keywords)
         try:

@@ -366,5 +366,4 @@ def ignore_stop_signals(worker: int) -> None:
 
 def default_num_workers(devices_on_node: int) -> int:
     """Return the default number of DataLoader workers per device: CPU cores per device minus 1, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return max(0, min(8, cores // max(1, devices_on_node) - 1))
+    return max(0, min(8, len(os.sched_getaffinity(0)) // max(1, devices_on_node) - 1))

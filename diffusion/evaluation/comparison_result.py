@@ -1,6 +1,5 @@
 """Results of a human comparison: excluded raters and the preference per question, as text, JSON and figure."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -191,8 +190,6 @@ def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
     expected = (total**2 - (overall**2).sum()) / (total * (total - 1))
     return 1.0 if expected == 0 else float(1 - observed / expected)
 
-
-log = logging.getLogger(__name__)
 
 COLORS = {'A': '#2b50cc', 'neither': '#d3d8e0', 'B': '#c2570c'}
 """Colors of the figure: blue and orange, which color-blind people can tell apart."""

@@ -3,7 +3,6 @@
 The nearest image has the smallest pixel difference. Use this to measure how well a model has learned a small dataset.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, Evalu
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.prompts import caption_prompts
 from diffusion.models import batch_keys
-
-log = logging.getLogger(__name__)
 
 SIDE = 128
 SAMPLES = 'samples.png'

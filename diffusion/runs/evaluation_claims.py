@@ -7,7 +7,6 @@ then creates `ba1600.claim-2`, so the suffix is the number of the try.
 """
 
 import json
-import logging
 import os
 import re
 import time
@@ -17,8 +16,6 @@ from dataclasses import asdict, dataclass
 from diffusion.runs.run_lock import Owner, parse_owner
 from diffusion.storage.object_store import DEFAULT
 from diffusion.storage.places import Place, files_of_run
-
-log = logging.getLogger(__name__)
 
 EVALUATIONS = 'evaluations'
 """Subfolder of a run with the results, claims and images of each evaluated checkpoint."""

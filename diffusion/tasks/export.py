@@ -1,7 +1,6 @@
 """`diffusion export`: convert a checkpoint to a folder that unmodified diffusers loads, or to a single file."""
 
 import json
-import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -43,7 +42,6 @@ from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.hub_upload import check_access, upload
 from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, loading, model_card
 
-log = logging.getLogger(__name__)
 Part = TypeVar('Part', bound=nn.Module)
 
 

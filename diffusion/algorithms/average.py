@@ -125,11 +125,6 @@ def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
     return {'averages': {label: each.whole(model, keep=keep) for label, each in algorithm.averages.items()}}
 
 
-def empty_average(model: nn.Module) -> dict[str, Tensor]:
-    """Return uninitialized tensors by parameter name, sharded like the weights, to load a checkpoint into."""
-    return {name: torch.empty_like(weight.detach()) for name, weight in trained_parameters(model).items()}
-
-
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's trained parameters by name, without the name prefixes that FSDP, DDP and torch.compile add."""
     return {_bare_name(name): weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}

@@ -56,7 +56,9 @@ class ContrastiveFlowMatching(Algorithm):
         if event == Event.INIT:
             self._model = _checked(state.model)
         elif event == Event.AFTER_DATALOADER:
-            _check_batch(state)
+            size, microbatch = len(state.batch[batch_keys.INPUT_IDS]), state.device_train_microbatch_size
+            if isinstance(microbatch, int) and (problem := microbatch_problem(microbatch, size)) is not None:
+                raise UserError(f'device_train_microbatch_size: {problem}')
         else:
             assert self._model is not None, 'Composer runs Event.INIT first'
             outputs: Denoised = state.outputs  # type: ignore[assignment]
@@ -108,10 +110,3 @@ def _checked(model: object) -> LatentDiffusion:
     if (problem := contrastive_problem(vars(model.objective))) is not None:
         raise UserError(f'contrastive_flow_matching: {problem}')
     return model
-
-
-def _check_batch(state: State) -> None:
-    """Raise UserError if Composer will divide the device's batch into microbatches."""
-    size, microbatch = len(state.batch[batch_keys.INPUT_IDS]), state.device_train_microbatch_size
-    if isinstance(microbatch, int) and (problem := microbatch_problem(microbatch, size)) is not None:
-        raise UserError(f'device_train_microbatch_size: {problem}')

@@ -88,7 +88,7 @@ class InRunEvaluation(Callback):
                 state.precision,
                 sharded=self.sharded,
                 on_progress=lambda: _beat(state),
-                should_stop=lambda: _is_signaled(state),
+                should_stop=lambda: any(isinstance(each, Preemption) and each.signal for each in state.callbacks),
                 raise_together=self.raise_together,
             )
             for key, evaluator in self.evaluators.items():
@@ -116,10 +116,6 @@ class InRunEvaluation(Callback):
         for callback in state.callbacks:
             if isinstance(callback, EvaluationResults):
                 callback.log_now(logger)
-
-
-def _is_signaled(state: State) -> bool:
-    return any(isinstance(callback, Preemption) and callback.signal for callback in state.callbacks)
 
 
 def _beat(state: State) -> None:

@@ -94,7 +94,10 @@ class BucketStorage:
             if self._owns_folder():
                 checkpoint_store.remove_unfinished_saves(self.folder)
             if dist.get_global_rank() == 0:
-                self._remove_orphans()
+                # Delete the objects of incomplete saves: no other process saves to this run now.
+                for batch, names in bucket_checkpoints.object_names(self.place).items():
+                    if not names & {RECEIPT, bucket_checkpoints.DAMAGED_RECEIPT}:
+                        bucket_checkpoints.delete_checkpoint(self.name_of(batch))
                 # Also abort unfinished uploads: their parts are billed but not listed as objects.
                 object_store.abort_uploads(f'{self.place}/', older_than_seconds=0.0)
 
@@ -251,12 +254,6 @@ class BucketStorage:
                 self._store.delete([receipt])
             self._batches().discard(batch)
             log.warning('%s: damaged, its receipt is renamed to %s', self.name_of(batch), renamed)
-
-    def _remove_orphans(self) -> None:
-        """Delete the objects of incomplete saves; call this only while no other process saves to this run."""
-        for batch, names in bucket_checkpoints.object_names(self.place).items():
-            if not names & {RECEIPT, bucket_checkpoints.DAMAGED_RECEIPT}:
-                bucket_checkpoints.delete_checkpoint(self.name_of(batch))
 
 
 def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:

@@ -152,7 +152,10 @@ def _download(run: str, batch: int, folders: Collection[str]) -> Path:
     with hold_path_lock(checkpoint, lambda: None):
         text = read_checked_receipt(f'{run}/{name}')
         checkpoint.mkdir(parents=True, exist_ok=True)
-        _remove_unused(local, checkpoint)
+        os.utime(checkpoint)  # marks it as used now
+        for path in list_checkpoints(local):
+            if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
         download_missing_files(f'{run}/{name}', checkpoint, parse_receipt(text, f'{run}/{name}')['files'])
         (checkpoint / RECEIPT).write_bytes(text)
     with hold_path_lock(local / 'run', lambda: None):
@@ -172,14 +175,6 @@ def _checkpoint_of(url: str) -> tuple[str, int]:
         return run, batch
     found = ', '.join(checkpoint_name(each) for each in batches[:4]) or 'no checkpoint'
     raise UserError(f'checkpoint: {url} is not a checkpoint or a run ({run} contains {found}); check the URL')
-
-
-def _remove_unused(local: Path, used: Path) -> None:
-    """Mark the downloaded checkpoint `used` as used now, and remove those that have been unused for KEPT_SECONDS."""
-    os.utime(used)
-    for path in list_checkpoints(local):
-        if time.time() - path.stat().st_mtime > KEPT_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class SaveTarget(Protocol):
 
     def work_folder(self, batch: int) -> Path:
         """Return the path of a save's temporary folder; it is the same on all ranks that share a folder."""
-        ...
+        return checkpoint_store.unfinished_path(self.folder, batch)
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
         """Create a save's temporary folder, into which every rank (`every_rank`) or rank 0 writes; a collective."""
@@ -110,8 +110,8 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
 
-class FolderStorage:
-    """Storage of a run's checkpoints in a folder shared by all nodes."""
+class FolderStorage(RunStorage):
+    """Storage of a run's checkpoints in a folder shared by all nodes, into which all ranks write."""
 
     def __init__(self, folder: Path, run_id: str = '') -> None:
         self.folder, self.place, self.run_id = folder, str(folder), run_id
@@ -139,9 +139,6 @@ class FolderStorage:
     def name_of(self, batch: int) -> str:
         return str(self.folder / checkpoint_store.checkpoint_name(batch))
 
-    def work_folder(self, batch: int) -> Path:
-        return checkpoint_store.unfinished_path(self.folder, batch)
-
     def begin(self, batch: int, *, every_rank: bool) -> None:
         work = self.work_folder(batch)
         with raise_on_all_ranks(str(work), logs=False):
@@ -151,9 +148,6 @@ class FolderStorage:
                 remove(work)
                 work.mkdir()
 
-    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
-        pass  # nothing to upload: all ranks have written into the shared folder
-
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         # If the folder is not shared, rank 0 does not see other nodes' files.
         missing = sorted(name for name in files if not (work / name).is_file())
@@ -162,16 +156,10 @@ class FolderStorage:
         check_run_id(self.folder, self.run_id)
         checkpoint_store.publish(work, self.folder / checkpoint_store.checkpoint_name(batch), files, about)
 
-    def finish(self, work: Path, batch: int) -> None:
-        pass
-
     def discard(self, work: Path) -> None:
         # Remove the folder on one rank only: a slower rank could otherwise remove the folder of the next try.
         if dist.get_global_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
-
-    def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
-        pass
 
     def list_batches(self) -> list[int]:
         found = (checkpoint_store.batch_number(path) for path in list_checkpoints(self.folder))

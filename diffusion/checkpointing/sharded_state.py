@@ -223,7 +223,11 @@ class ShardedWrite:
 
         plan: SavePlan = ranks.reduce_scatter('plan', plan_locally, plan_globally)
         self._plan = self._planner.finish_plan(plan)
-        self.shards = local_shards({name: tensors[name] for name in {item.index.fqn for item in self._plan.items}})
+        written = {item.index.fqn: tensors[item.index.fqn] for item in self._plan.items}
+        with torch.no_grad():
+            self.shards = {
+                name: each.to_local() if isinstance(each, DTensor) else each for name, each in written.items()
+            }
         """The DTensor shards and plain tensors that this rank writes, by name; a snapshot may replace them."""
 
     def write(self) -> list[WriteResult]:
@@ -244,11 +248,6 @@ class ShardedWrite:
     def records(self) -> dict[str, FileRecord]:
         """Size and hash of each file that this rank has written so far, by name."""
         return self._writer.files.records
-
-
-def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    with torch.no_grad():
-        return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}
 
 
 class _Planner(DefaultSavePlanner):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from diffusion.algorithms.average import Averager, empty_average, local_shard, reshard
+from diffusion.algorithms.average import Averager, local_shard, reshard, trained_parameters
 from diffusion.checkpointing import sharded_state
 from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
@@ -191,7 +191,8 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path, fet
     algorithms = dict(saved['algorithms'])
     for name, algorithm in _averagers(state).items():
         labels = algorithms.get(name, {}).get('sharded_averages', [])
-        averages = {label: empty_average(state.model) for label in labels}
+        weights = trained_parameters(state.model) if labels else {}
+        averages = {label: {key: torch.empty_like(t.detach()) for key, t in weights.items()} for label in labels}
         if averages:
             wanted = {
                 f'averages.{name}.{label}.{key}': t for label, tensors in averages.items() for key, t in tensors.items()

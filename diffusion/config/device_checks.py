@@ -14,7 +14,7 @@ shards and the rows.
 import math
 from collections.abc import Collection
 
-from diffusion.config.model_checks import algorithm_names, microbatch_problem
+from diffusion.config.model_checks import microbatch_problem
 from diffusion.config.recipe import Recipe
 from diffusion.config.schema import Problem
 
@@ -57,7 +57,8 @@ def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) 
             f'use {nearest_divisor(share, microbatch)}'
         )
         return Problem('device_train_microbatch_size', what)
-    contrastive = 'contrastive_flow_matching' in algorithm_names(recipe)
+    names = {component.name for component in recipe.algorithms.values()} if recipe.task == 'train' else set()
+    contrastive = 'contrastive_flow_matching' in names
     if contrastive and isinstance(microbatch, int) and (what := microbatch_problem(microbatch, share)) is not None:
         return Problem('device_train_microbatch_size', what)
     if gpus_per_node is None or recipe.task != 'train':
@@ -137,11 +138,6 @@ def batching_problem(method: str, shapes: Collection[str]) -> str | None:
     if method in ('per_stream', 'random'):
         return None
     return f'{method} makes batches that depend on the number of devices; use per_stream, or random to mix streams'
-
-
-def whole_batches(samples: int, global_batch: int) -> int:
-    """Round the number of samples per epoch down to a multiple of the global batch, but not below one batch."""
-    return max(1, samples // global_batch) * global_batch
 
 
 def sampling_granularity(samples: int) -> int:

@@ -277,10 +277,6 @@ def _check_algorithms(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def algorithm_names(recipe: Recipe) -> set[str]:
-    return {component.name for _, component in _algorithms(recipe)}
-
-
 def route_problems(start: int, end: int, fraction: float, *, depth: int | None) -> dict[str, str]:
     """Return error messages for a TREAD route, by key; `depth` is the number of blocks, or None if unknown."""
     problems = {}

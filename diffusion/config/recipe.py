@@ -190,11 +190,6 @@ SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name no
 """Names of the `speed` settings that can be on or off."""
 
 
-def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[str]:
-    """Return the names of `speed` settings that a recipe turns on but `effective` (`effective_parts`) does not."""
-    return [part for part in SPEED_PARTS if getattr(settings, part) is True and not getattr(effective, part)]
-
-
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
     """Return `speed` settings with nulls replaced by the preset's values and unsupported settings turned off."""
     full = settings.preset == 'full'

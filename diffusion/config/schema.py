@@ -39,10 +39,6 @@ class Gatherer:
     def problem(self, where: str, what: str) -> None:
         self.problems.append(Problem(where, what))
 
-    def still_missing(self, where: str, doc: str) -> None:
-        """Record that a setting is still `???`; `doc` describes the value to fill in."""
-        self.missing.append(Problem(where, f'is still ???; set {_sentence(doc) or "a value"}'))
-
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'NAME'?` with the nearest of the choices, or a list of all choices if none is near."""
@@ -70,7 +66,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
         if dataclasses.is_dataclass(kind) and not _required(kind):
             gather.problem(where, 'is a section; write ??? for single values in it instead')
             return None
-        gather.still_missing(where, doc)
+        gather.missing.append(Problem(where, f'is still ???; set {_sentence(doc) or "a value"}'))
         return value
     if kind is Any:
         _look_for_missing(value, where, gather)

@@ -43,11 +43,6 @@ def hub_file(start: InitFrom) -> str | None:
     return None if found is None else found[1]
 
 
-def is_original_file(source: str) -> bool:
-    """Return True if `source` is a safetensors file; its tensors must be named as in Stability AI's own code."""
-    return source.endswith('.safetensors')
-
-
 def is_diffusers_folder(folder: Path) -> bool:
     """Return True if a folder is a pipeline or model written by diffusers' `save_pretrained`."""
     files = [PIPELINE, 'config.json', *(f'{name}/config.json' for name in DENOISERS)]

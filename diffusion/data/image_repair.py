@@ -116,7 +116,8 @@ def without_texts(png: bytes) -> tuple[bytes, bytes | None]:
     kept, profile = [png[:HEADER_BYTES]], None
     for kind, content, chunk in _chunks(png):
         if kind == b'iCCP':
-            profile = _profile(content) if _is_intact(chunk) else None
+            # The chunk is a name, two zero bytes, and the compressed profile.
+            profile = _decompressed(content.partition(b'\0')[2][1:], MAX_PROFILE_BYTES) if _is_intact(chunk) else None
         elif kind not in (b'tEXt', b'zTXt', b'iTXt') or (_is_intact(chunk) and _states_orientation(kind, content)):
             kept.append(chunk)
     return b''.join(kept), profile
@@ -136,11 +137,6 @@ def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
 
 def _is_intact(chunk: bytes) -> bool:
     return zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], 'big')
-
-
-def _profile(content: bytes) -> bytes | None:
-    """Return the profile in an iCCP chunk (a name, two zero bytes, and the compressed profile); None if unusable."""
-    return _decompressed(content.partition(b'\0')[2][1:], MAX_PROFILE_BYTES)
 
 
 def _states_orientation(kind: bytes, content: bytes) -> bool:

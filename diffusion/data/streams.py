@@ -21,7 +21,6 @@ from diffusion.config.device_checks import (
     default_canonical_nodes,
     nodes_problem,
     sampling_granularity,
-    whole_batches,
 )
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
@@ -118,7 +117,8 @@ class BucketedDataset(VerifiedDataset):
         if elastic:
             self._round_to_whole_batches()
         else:
-            self.length = self._evaluation_length()
+            assert isinstance(self.batch_size, int)
+            self.length = sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
 
     @property
     def global_batch(self) -> int:
@@ -320,10 +320,6 @@ class BucketedDataset(VerifiedDataset):
         ranks = self._parallel_rank_world.num_ranks
         return evaluation_order(samples, ranks=ranks, batch_size=self.batch_size)
 
-    def _evaluation_length(self) -> int:
-        assert isinstance(self.batch_size, int)
-        return sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
-
     def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the sizes of the shuffle units and the sample ids (in training, numbered ids) of an epoch.
 
@@ -346,9 +342,7 @@ class BucketedDataset(VerifiedDataset):
         It is the stream's share of the epoch if `epoch_size` or a proportion is set, else `choose` in whole batches.
         """
         if not self.is_proportional:
-            return [
-                whole_batches(int(stream.choose), self.global_batch) // self.global_batch for stream in self.streams
-            ]
+            return [max(1, int(stream.choose) // self.global_batch) for stream in self.streams]
         total = max(len(self.streams), self.epoch_size // self.global_batch)
         return [max(1, count) for count in apportion(total, proportions)]
 
@@ -422,7 +416,8 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
         **{name: getattr(dataset, name) for name in (*order, *sampling)},
         'dataset': dict(settings),
         'streams': {
-            bucket.name: _of_stream(bucket, position, samples) | _of_captions(columns)
+            bucket.name: _of_stream(bucket, position, samples)
+            | ({'captions': columns.fingerprint()} if columns.listed else {})
             for position, (bucket, samples, columns) in enumerate(
                 zip(dataset.buckets, dataset.samples_per_stream.tolist(), dataset.caption_columns, strict=True)
             )
@@ -441,10 +436,6 @@ def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
         'samples': samples,
         'index_sha256': index_hash(stream),
     }
-
-
-def _of_captions(columns: CaptionColumns) -> dict[str, Any]:
-    return {'captions': columns.fingerprint()} if columns.listed else {}
 
 
 def index_hash(stream: Stream) -> str:

@@ -95,7 +95,10 @@ class VerifiedDataset(StreamingDataset):
             else:
                 # Compare after reading: a write during the read changes the modification time.
                 if self._is_unchanged(shard_id):
-                    self._touch_shard(shard_id)
+                    now = time.monotonic()  # update the access time, so that the cache keeps the shard
+                    if now - self._touched.get(shard_id, now - TOUCH_INTERVAL_SECONDS) >= TOUCH_INTERVAL_SECONDS:
+                        self._touched[shard_id] = now
+                        self._stream_of(shard_id).touch(self._path(shard_id))
                     return sample
             self._invalidate(shard_id)
         raise self._report_failure(
@@ -229,13 +232,6 @@ class VerifiedDataset(StreamingDataset):
         with contextlib.suppress(FileNotFoundError):
             return file_signature(self._path(shard_id)) == int(self._signatures[shard_id])
         return False
-
-    def _touch_shard(self, shard_id: int) -> None:
-        """Update a shard's access time, at most once per TOUCH_INTERVAL_SECONDS, so that the cache keeps the shard."""
-        now = time.monotonic()
-        if now - self._touched.get(shard_id, now - TOUCH_INTERVAL_SECONDS) >= TOUCH_INTERVAL_SECONDS:
-            self._touched[shard_id] = now
-            self._stream_of(shard_id).touch(self._path(shard_id))
 
     def _stream_of(self, shard_id: int) -> VerifiedStream:
         return self.streams[int(self.stream_per_shard[shard_id])]

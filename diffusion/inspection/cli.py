@@ -56,7 +56,7 @@ class VerifyOptions(DataOptions):
     """Fraction of the shards to check."""
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed for choosing the shards."""
-    jobs: Count = field(default_factory=lambda: _cores())
+    jobs: Count = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Number of processes (default: one per core)."""
 
 
@@ -84,7 +84,12 @@ class LookOptions(DataOptions):
 
 
 def run_look(options: LookOptions) -> int:
-    _check_sheet_file(options.out)
+    if options.out.suffix not in ('.png', '.html'):
+        raise UserError(f'--out: {options.out} has the extension {options.out.suffix or "none"!r}; use .png or .html')
+    if options.out.is_dir():
+        raise UserError(f'--out: {options.out} is a folder; choose another name')
+    if not options.out.parent.is_dir() or not os.access(options.out.parent, os.W_OK):
+        raise UserError(f'--out: {options.out.parent} is not a writable folder; create it, or choose another one')
     recipe, names = _recipe_and_names(options)
     chosen = _select(recipe, names)
     _check_complete(
@@ -122,7 +127,7 @@ def run_bench(options: BenchOptions) -> int:
     from diffusion.inspection.bench import bench
 
     recipe = replace(recipe, streams=chosen['streams'])
-    workers = options.workers or [0, *(2**power for power in range(_cores().bit_length()))]
+    workers = options.workers or [0, *(2**power for power in range(len(os.sched_getaffinity(0)).bit_length()))]
     bench(recipe, gpu=gpu, workers=workers, batches=options.batches, mfu=options.mfu)
     return 0
 
@@ -235,17 +240,3 @@ def _check_folders(sections: Mapping[str, Mapping[str, Any]], path: str) -> None
     problems = [problem for name, streams in sections.items() for problem in check_stream_folders(name, streams)]
     if problems:
         raise RecipeError(problems, path)
-
-
-def _check_sheet_file(out: Path) -> None:
-    """Raise UserError if the output of `data look` has the wrong type or cannot be written."""
-    if out.suffix not in ('.png', '.html'):
-        raise UserError(f'--out: {out} has the extension {out.suffix or "none"!r}; use .png or .html')
-    if out.is_dir():
-        raise UserError(f'--out: {out} is a folder; choose another name')
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UserError(f'--out: {out.parent} is not a writable folder; create it, or choose another one')
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1

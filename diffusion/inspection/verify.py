@@ -135,7 +135,10 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
 
 
 def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardResult) -> Iterator[tuple[int, str, bool]]:
-    """Yield (row, problem, harmless) for each problem in a shard, and count the readable samples in `result`."""
+    """Yield (row, problem, harmless) for each problem in a shard, and count the readable samples in `result`.
+
+    A problem is harmless if the loader still serves the sample.
+    """
     for row in range(reader.size):
         try:
             sample = reader[row]
@@ -146,7 +149,11 @@ def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardRes
             yield row, f'it cannot be read ({error!r})', False
             continue
         result.samples += 1
-        for problem, harmless in sample_problems(sample, manifest):
+        for problem, harmless in itertools.chain(
+            _image_problems(sample) if 'image' in sample else (),
+            _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
+            _latent_problems(sample, manifest) if manifest is not None else (),
+        ):
             yield row, problem, harmless
 
 
@@ -162,15 +169,6 @@ def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterat
             yield previous
         ranges[problem, harmless] = Defect(shard, row, row, problem, harmless)
     yield from ranges.values()
-
-
-def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) for each problem of a sample; harmless means that the loader still serves it."""
-    return itertools.chain(
-        _image_problems(sample) if 'image' in sample else (),
-        _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
-        _latent_problems(sample, manifest) if manifest is not None else (),
-    )
 
 
 def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:

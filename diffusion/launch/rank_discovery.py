@@ -165,10 +165,6 @@ def _first_hostname(nodes: str) -> str:
     return found[0]
 
 
-def _jobset(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    return _SchedulerValues(_required_int(environ, 'JOB_COMPLETION_INDEX', 'the JobSet'))
-
-
 def _kubeflow(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
     return _SchedulerValues(
         _required_int(environ, 'PET_NODE_RANK', 'Kubeflow Trainer'),
@@ -220,7 +216,7 @@ def _mosaicml(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 _READERS: dict[str, Callable[[Mapping[str, str], Path], _SchedulerValues]] = {
     'local': _local,
     'slurm': _slurm,
-    'jobset': _jobset,
+    'jobset': lambda environ, _: _SchedulerValues(_required_int(environ, 'JOB_COMPLETION_INDEX', 'the JobSet')),
     'kubeflow': _kubeflow,
     'skypilot': _skypilot,
     'sagemaker': _sagemaker,

@@ -250,19 +250,14 @@ def end_process(status: int) -> NoReturn:
     # These are the first steps of a normal exit: wait for non-daemon threads, and call the exit handlers.
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
-    kill_daemons()
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed at the start
-        with suppress(OSError, ValueError):  # the reader is gone
-            stream.flush()
-    os._exit(status)
-
-
-def kill_daemons() -> None:
-    """Kill the daemon processes that this process has started, such as data loader workers."""
     # If training ends in the middle of an epoch, loader workers wait for their next batch. A torch exit handler waits 5
     # s for each of them if memory is pinned; a multiprocessing exit handler sends SIGTERM and waits without a limit.
     # The workers ignore SIGTERM, which schedulers send to whole jobs, so a complete run would never end.
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed at the start
+        with suppress(OSError, ValueError):  # the reader is gone
+            stream.flush()
+    os._exit(status)

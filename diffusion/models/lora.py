@@ -6,7 +6,6 @@ layers; only A and B are trained.
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,23 +28,18 @@ UPDATED = (nn.Linear, nn.Conv2d)
 
 def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
     """Add a LoRA to a denoiser in place, and freeze all other weights; A's initial values depend only on `seed`."""
-    check_targets(denoiser, settings.targets)
+    # peft ignores a target that matches no layer as long as another target matches some.
+    layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
+    unknown = [each for each in settings.targets if not any(f'.{name}'.endswith(f'.{each}') for name in layers)]
+    if unknown:
+        ends = sorted({re.sub(r'^.*\.(?=[^.]*[a-z_][^.]*(\.\d+)*$)', '', name) for name in layers})
+        raise UserError(f'lora.targets: {", ".join(unknown)} matches no layer; use some of {", ".join(ends)}')
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         denoiser.add_adapter(
             PeftConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=settings.targets),  # type: ignore[arg-type]
             NAME,
         )
-
-
-def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
-    """Raise UserError unless each target is a suffix of a linear or convolutional layer's name."""
-    # peft ignores a target that matches no layer as long as another target matches some.
-    layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
-    unknown = [target for target in targets if not any(f'.{name}'.endswith(f'.{target}') for name in layers)]
-    if unknown:
-        ends = sorted({re.sub(r'^.*\.(?=[^.]*[a-z_][^.]*(\.\d+)*$)', '', name) for name in layers})
-        raise UserError(f'lora.targets: {", ".join(unknown)} matches no layer; use some of {", ".join(ends)}')
 
 
 def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]:

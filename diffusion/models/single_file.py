@@ -61,7 +61,7 @@ class SingleFile:
             'modelspec.title': title,
             'modelspec.resolution': f'{resolution}x{resolution}',
         }
-        if (prediction := _prediction_type(objective)) is not None:
+        if (prediction := {'epsilon': 'epsilon', 'v_prediction': 'v'}.get(objective.prediction_type)) is not None:
             header['modelspec.prediction_type'] = prediction
         # These tensors mark a U-Net as predicting v; programs need no such marker for Stable Diffusion 3's flow.
         if prediction == 'v':
@@ -185,10 +185,6 @@ def _warn_of_schedule(objective: Objective) -> None:
             'schedule, so set it in the program that loads the file, or export a folder (--out FOLDER)',
             ', '.join(different),
         )
-
-
-def _prediction_type(objective: Objective) -> str | None:
-    return {'epsilon': 'epsilon', 'v_prediction': 'v'}.get(objective.prediction_type)
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:

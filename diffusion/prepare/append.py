@@ -185,7 +185,13 @@ class _Addition(Preparation):
 
     def add_to_version(self, plan: InputPlan, start: float) -> PrepareReport:
         """Add the converted delivery; raise PreconditionFailed if the dataset has changed since it was read."""
-        self.start_on_version(plan)
+        self.token = self.dataset.token(plan.fingerprint)
+        folder = delivery_folder(len(self.dataset.record.deliveries), self.token)
+        base = self.work.path / BASE
+        if not base.exists() or base.read_text(encoding='utf-8') != folder:
+            self.discard_other_version()
+            write_atomically(base, folder)
+        self.first = {bucket: self.dataset.next_shard(bucket) for bucket in self.buckets}
         catalog = Catalog.read(self.folders(plan), self.buckets)
         earlier = self.dataset.earlier_images()
         self.present, self.repeated_keys = reject_known(catalog, earlier)
@@ -209,16 +215,6 @@ class _Addition(Preparation):
             f'added to {self.settings.out}, which has {total.pictures} images of {len(total.deliveries)} deliveries now'
         )
         return report
-
-    def start_on_version(self, plan: InputPlan) -> None:
-        """Choose names of new files for the dataset's present version; remove results that are for another version."""
-        self.token = self.dataset.token(plan.fingerprint)
-        folder = delivery_folder(len(self.dataset.record.deliveries), self.token)
-        base = self.work.path / BASE
-        if not base.exists() or base.read_text(encoding='utf-8') != folder:
-            self.discard_other_version()
-            write_atomically(base, folder)
-        self.first = {bucket: self.dataset.next_shard(bucket) for bucket in self.buckets}
 
     def discard_other_version(self) -> None:
         staging, base = self.outputs[TRAIN].staging, self.work.path / BASE

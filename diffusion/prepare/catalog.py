@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from diffusion.prepare.convert_part import read_sample
-from diffusion.prepare.part_shards import read_inputs, read_samples
+from diffusion.prepare.part_shards import format_of, read_inputs, read_samples, read_stored
 from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 
@@ -107,8 +106,10 @@ class Catalog:
 
     def stored_sample(self, number: int | np.integer) -> dict[str, Any]:
         folder = self.parts[int(self.part[self.samples.image[number]])]
-        place = (int(column[number]) for column in (self.samples.shard, self.samples.offset, self.samples.size))
-        return read_sample(folder, *place)
+        place = self.samples.shard, self.samples.offset, self.samples.size
+        shard, offset, size = (int(column[number]) for column in place)
+        (encoded,) = read_stored(folder, shard, [offset], [size])
+        return format_of(folder).decode(encoded)
 
     def key(self, row: int) -> str:
         """Read the key (ID within the source, such as a path) of the input in a row from disk."""

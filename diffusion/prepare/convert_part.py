@@ -18,8 +18,6 @@ from diffusion.prepare.part_shards import (
     SampleRow,
     ShardPlace,
     fetch_tables,
-    format_of,
-    read_stored,
     store_tables,
     write_tables,
 )
@@ -292,11 +290,6 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
     content['rejected'], content['columns'] = Counter(content['rejected']), set(content['columns'])
     content['passed_over'] = {kind: NamedCount(**files) for kind, files in content['passed_over'].items()}
     return PartCounts(part.size, **content | {'repaired': NamedCount(**content['repaired'])})
-
-
-def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
-    (encoded,) = read_stored(folder, shard, [offset], [size])
-    return format_of(folder).decode(encoded)
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:

@@ -115,7 +115,8 @@ def group_by_split(
             split, since image names may contain such words, as in `test-pattern.png`.
     """
     files = list(files)
-    for split_of, may_lack in ((_sharded_split, True), (_folder_split, True), (_file_split, by_file)):
+    rules = ((_sharded_split, True), (_folder_split, True), (lambda path: split_in(path.rpartition('/')[2]), by_file))
+    for split_of, may_lack in rules:
         splits: dict[str, list[Named]] = {}
         none: list[Named] = []
         for file in files:
@@ -135,10 +136,6 @@ def _folder_split(path: str) -> str | None:
     pieces = path.split('/')[:-1]
     exact = next((_SPLIT_OF_WORD[piece.lower()] for piece in pieces if piece.lower() in _SPLIT_OF_WORD), None)
     return exact or next((split for piece in pieces if (split := split_in(piece)) is not None), None)
-
-
-def _file_split(path: str) -> str | None:
-    return split_in(path.rpartition('/')[2])
 
 
 def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
@@ -165,7 +162,7 @@ def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
     images, and only names of their folders count.
     """
     # Image names may contain any word, so only their folders count.
-    splits, none = group_by_split(names, _without_file if kind == 'folder' else str)
+    splits, none = group_by_split(names, (lambda name: f'{name.rpartition("/")[0]}/') if kind == 'folder' else str)
     if none or len(splits) < 2 or all(split_in(split) in (None, TRAIN) for split in splits):
         splits = _certain_splits(names, kind)
     if len(splits) < 2:
@@ -179,10 +176,6 @@ def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
         f'`diffusion prepare huggingface {shlex.quote(location)} --split {split}`, or{narrower} give '
         f'{_quoted(location, "**")} to read all files'
     )
-
-
-def _without_file(name: str) -> str:
-    return f'{name.rpartition("/")[0]}/'
 
 
 def _certain_splits(names: Sequence[str], kind: str) -> dict[str, list[str]]:

@@ -45,11 +45,6 @@ class Buckets:
         """Names of all buckets, sorted by resolution, then by aspect ratio from tall to wide."""
         return [self.name(size, shape) for size, shapes in self.shapes.items() for shape in shapes]
 
-    @property
-    def largest_side(self) -> int:
-        """Longest side of all buckets in pixels; an image whose shorter side is at least as long fits all buckets."""
-        return max(max(shape.width, shape.height) for shapes in self.shapes.values() for shape in shapes)
-
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
@@ -126,7 +121,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
         background=settings.background,
         max_pixels=settings.max_pixels,
         formats=settings.formats,
-        svg_side=buckets.largest_side,
+        svg_side=max(max(shape.width, shape.height) for shapes in buckets.shapes.values() for shape in shapes),
         resized_to=resized_to(buckets) if settings.fast_jpeg else None,
     )
     row.width, row.height = decoded.width, decoded.height

@@ -100,10 +100,11 @@ def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
     """Return histograms, for the report, of sizes before resizing and of captions; `images` are catalog rows."""
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))
+    numbers = [part.value_lengths().to_numpy() for part in catalog.captions(images)]
     return {
         'shorter side, pixels': histogram(np.minimum(width, height), SIDES),
         'aspect, width over height': histogram(width / height, ASPECTS),
-        'captions per image': histogram(caption_numbers(catalog, images), NUMBERS),
+        'captions per image': histogram(np.concatenate([np.zeros(0, np.int32), *numbers]), NUMBERS),
         'longest caption, characters': histogram(length, LENGTHS),
         'captions, CLIP tokens': histogram(tokens, TOKENS),
     }
@@ -127,11 +128,6 @@ def some_captions(catalog: Catalog, images: np.ndarray) -> list[str]:
     chosen = _at_equal_distances(images)
     found = [caption for part in catalog.captions(chosen) for caption in part.flatten().to_pylist()]
     return list(_at_equal_distances(found))
-
-
-def caption_numbers(catalog: Catalog, images: np.ndarray) -> np.ndarray:
-    found = [part.value_lengths().to_numpy() for part in catalog.captions(images)]
-    return np.concatenate([np.zeros(0, np.int32), *found])
 
 
 def _at_equal_distances(values: Any) -> Any:

@@ -74,7 +74,8 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
                 busy[-1].send(last_tries.popleft())
             if not busy:
                 return
-            for worker in _wait_for_any(busy):
+            pipes = wait([worker.pipe for worker in busy])
+            for worker in [worker for worker in busy if worker.pipe in pipes]:
                 busy.remove(worker)
                 try:
                     result = worker.receive()
@@ -147,11 +148,6 @@ class _WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n{self.args[0]}'
-
-
-def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
-    pipes = wait([worker.pipe for worker in busy])
-    return [worker for worker in busy if worker.pipe in pipes]
 
 
 def _death_message(worker: _Worker) -> str:

@@ -18,7 +18,6 @@ from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 
 from diffusion.config import registry
-from diffusion.config.image_shapes import Shape
 from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.config.path_checks import check_paths
 from diffusion.config.recipe import SPEED_PARTS, ParallelismConfig
@@ -149,23 +148,18 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
     for name, stream in recipe.streams.items():
         shape = stream.image_shape
         local = folder / name / str(shape)
-        write_noise(local, shape, count=64)
+        columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
+        samples = []  # images of random noise are slow to decode
+        for index in range(64):
+            pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
+            sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
+            samples.append(sample | {'width': shape.width, 'height': shape.height})
+        write_dataset(local, samples, columns)
         streams[name] = StreamConfig(resolution=stream.resolution, shape=str(shape), local=str(local))
     random_weights = registry.signature('model', recipe.model.name).accepted({'pretrained': None})
     return replace(recipe, streams=streams, model=Component(recipe.model.name, recipe.model.kwargs | random_weights))
-
-
-def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
-    """Write MDS shards with `count` JPEG images of random noise, which are slow to decode."""
-    columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
-    samples = []
-    for index in range(count):
-        pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
-        sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
-        samples.append(sample | {'width': shape.width, 'height': shape.height})
-    write_dataset(folder, samples, columns)
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:

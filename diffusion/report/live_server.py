@@ -110,7 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
             )
             return self._send(HTTPStatus.OK, html.encode(), 'text/html; charset=utf-8')
         if path == '/data.json':
-            return self._send_data(content)
+            body = json_text(content.data).encode()
+            # Compute the ETag without the time of reading, which changes even if the run does not.
+            same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
+            tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
+            if self.headers.get('If-None-Match') == tag:
+                return self._send(HTTPStatus.NOT_MODIFIED, b'', 'application/json', tag=tag)
+            return self._send(HTTPStatus.OK, body, 'application/json', tag=tag)
         image = content.images.get(path.removeprefix('/images/').removesuffix('.webp'))
         if image is None or not path.startswith('/images/'):
             return self._send(HTTPStatus.NOT_FOUND, b'not found\n', 'text/plain')
@@ -125,15 +131,6 @@ class _Handler(BaseHTTPRequestHandler):
         # Prevent DNS rebinding: if another site's name resolves to this machine, its page sends that name as Host.
         host = self.headers.get('Host', '').rsplit(':', 1)[0].strip('[]')
         return host in LOCAL_HOSTS
-
-    def _send_data(self, content: Page) -> None:
-        body = json_text(content.data).encode()
-        # Compute the ETag without the time of reading, which changes even if the run does not.
-        same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
-        tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
-        if self.headers.get('If-None-Match') == tag:
-            return self._send(HTTPStatus.NOT_MODIFIED, b'', 'application/json', tag=tag)
-        return self._send(HTTPStatus.OK, body, 'application/json', tag=tag)
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str, *, cache: str = 'no-store', tag: str = '') -> None:
         compressed = len(body) > 4096 and 'gzip' in self.headers.get('Accept-Encoding', '') and kind != 'image/webp'

@@ -248,7 +248,18 @@ def check_generate(options: GenerateOptions) -> None:
             _check_lora(options.lora, name)
         problems = _problems_of_export(given, name, read_json_object(source / 'scheduler' / 'scheduler_config.json'))
     else:
-        _check_run(source, options)
+        if options.lora is not None:
+            raise UserError(f'--lora: {source} is not an exported pipeline; a run uses its own LoRA without --lora')
+        if (source / LORA_WEIGHTS).is_file():
+            raise UserError(
+                f'{source}: is a LoRA without its base model; use the exported base model with --lora {source}, or '
+                'the folder of the run'
+            )
+        if is_single_file(source) and source.is_file():
+            raise UserError(
+                f'{source}: is a single file, which does not record how to sample; give the run, or export it to a '
+                'folder'
+            )
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
         if (problem := model_problem(recipe.model)) is not None:
             raise UserError(f'model.name: {problem}')
@@ -360,21 +371,6 @@ def _check_lora(path: str, pipeline: str) -> None:
         )
     if not exported_pipelines()[pipeline].pipelines[pipeline].loads_lora:
         raise UserError(f'--lora: diffusers cannot load a LoRA into a {pipeline}; export the run with --merge instead')
-
-
-def _check_run(source: Path, options: GenerateOptions) -> None:
-    """Raise UserError if `source` is an exported LoRA or single file, not a run or checkpoint, or if --lora is set."""
-    if options.lora is not None:
-        raise UserError(f'--lora: {source} is not an exported pipeline; a run uses its own LoRA without --lora')
-    if (source / LORA_WEIGHTS).is_file():
-        raise UserError(
-            f'{source}: is a LoRA without its base model; use the exported base model with --lora {source}, or '
-            'the folder of the run'
-        )
-    if is_single_file(source) and source.is_file():
-        raise UserError(
-            f'{source}: is a single file, which does not record how to sample; give the run, or export it to a folder'
-        )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

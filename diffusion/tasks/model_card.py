@@ -249,8 +249,5 @@ def _is_repository(source: Any) -> bool:
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {_cell(value)} |' for name, value in rows.items())])
-
-
-def _cell(text: str) -> str:
-    return ' '.join(text.split()).replace('|', '\\|')
+    cells = {name: ' '.join(text.split()).replace('|', '\\|') for name, text in rows.items()}
+    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {cell} |' for name, cell in cells.items())])

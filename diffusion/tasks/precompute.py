@@ -69,10 +69,6 @@ class StageOutput:
     """Folder with the state of an unfinished job: the job's plan, and the index entries of finished shards."""
     shards: ShardWriter
 
-    def is_there(self) -> bool:
-        """Return True if a local path has the final folder's name or, in an object store, if its index exists."""
-        return self.final.path.exists() if isinstance(self.final, LocalPlace) else INDEX in self.final.sizes()
-
     def put_in_place(self) -> None:
         """Rename a local output folder to its final name and remove the local state, after all files are written."""
         if isinstance(self.shards.data, LocalPlace) and isinstance(self.final, LocalPlace):
@@ -245,7 +241,8 @@ def _scratch(recipe: Recipe) -> Path:
 def _is_done(stage: PrecomputeStage) -> bool:
     """Return True if a stage's output exists; raise UserError if that output has other settings or other content."""
     final = stage.output.final
-    if not stage.output.is_there():
+    # In an object store, the folder exists if its index does.
+    if not (final.path.exists() if isinstance(final, LocalPlace) else INDEX in final.sizes()):
         return False
     try:
         found = LatentManifest.read(final.fetch(MANIFEST, again=True).parent, 'precompute.out')

@@ -219,7 +219,10 @@ class _Call:
         # aliases.
         self._aliases = {weight: nn.Parameter(weight.detach()) for weight in self.weights}
         # The graphs read their arguments from these tensors; a replay copies the actual arguments into them.
-        self._leaves = [_zeros_like(each) if isinstance(each, Tensor) else each for each in leaves]
+        self._leaves = [
+            torch.zeros_like(each).requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
+            for each in leaves
+        ]
         self._inputs = [each for each in self._leaves if isinstance(each, Tensor)]
         self._outputs: list[Tensor] = []
         self._versions: list[int] = []
@@ -431,8 +434,3 @@ def signature(leaves: Sequence[Any]) -> Signature:
 _CONTAINERS = (tuple, list, dict)
 _TENSOR = object()
 """Placeholder for a tensor in the stored structure of a block's result (`_Call.result`)."""
-
-
-def _zeros_like(tensor: Tensor) -> Tensor:
-    """Return zeros with the tensor's shape and strides, which require gradients if the tensor does."""
-    return torch.zeros_like(tensor).requires_grad_(tensor.requires_grad)

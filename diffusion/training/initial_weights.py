@@ -21,7 +21,7 @@ from diffusion.checkpointing.checkpoint_weights import (
 )
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.config.recipe import InitFrom
-from diffusion.config.weight_sources import PIPELINE, hub_file, hub_repository, is_diffusers_folder, is_original_file
+from diffusion.config.weight_sources import PIPELINE, hub_file, hub_repository, is_diffusers_folder
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.diffusers_weights import (
@@ -88,7 +88,7 @@ def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
 def source_of(start: InitFrom) -> 'Checkpoint | OriginalFile | DiffusersModel':
     """Return the source of weights that `init_from` names."""
     is_on_hub, folder = hub_repository(start) is not None, Path(start.source)
-    if not is_on_hub and is_original_file(start.source):
+    if not is_on_hub and start.source.endswith('.safetensors'):
         return OriginalFile(start)
     if is_on_hub or (is_diffusers_folder(folder) and local_checkpoint(folder) is None):
         return DiffusersModel(start)

@@ -50,7 +50,10 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
     if parts.compile:
         compile_blocks(model, shapes=shapes)
     if parts.low_precision_norms:
-        lower_norms(model.denoiser, except_blocks=bool(parts.compile))
+        blocks = blocks_of(model.denoiser) if parts.compile else []
+        keep = {layer for block in blocks for layer in block.modules()}
+        replace_norms(model.denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
+        replace_norms(model.denoiser, nn.LayerNorm, LowPrecisionLayerNormLayer, keep=keep)
     if parts.cuda_graphs:
         BlockGraphs(model.denoiser, blocks_of(model.denoiser))
     model.encoders_in_inference_mode = bool(parts.inference_mode)
@@ -103,14 +106,6 @@ def fuse_attention(denoiser: Any) -> None:
     # The processors of transformer denoisers already use fused attention; share their stateless processors too.
     fused = {name: each if vars(each) else shared.setdefault(type(each), each) for name, each in processors}
     denoiser.set_attn_processor(fused)
-
-
-def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Make the denoiser's norms compute in autocast's dtype; with `except_blocks`, only those outside its blocks."""
-    blocks = blocks_of(denoiser) if except_blocks else []
-    keep = {layer for block in blocks for layer in block.modules()}
-    replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
-    replace_norms(denoiser, nn.LayerNorm, LowPrecisionLayerNormLayer, keep=keep)
 
 
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:

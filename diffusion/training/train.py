@@ -12,7 +12,6 @@ from composer import Trainer
 from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State, TimeUnit
 from composer.loggers import LoggerDestination
-from composer.models import ComposerModel
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +37,7 @@ from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
-from diffusion.config.recipe import Component, SpeedConfig, parts_without_effect
+from diffusion.config.recipe import SPEED_PARTS, Component
 from diffusion.data.bad_samples import ReplacedSamples
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
@@ -142,8 +141,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
     model = components.build_model(recipe)
     parts = components.effective_speed(recipe)
     if os.environ.get('RANK', '0') == '0':
-        for part in parts_without_effect(recipe.speed, parts):
-            log.warning('speed.%s: has no effect without a GPU', part)
+        for part in SPEED_PARTS:
+            if getattr(recipe.speed, part) is True and not getattr(parts, part):
+                log.warning('speed.%s: has no effect without a GPU', part)
     loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(
@@ -159,7 +159,11 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if recipe.lora is not None:
         components.add_lora(recipe, model)
     if recipe.parallelism.activation_checkpointing:
-        checkpoint_activations(model)
+        if not isinstance(model, LatentDiffusion):
+            raise UserError(
+                'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
+            )
+        model.denoiser.enable_gradient_checkpointing()
     strategy = recipe.parallelism.strategy
     apply_speed(model, parts, strategy=strategy, shapes=len({bucket.shape for bucket in loader.dataset.buckets}))
     optimizer = components.build_optimizer(recipe, model)
@@ -178,7 +182,16 @@ def build_trainer(recipe: Recipe) -> Trainer:
             *with_guard(components.build_all('callback', recipe.callbacks, recipe.run_dir), recipe.run_dir),
             keeper,
             OptimizerSettings(optimizer, schedule=schedule_of(text)),
-            *_own_callbacks(recipe, parts, loader, checkpointer),
+            SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
+            Preemption(),
+            ReplacedSamples(loader.tally),
+            RunStatus(recipe.run_place),
+            *_in_run_evaluation(recipe),
+            EvaluationResults(recipe.run_dir, recipe.run_url),
+            Stragglers(),
+            *([ReduceOnce()] if parts.reduce_once else []),
+            *([CompileCache(recipe.run_dir / COMPILED)] if parts.compile and parts.compile_cache else []),
+            *([checkpointer] if checkpointer is not None else []),
         ],
         loggers=[
             *components.build_all('logger', recipe.loggers, recipe.run_dir),
@@ -269,31 +282,6 @@ def check_unused(storage: RunStorage) -> None:
                 f'name: {storage.place} holds ba{present[0]} and {len(present) - 1} more checkpoints of another run; '
                 'resume it with trainer.autoresume: true, or use another name for this run'
             )
-
-
-def checkpoint_activations(model: ComposerModel) -> None:
-    if not isinstance(model, LatentDiffusion):
-        raise UserError(
-            'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
-        )
-    model.denoiser.enable_gradient_checkpointing()
-
-
-def _own_callbacks(
-    recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
-) -> list[Callback]:
-    return [
-        SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
-        Preemption(),
-        ReplacedSamples(loader.tally),
-        RunStatus(recipe.run_place),
-        *_in_run_evaluation(recipe),
-        EvaluationResults(recipe.run_dir, recipe.run_url),
-        Stragglers(),
-        *([ReduceOnce()] if parts.reduce_once else []),
-        *([CompileCache(recipe.run_dir / COMPILED)] if parts.compile and parts.compile_cache else []),
-        *([checkpointer] if checkpointer is not None else []),
-    ]
 
 
 def _in_run_evaluation(recipe: Recipe) -> list[Callback]:

@@ -30,7 +30,11 @@ def main() -> None:
     descriptor, modules, command = int(sys.argv[1]), sys.argv[2].split(','), sys.argv[4:]
     channel = socket.socket(fileno=descriptor)
     outputs = os.dup(1), os.dup(2)
-    _silence()
+    # Discard output, since import warnings would otherwise be mixed into the training log.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
     score = _set_oom_score(MAX_OOM_SCORE)  # if memory runs out, kill this process rather than a rank
     if not getattr(sys.flags, 'safe_path', False):  # exists since Python 3.11
         # Set sys.path before all imports, so that they find the same modules as run.py.
@@ -128,14 +132,6 @@ def _file_versions() -> dict[str, int]:
             with contextlib.suppress(OSError):
                 found[path] = os.stat(path).st_mtime_ns
     return found
-
-
-def _silence() -> None:
-    """Discard output, since import warnings would otherwise be mixed into the training log."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
 
 
 def _set_oom_score(score: int) -> int:

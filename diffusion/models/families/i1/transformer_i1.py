@@ -193,10 +193,7 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
         self.output = nn.Linear(hidden_size, patch_size**2 * in_channels)
         self.head_width = hidden_size // num_heads
         self.gradient_checkpointing = False
-        self._initialize()
-
-    def _initialize(self) -> None:
-        """Initialize as published: LeCun normal; Xavier uniform for the skips and the first layer of the text."""
+        # Initialize as published: LeCun normal; Xavier uniform for the skips and the first layer of the text.
         for name, layer in self.named_modules():
             if not isinstance(layer, nn.Linear | nn.Conv2d):
                 continue

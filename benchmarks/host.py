@@ -368,7 +368,7 @@ def compile_draws(model: Any) -> None:
 def reduce_overhead(trainer: Any) -> None:
     """Reduce the Trainer's work per step as the task `train` does."""
     try:
-        from diffusion.training.step_overhead import reduce_step_overhead
+        from diffusion.training.performance import reduce_step_overhead
     except ImportError:  # 3c46e16
         return
     reduce_step_overhead(trainer)

@@ -16,9 +16,8 @@ from diffusion.config.families import family_of_model
 from diffusion.config.image_shapes import Shape, sdxl_shapes, square
 from diffusion.config.load import load
 from diffusion.config.recipe import Component
-from diffusion.planning.auxiliary_costs import alignment_of, perceptual_of
 from diffusion.planning.count_cache import SHIPPED, ModelKey, run_counter
-from diffusion.planning.model_costs import PRECISIONS, ModelCosts, route_of
+from diffusion.planning.model_costs import PRECISIONS, ModelCosts, alignment_of, perceptual_of, route_of
 from diffusion.storage.atomic import write_atomically
 
 YAMLS = Path(__file__).parents[1] / 'yamls'

@@ -41,7 +41,7 @@ from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.profiling.breakdown import Breakdown, Timeline
 from diffusion.training.adamw import AdamW
-from diffusion.training.step_overhead import reduce_step_overhead
+from diffusion.training.performance import reduce_step_overhead
 
 WARMUP = 5
 CELLS = 8

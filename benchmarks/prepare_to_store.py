@@ -32,7 +32,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from diffusion.prepare.tfrecord_reading import masked_crc32c  # noqa: E402
+from diffusion.prepare.tfrecord import masked_crc32c  # noqa: E402
 from tests.object_store import Store, serve  # noqa: E402
 from tests.prepare.tfrecords import example  # noqa: E402
 

@@ -162,7 +162,7 @@ def make_parser() -> CommandParser:
 
 
 COMMANDS = {
-    'train': ('tasks.train_command:run_train', 'run the task of a recipe on the devices of this machine'),
+    'train': ('tasks.cli:run_train', 'run the task of a recipe on the devices of this machine'),
     'init': ('tasks.init_command:run_init', 'write a recipe that fits prepared images and the GPUs of this machine'),
     'recipes': ('config.recipes_cli:add_arguments', 'list the recipes of this package, or copy one'),
     'check': ('cli:run_check', 'check a recipe without importing torch, and print it resolved'),

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from diffusion.config.load import Recipe, plain_values
-from diffusion.config.recipe_values import recipe_values
+from diffusion.config.resume_rules import recipe_values
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> Path:

@@ -19,7 +19,7 @@ from composer.utils import dist, ensure_tuple
 from torch import Tensor
 
 from diffusion.algorithms.average import FSDP1, unwrapped
-from diffusion.algorithms.gradient_norms import Gradients, gradients_of, summarize_gradients
+from diffusion.algorithms.gradient_clipping import Gradients, gradients_of, summarize_gradients
 from diffusion.callbacks.preemption import save_now
 from diffusion.callbacks.reduce_once import samples_in
 from diffusion.errors import UserError

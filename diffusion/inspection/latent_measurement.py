@@ -19,10 +19,9 @@ from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.flux2_vae import Flux2Vae
 from diffusion.models.pretrained import load_vae
-from diffusion.models.representation_vae import RepresentationVae
 from diffusion.models.vae import Vae, check_sides, latent_channels, latent_statistics, moments_of
+from diffusion.models.wrapped_vaes import Flux2Vae, RepresentationVae
 from diffusion.storage.places import is_url
 from diffusion.training.components import build_dataset
 

@@ -30,11 +30,10 @@ from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
-from diffusion.models.flux2_vae import Flux2Vae, Layout
 from diffusion.models.hub_errors import TO_FIX, check_config, loading_error, missing_tokenizer_file
-from diffusion.models.representation_vae import RepresentationVae
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import PixelSpace, Vae, check_sides, description, downsampling, image_step
+from diffusion.models.wrapped_vaes import Flux2Vae, Layout, RepresentationVae
 
 log = logging.getLogger(__name__)
 Loadable = TypeVar('Loadable')

@@ -21,9 +21,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from diffusion.errors import UserError
-from diffusion.models.flux2_vae import Flux2Vae
 from diffusion.models.objective import Objective
-from diffusion.models.representation_vae import RepresentationVae
+from diffusion.models.wrapped_vaes import Flux2Vae, RepresentationVae
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from diffusion.errors import UserError
 from diffusion.planning import checkpoints, published_runs, throughput
 from diffusion.planning.checkpoints import Resilience, Sizes
 from diffusion.planning.data_volume import Storage, storage_of
-from diffusion.planning.faster_settings import changed_settings, faster_phase
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import (
     GIB,
@@ -22,7 +21,7 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
-from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
+from diffusion.planning.strategy_advice import Fit, advice, changed_settings, communication_bytes, faster_phase
 from diffusion.planning.throughput import NO_COST, Assumptions, Cost, Speed, Technique, planned_speed, training_cost
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of, repetition_warnings
 

@@ -14,8 +14,17 @@ from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig, effective
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
-from diffusion.planning.auxiliary_costs import AlignmentCosts, PerceptualCosts, alignment_of, perceptual_of
-from diffusion.planning.model_costs import ModelCosts, Precision, TokenRoute, newton_schulz_flops, route_of
+from diffusion.planning.model_costs import (
+    AlignmentCosts,
+    ModelCosts,
+    PerceptualCosts,
+    Precision,
+    TokenRoute,
+    alignment_of,
+    newton_schulz_flops,
+    perceptual_of,
+    route_of,
+)
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')

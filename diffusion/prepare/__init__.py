@@ -10,9 +10,9 @@ Modules, in the order of the data flow:
 | | `work_dir` | layout and lock of the work folder; divides parts among machines |
 | source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
 | | `folder_source` | image files in a folder; `caption_files` reads captions from tables, or beside an image |
-| | `webdataset` | tar files from img2dataset; `tar_reading` reads a damaged tar up to the damage |
+| | `webdataset` | tar files from img2dataset; damaged ones are read up to the damage |
 | | `parquet` | Parquet and Arrow files with an image column; `image_table` finds the columns and reads the rows |
-| | `tfrecord` | TFRecord files; `tfrecord_reading` checks and parses their records |
+| | `tfrecord` | TFRecord files, whose records it checks and parses |
 | | `huggingface_source` | a split of a Hugging Face dataset, read with the readers above |
 | | `dataset_choice` | chooses what to read of a dataset: configuration, kind of files and split |
 | | `dataset_splits` | finds configurations and splits in a dataset's card, or by names of folders and files |

@@ -18,8 +18,16 @@ from diffusion.checkpointing.rank_agreement import run_on_rank_zero
 from diffusion.config import registry
 from diffusion.config.interpolation import dotted
 from diffusion.config.load import Recipe, overlap, plain_values, to_yaml
-from diffusion.config.recipe_values import recipe_values
-from diffusion.config.resume_rules import Change, Effect, changes, format_value, read_history, refused, rule_of
+from diffusion.config.resume_rules import (
+    Change,
+    Effect,
+    changes,
+    format_value,
+    read_history,
+    recipe_values,
+    refused,
+    rule_of,
+)
 from diffusion.config.yaml_files import parse_yaml, read_yaml
 from diffusion.errors import UserError
 

@@ -15,7 +15,6 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
-from diffusion.algorithms.encode_together import EncodeTogether
 from diffusion.algorithms.finite_weights import check_before_saves, check_weights
 from diffusion.callbacks.compile_cache import CompileCache
 from diffusion.callbacks.evaluation_results import EvaluationResults
@@ -54,9 +53,8 @@ from diffusion.training.parallelism import (
     set_group_timeouts,
     settle_buckets,
 )
-from diffusion.training.performance import apply_speed, keep_layout, set_backends
+from diffusion.training.performance import EncodeTogether, apply_speed, keep_layout, reduce_step_overhead, set_backends
 from diffusion.training.resume import check_saver, compare_with_checkpoint, schedule_of
-from diffusion.training.step_overhead import reduce_step_overhead
 from diffusion.training.training_run import TrainingRun
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from composer.algorithms import GradientClipping as ComposerGradientClipping
 from composer.core import Event, Precision
 from torch import nn
 
-from diffusion.algorithms.gradient_clipping import GradientClipping
-from diffusion.algorithms.gradient_norms import Gradients, summarize_gradients
+from diffusion.algorithms.gradient_clipping import GradientClipping, Gradients, summarize_gradients
 from diffusion.config.load import Component, load
 from diffusion.config.registry import build, resolve
 from diffusion.errors import UserError

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from diffusion.algorithms.gradient_norms import summarize_gradients
+from diffusion.algorithms.gradient_clipping import summarize_gradients
 from diffusion.callbacks import loss_guard
 from diffusion.callbacks.loss_guard import BadLoss, LossGuard
 from diffusion.errors import UserError

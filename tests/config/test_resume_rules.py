@@ -12,12 +12,12 @@ from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SUPPLIED
 from diffusion.config.load import load, read_values, to_yaml
 from diffusion.config.recipe import LoaderConfig, Recipe, StreamConfig
-from diffusion.config.recipe_values import recipe_values
 from diffusion.config.resume_rules import (
     UNKNOWN_KEY,
     Effect,
     changes,
     format_value,
+    recipe_values,
     refused,
     rule_of,
     rule_of_key,

@@ -5,7 +5,7 @@ from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch.job_estimates import JobEstimate, estimate, estimates_table
+from diffusion.launch.cli import JobEstimate, estimate, estimates_table
 from diffusion.planning.gpus import load_gpus
 from diffusion.planning.plan import Assumptions, load_phases, make_plan
 from tests.launch.specs import EVERY_BACKEND, changed

@@ -23,7 +23,6 @@ from diffusion.models.families.prx.builder import prx, tiny_prx
 from diffusion.models.families.prx.builder import transformer as prx_transformer
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.flops import vae_encoder_flops
-from diffusion.models.flux2_vae import Layout
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import load_vae
@@ -36,6 +35,7 @@ from diffusion.models.vae import (
     moments_of,
     with_folded_statistics,
 )
+from diffusion.models.wrapped_vaes import Layout
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'
 PRX: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1}

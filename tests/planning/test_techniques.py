@@ -18,9 +18,8 @@ from diffusion.models.block_matrices import newton_schulz_flops
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.token_routing import Route, TokenFusion
 from diffusion.planning import published_runs
-from diffusion.planning.auxiliary_costs import PUBLISHED_ENCODERS, encoder_sizes
 from diffusion.planning.memory import Setup, memory_of
-from diffusion.planning.model_costs import TokenRoute, route_of
+from diffusion.planning.model_costs import PUBLISHED_ENCODERS, TokenRoute, encoder_sizes, route_of
 from diffusion.planning.plan import make_plan
 from diffusion.planning.throughput import TRANSFORMER_MFU, Assumptions, planned_speed, techniques_of
 from diffusion.training import components

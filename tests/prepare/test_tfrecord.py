@@ -20,7 +20,7 @@ from prepare.tfrecords import Feature, crc32c, example, record
 from diffusion.errors import UserError
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.settings import settings_of
-from diffusion.prepare.tfrecord_reading import masked_crc32c, read_records
+from diffusion.prepare.tfrecord import masked_crc32c, read_records
 
 IMAGES = [encode(draw(number, width=20, height=16), 'PNG') for number in range(16)]
 

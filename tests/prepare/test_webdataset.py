@@ -14,8 +14,7 @@ from object_store import Store
 from prepare.drawn import Members, entries, tar_of
 
 from diffusion.prepare.source import Entry, PassedOver
-from diffusion.prepare.tar_reading import BLOCK, DamagedTar, members
-from diffusion.prepare.webdataset import WebDatasetSource
+from diffusion.prepare.webdataset import BLOCK, DamagedTar, WebDatasetSource, members
 
 
 def sample(key: str, caption: str = 'a cat', **columns: Any) -> list[tuple[str, bytes]]:
@@ -235,7 +234,7 @@ def test_invalid_pax_headers_are_reported(tmp_path: Path, record: bytes) -> None
 
 
 def test_too_large_image_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('diffusion.prepare.tar_reading.MAX_CONTENT', 100)
+    monkeypatch.setattr('diffusion.prepare.webdataset.MAX_CONTENT', 100)
     found = read(tmp_path, [('1.jpg', bytes(101)), ('1.txt', b'y'), ('2.jpg', bytes(100))])
     assert problems(found) == [('00000/1', 'file_too_large'), ('00000/2', None)]
 

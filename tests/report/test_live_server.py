@@ -21,7 +21,7 @@ from playwright.sync_api import expect
 from synthetic_run import append_metrics, write_run, write_sheet
 
 from diffusion.errors import UserError
-from diffusion.report.live_server import ReportServer, ServedPage, run_address
+from diffusion.report.cli import ReportServer, ServedPage, run_address
 from diffusion.report.report_source import RunsSource, TableSource
 
 WIDTH_OF_IMAGE = 'image => image.decode().then(() => image.naturalWidth)'

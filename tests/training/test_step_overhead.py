@@ -12,7 +12,7 @@ from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from diffusion.training.step_overhead import reduce_step_overhead
+from diffusion.training.performance import reduce_step_overhead
 
 CALLS: list[tuple[str, str]] = []
 

@@ -13,7 +13,6 @@ from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, Wei
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models.families.i1.transformer_i1 import SIZES, I1Transformer2DModel
-from diffusion.models.flux2_vae import Flux2Vae, Layout
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import (
@@ -31,6 +30,7 @@ from diffusion.models.pretrained import (
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeLayout, VaeSource
 from diffusion.models.vae import latent_channels, objective_for
+from diffusion.models.wrapped_vaes import Flux2Vae, Layout
 
 PRETRAINED = 'google/t5gemma-2b-2b-ul2-it'
 PRETRAINED_VAE = 'black-forest-labs/FLUX.2-klein-4B'

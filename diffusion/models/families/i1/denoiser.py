@@ -10,10 +10,9 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoderModel
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.families.i1.original_layout import OriginalFile, from_original
 from diffusion.models.families.i1.transformer_i1 import I1Block, I1Transformer2DModel, TextBlock
-from diffusion.models.flux2_vae import Flux2Vae
-from diffusion.models.representation_vae import RepresentationVae
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import downsampling, with_folded_statistics
+from diffusion.models.wrapped_vaes import Flux2Vae, RepresentationVae
 
 
 class I1(DenoiserAdapter):

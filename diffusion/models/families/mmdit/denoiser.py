@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
-from diffusion.models.flux2_vae import Flux2Vae
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
+from diffusion.models.wrapped_vaes import Flux2Vae
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from diffusion.compatibility.diffusers_versions import keep_prx_masks_small, without_own_deprecations
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
-from diffusion.models.flux2_vae import Flux2Vae
-from diffusion.models.representation_vae import RepresentationVae
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import PixelSpace, downsampling, with_folded_statistics
+from diffusion.models.wrapped_vaes import Flux2Vae, RepresentationVae
 
 log = logging.getLogger(__name__)
 

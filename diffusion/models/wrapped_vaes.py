@@ -1,6 +1,10 @@
-"""FLUX.2's autoencoder, whose latents are normalized per channel and position in a group of 2x2 cells.
+"""Autoencoders of diffusers in wrappers that give them the interface of AutoencoderKL.
 
-Shapes: B batch, C channels of the autoencoder, H W latent size; images are [B, 3, 8H, 8W].
+FLUX.2's latents are normalized per channel and position in a group of 2x2 cells. The latents of representation
+autoencoders (RAE, Zheng et al. 2025) are the tokens of a frozen image encoder.
+
+Shapes: B batch, C channels of the autoencoder, H W latent size; images are [B, 3, sH, sW], where s is 8 for FLUX.2 and
+the side of the encoder's patches for a representation autoencoder.
 """
 
 import copy
@@ -8,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +22,21 @@ from diffusion.errors import UserError
 Layout = Literal['channels', 'grouped']
 
 
-class Flux2Vae(nn.Module):
+class _WrappedVae(nn.Module):
+    def __init__(self, autoencoder: Any) -> None:
+        super().__init__()
+        self.autoencoder = autoencoder
+
+    @property
+    def encoder(self) -> nn.Module:
+        return self.autoencoder.encoder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.autoencoder.dtype
+
+
+class Flux2Vae(_WrappedVae):
     """AutoencoderKLFlux2 with one of two layouts of its latents, and with statistics from its batch norm `bn`.
 
     Layout `channels` keeps the latents [B, C, H, W]. Layout `grouped` makes each group of 2x2 cells one cell, as FLUX.2
@@ -25,12 +44,11 @@ class Flux2Vae(nn.Module):
     """
 
     def __init__(self, autoencoder: AutoencoderKLFlux2, layout: Layout = 'channels') -> None:
-        super().__init__()
+        super().__init__(autoencoder)
         config: Any = autoencoder.config
         side, width = config['patch_size']
         if side != width:
             raise UserError(f'vae: AutoencoderKLFlux2 with groups of {side}x{width} cells; use one with square groups')
-        self.autoencoder = autoencoder
         self.group = side if layout == 'grouped' else 1
         """Side in cells of the groups that `encode` merges into one cell: 2 for layout `grouped`, 1 for `channels`."""
         self.cells_per_period = side // self.group
@@ -43,14 +61,6 @@ class Flux2Vae(nn.Module):
         if bn.running_mean is not None and bn.running_var is not None and not bn.running_mean.is_meta:
             mean, std = bn.running_mean, torch.sqrt(bn.running_var + config['batch_norm_eps'])
             self.config |= {'latents_mean': mean.view(shape).tolist(), 'latents_std': std.view(shape).tolist()}
-
-    @property
-    def encoder(self) -> nn.Module:
-        return self.autoencoder.encoder
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.autoencoder.dtype
 
     def exported(self) -> AutoencoderKLFlux2:
         """Return a float32 copy of the autoencoder, with its statistics as they were before a conversion to 16 bits."""
@@ -79,3 +89,30 @@ class Flux2Vae(nn.Module):
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
         """Return a tuple with the images for unnormalized latents in this layout."""
         return self.autoencoder.decode(F.pixel_shuffle(latents, self.group), return_dict=False)  # type: ignore[arg-type, return-value]
+
+
+class RepresentationVae(_WrappedVae):
+    """Wrapper of an AutoencoderRAE for images in [-1, 1], all of the size it decodes to; its latents are normalized."""
+
+    def __init__(self, autoencoder: AutoencoderRAE) -> None:
+        super().__init__(autoencoder)
+        config: Any = autoencoder.config
+        autoencoder.reshape_to_2d = True
+        self.image_side: int = autoencoder.decoder_image_size
+        self.spatial_compression_ratio: int = config['patch_size']
+        self.config = {
+            'in_channels': config['num_channels'],
+            'latent_channels': config['encoder_hidden_size'],
+            'scaling_factor': 1.0,
+        }
+
+    def exported(self) -> AutoencoderRAE:
+        """Return a float32 copy of the autoencoder."""
+        return copy.deepcopy(self.autoencoder).float()
+
+    def encode(self, pixels: Tensor, return_dict: bool = False) -> tuple[Tensor]:
+        return self.autoencoder.encode(pixels / 2 + 0.5, return_dict=False)  # type: ignore[return-value]
+
+    def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
+        images: Any = self.autoencoder.decode(latents, return_dict=False)[0]
+        return (images * 2 - 1,)

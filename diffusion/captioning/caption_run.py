@@ -4,7 +4,6 @@ Finished tables in the dataset are the state that all machines share, so any of 
 every shard has its table, the column is listed in captions.json, from which training reads it.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from diffusion.captioning.engine import Engine, Question
 from diffusion.captioning.settings import CaptionSettings
 from diffusion.captioning.shard_task import ShardTask, fetched_shards
 from diffusion.errors import UserError
-from diffusion.prepare.shard_rewriting import index_folders
+from diffusion.prepare.shard_rewriting import indexed_folders
 from diffusion.prepare.work_dir import LOCK, Share
 from diffusion.storage import locks
 from diffusion.storage.atomic import remove
@@ -60,13 +59,9 @@ class CaptionRun:
 
     def indexes(self) -> dict[str, list[dict[str, Any]]]:
         """Read the index entries of the shards, by the path of their folder relative to the dataset."""
-        folders = index_folders(self.place)
-        if not folders:
+        found = {each.name: each.entries for each in indexed_folders(self.dataset, self.place)}
+        if not found:
             raise UserError(f'{self.place}: has no {INDEX}; give a dataset that diffusion prepare has written')
-        found = {}
-        for folder in folders:
-            name = f'{folder}/{INDEX}'.lstrip('/')
-            found[folder] = json.loads(self.dataset.read(name) or b'{"shards": []}')['shards']
         return found
 
     def check_plans(self, *, record: bool) -> None:

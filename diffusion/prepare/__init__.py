@@ -18,7 +18,7 @@ Modules, in the order of the data flow:
 | | `dataset_splits` | finds configurations and splits in a dataset's card, or by names of folders and files |
 | | `hub_repository` | lists and downloads a Hub dataset's files at one commit |
 | | `openmoji` | emoji from an installed package, rendered at each size |
-| | `caption_table` | joins captions from tables to the images of another source by key |
+| | `caption_table` | joins captions from tables, and columns for filters, to the images of another source by key |
 | | `file_listing` | lists and sorts files in a local folder or an object store |
 | | `extra_columns` | converts metadata to JSON types; computes columns with a user's function |
 | plan | `input_plan` | settings, versions and parts, fixed before work starts; divides parts into jobs |

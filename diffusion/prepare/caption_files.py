@@ -66,8 +66,8 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
 
 def read_keyed_captions(
     file: Path, key_columns: Sequence[str], caption_columns: Sequence[str]
-) -> Iterator[tuple[str, str | None, list[Any], list[str]]]:
-    """Yield (position, key, captions, column of each caption) for each row of a table; the key may be None.
+) -> Iterator[tuple[str, str | None, list[Any], list[str], dict[str, Any]]]:
+    """Yield (position, key, captions, column of each caption, row) for each row of a table; the key may be None.
 
     The key is in the first of `key_columns` that exists. Without `caption_columns`, the common names are used, and no
     columns are returned.
@@ -76,7 +76,7 @@ def read_keyed_captions(
         values = row or {}
         key = values.get(_column(values, key_columns) or '')
         captions, names = _captions_of(values, caption_columns)
-        yield where, None if key in (None, '') else str(key), [json_value(text) for text in captions], names
+        yield where, None if key in (None, '') else str(key), [json_value(text) for text in captions], names, values
 
 
 def _checked_rows(file: Path, wanted: Wanted) -> Rows:

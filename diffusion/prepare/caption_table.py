@@ -1,7 +1,8 @@
-"""Join captions from tables to the images of another source by key, such as the captions of a dataset on the Hub."""
+"""Join captions from tables, and columns for filters, to the images of another source by key."""
 
 import hashlib
 import json
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_keyed_captions
 from diffusion.prepare.dataset_choice import DatasetListing
+from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import File, as_utf8, is_inside
 from diffusion.prepare.hub_repository import Hub
 from diffusion.prepare.source import (
@@ -26,11 +28,14 @@ from diffusion.prepare.source import (
     count_named,
 )
 from diffusion.storage.atomic import atomic_file
+from diffusion.storage.caption_tables import FOLDER
 from diffusion.storage.locks import hold_path_lock
 
 KEYS = ('key', '__key__', 'image_id', 'id', 'file_name', 'file')
 """Common names of the column with keys, in order of precedence."""
 TABLES = ('.parquet', '.csv', '.jsonl')
+_OF_COLUMN = re.compile(rf'(?:^|/){FOLDER}/([^/]+)/shard\.[^/]+\.parquet')
+"""End of the path of a table of `diffusion caption`; its folder has the name of the column in its column `caption`."""
 CAPTION_PROBLEMS = ('no_caption', 'caption_not_utf8', 'bad_json')
 """Problems of a source's own captions, which do not matter if the captions come from a table."""
 
@@ -49,27 +54,35 @@ class CaptionTable:
     token_variable: str | None
     work: Path
     """Folder for the index."""
+    metadata: tuple[str, ...] = ()
+    """Further columns to join, such as answers to a question; tables may lack them."""
 
     @cached_property
     def listing(self) -> DatasetListing:
         return DatasetListing.open(self.location, Hub(self.token_variable))
 
     @cached_property
-    def files(self) -> list[File]:
+    def files(self) -> dict[File, str | None]:
+        """The tables, each with its column if `diffusion caption` has written it, but none of columns not to join."""
         found = [file for file in self.listing.files if is_inside(file.name, self.listing.path)]
-        tables = [file for file in found if file.name.lower().endswith(TABLES)]
+        matches = {file: _OF_COLUMN.search(file.url) for file in found if file.name.lower().endswith(TABLES)}
+        tables = {file: None if match is None else match[1] for file, match in matches.items()}
+        if self.columns not in ((), ('caption',)):
+            wanted = (None, *self.columns, *self.metadata)
+            tables = {file: column for file, column in tables.items() if column in wanted}
         if not tables:
-            raise UserError(f'captions: {self.location} has no {", ".join(TABLES)} files; give tables with captions')
+            columns = ', '.join(self.columns) or 'captions'
+            raise UserError(f'captions: {self.location} has no {", ".join(TABLES)} files; give tables with {columns}')
         return tables
 
     @cached_property
     def stamp(self) -> str:
         """Hash that changes with the content of the tables and the chosen columns."""
-        content = [[file.name, file.stamp] for file in self.files], self.columns, self.key
+        content = [[file.name, file.stamp] for file in self.files], self.columns, self.key, *self.metadata
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def rows(self, key: str) -> list[tuple[int, str]]:
-        """Return (row number, JSON of captions and their columns) for each row of an image.
+        """Return (row number, JSON of captions, their columns, and metadata) for each row of an image.
 
         Only if no row has the whole key, try the key without its first folder, and so on: the key of an image in a tar
         is `00000/000000012`, but a table may have only `000000012`.
@@ -110,14 +123,24 @@ class CaptionTable:
         index.execute('PRAGMA journal_mode = OFF')
         index.execute('CREATE TABLE captions (number INTEGER PRIMARY KEY, key TEXT, content TEXT)')
         index.execute('BEGIN')
-        for file in self.files:
+        for file, column in self.files.items():
+            names = self.columns if column is None else ('caption',)
             with self.listing.copy(file.url) as copy:
-                for where, key, *captions in read_keyed_captions(copy, [self.key] if self.key else KEYS, self.columns):
-                    row = (None, where) if key is None else (as_utf8(key), json.dumps(captions))
+                rows = read_keyed_captions(copy, [self.key] if self.key else KEYS, names)
+                for where, key, captions, columns, values in rows:
+                    content = json.dumps(self._content(column, captions, columns, values))
+                    row = (None, where) if key is None else (as_utf8(key), content)
                     index.execute('INSERT INTO captions (key, content) VALUES (?, ?)', row)
         index.execute('CREATE INDEX by_key ON captions (key)')
         index.execute('COMMIT')
         index.close()
+
+    def _content(self, column: str | None, captions: list[Any], names: list[str], row: Mapping[str, Any]) -> Any:
+        """Return captions, the column of each, and, by column of metadata, a value and the rule that rejected it."""
+        if column in self.metadata:
+            return [], [], {column: [json_value(row.get('caption')), row.get('rejected')]}
+        metadata = {name: [json_value(row[name]), None] for name in self.metadata if name in row}
+        return captions, names if column is None else [column] * len(captions), metadata
 
 
 @lru_cache(1)
@@ -154,8 +177,13 @@ class CaptionedSource:
         for entry in self.source.read(part):
             if isinstance(entry, Entry) and entry.problem in (None, *CAPTION_PROBLEMS):
                 found = [json.loads(content) for _, content in self.table.rows(entry.key)]
-                entry.captions = [text for texts, _ in found for text in texts]
-                names = [name for _, names in found for name in names]
+                entry.captions = [text for texts, *_ in found for text in texts]
+                names = [name for _, names, _ in found for name in names]
                 entry.caption_columns = names if len(self.table.columns) > 1 else []
                 entry.problem = None if found else 'not_in_captions'
+                for column, (value, rule) in (item for *_, metadata in found for item in metadata.items()):
+                    if rule is not None:
+                        entry.problem = f'{column}_{rule}'
+                    elif entry.metadata.setdefault(column, value) != value:
+                        entry.problem = f'{column}_ambiguous'
             yield entry

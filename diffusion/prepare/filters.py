@@ -106,7 +106,7 @@ class Filters:
     max_caption: int = MAX_LENGTH
     """Maximum caption length in characters; longer captions are dropped. Models accept about 1,000 at most."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
-    """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`."""
+    """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`; yes counts as 1, and no as 0."""
     missing: Missing = 'reject'
     """Keep or reject images without a numeric value for a column in `columns`."""
 
@@ -164,7 +164,7 @@ class Filters:
         ]
 
     def _column_problem(self, name: str, limits: ValueRange, values: Mapping[str, Any]) -> str | None:
-        number = _number(values.get(name))
+        number = number_in(values.get(name))
         if number is None:
             return f'{name}_missing' if self.missing == 'reject' else None
         if limits.min is not None and number < limits.min:
@@ -174,8 +174,10 @@ class Filters:
         return None
 
 
-def _number(value: Any) -> float | None:
-    """Return a value as a finite float, or None; strings are parsed, since CSV columns are strings."""
+def number_in(value: Any) -> float | None:
+    """Return a value as a finite float, or None; strings are parsed, and yes and no are 1 and 0 in any case."""
+    if isinstance(value, str):
+        value = {'yes': 1, 'no': 0}.get(value.strip().rstrip('.').casefold(), value)
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

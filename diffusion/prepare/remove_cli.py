@@ -3,6 +3,7 @@
 import re
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,9 @@ class RemoveOptions:
     """Pixel hashes of the images to remove (exact_hash in images.parquet)."""
     image: list[Path] = field(default_factory=list)
     """Image files; images with the same pixels are removed."""
+    where: Annotated[list[str], Option('CONDITION')] = field(default_factory=list)
+    """Remove images by their answers to a question of diffusion caption: watermark=yes, score<5 or score>8, with the
+    name of the column first. Images without an answer are named and stay."""
     dry_run: bool = False
     """Show affected shards and counts without changing anything."""
     missing_ok: bool = False
@@ -63,6 +67,7 @@ def run_remove(options: RemoveOptions) -> int:
         raise UserError('--purge: deletes what --keep-old-shards keeps; give one of them')
     if options.work is not None and not options.work.is_dir():
         raise UserError(f'--work: {options.work} is not a folder; create it, or leave it out')
+    keys += [key for condition in options.where for key in _keys_where(options.dataset, condition)]
     with tempfile.TemporaryDirectory(dir=options.work) as temporary:
         if place_at(options.dataset).read(RECORD) is None:
             return _remove_by_scan(options, keys, Path(temporary))
@@ -210,9 +215,52 @@ def _keys(options: RemoveOptions) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f'--keys: {options.keys} cannot be read ({error}); give a text file in UTF-8') from error
         keys += [line for line in lines if line]
-    if not (keys or options.hash or options.image or options.purge):
-        raise UserError('no image is named; give --keys FILE, --key KEY, --hash HEX or --image FILE')
+    if not (keys or options.hash or options.image or options.where or options.purge):
+        raise UserError('no image is named; give --keys FILE, --key KEY, --hash HEX, --image FILE or --where CONDITION')
     return list(dict.fromkeys(keys))
+
+
+def _keys_where(place: str, condition: str) -> list[str]:
+    """Return the keys of images whose answers fulfill a condition such as score<5; yes is 1 and no is 0."""
+    from diffusion.prepare.filters import number_in
+    from diffusion.prepare.shard_rewriting import indexed_folders
+    from diffusion.storage.caption_tables import FETCHES, Receipt, listed_receipts, read_table, table_name
+    from diffusion.storage.places import place_at
+
+    parts = re.fullmatch(r'([\w.-]+)([=<>])(.+)', condition)
+    limit = number_in(parts[3]) if parts else None
+    if parts is None or (limit is None and parts[2] != '='):
+        raise UserError(f'--where: {condition!r} is not a condition; write one such as watermark=yes or score<5')
+    column, sign, wanted = parts.groups()
+    folder, tables = place_at(place), {}
+    for each in indexed_folders(folder, place):
+        receipts = listed_receipts(folder, each.name, column, each.entries)
+        if receipts is None:
+            print(f'{folder.locate(each.name)}: has no answers {column} of all images, and selects none')
+        tables |= {table_name(each.name, column, stem): receipt for stem, receipt in (receipts or {}).items()}
+    if not tables:
+        raise UserError(f'--where: {place} has no answers {column!r}; ask for them with diffusion caption')
+
+    def compare(table: tuple[str, Receipt]) -> tuple[set[str], dict[str, str]]:
+        rows, matching, unanswered = read_table(folder, *table), set(), {}
+        for key, answer, rule in zip(*(rows[name].to_pylist() for name in ('key', 'caption', 'rejected')), strict=True):
+            number = number_in(answer)
+            if answer is None or (number is None and limit is not None):
+                unanswered[key] = rule or repr((answer or '')[:40])
+            elif number is None or limit is None:
+                matching |= {key} if answer.strip().casefold() == wanted.strip().casefold() else set()
+            elif {'=': number == limit, '<': number < limit, '>': number > limit}[sign]:
+                matching.add(key)
+        return matching, unanswered
+
+    with ThreadPoolExecutor(FETCHES) as threads:
+        found = list(threads.map(compare, tables.items()))
+    matching = sorted(set().union(*(keys for keys, _ in found)))
+    unanswered = [f'{key} ({reason})' for _, reasons in found for key, reason in reasons.items()]
+    print(f'{condition}: {len(matching)} images')
+    if unanswered:
+        print(printable(f'  {len(unanswered)} answers cannot be compared and select no image: {_some(unanswered)}'))
+    return matching
 
 
 def _checked_hash(text: str) -> str:

@@ -78,7 +78,8 @@ class SourceSettings:
     file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
     metadata.jsonl or metadata.csv in the folder). Other sources: tables with a key and captions in each row, which
     replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern of them, in an object store
-    too, or a dataset on the Hub, such as hf://datasets/org/captions."""
+    too, or a dataset on the Hub, such as hf://datasets/org/captions. Their columns in `filters.columns`, such as
+    answers to questions of `diffusion caption`, become metadata."""
     captions_key: Annotated[str | None, Option('NAME')] = None
     """Column of the tables in `captions` with the key of an image (default: key, __key__, image_id, id, file_name or
     file)."""
@@ -126,17 +127,24 @@ class SourceSettings:
     def title(self) -> str:
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
-    def open(self, *, sizes: Sequence[int], formats: Sequence[str] = (), work: Path | None = None) -> Source:
+    def open(
+        self,
+        *,
+        sizes: Sequence[int],
+        formats: Sequence[str] = (),
+        work: Path | None = None,
+        metadata: Sequence[str] = (),
+    ) -> Source:
         """Return the source; only openmoji uses `sizes`, and files of the optional `formats` also count as images.
 
-        The folder `work` (default: TMPDIR) gets an index of the tables in `captions`.
+        The folder `work` (default: TMPDIR) gets an index of the tables in `captions`, with their columns `metadata`.
         """
         if self.captions is None or self.kind == 'folder':
             return self._open(sizes, formats, self.caption_column)
         from diffusion.prepare.caption_table import CaptionedSource, CaptionTable
 
         columns, folder = tuple(column_list(self.caption_column)), work or Path(tempfile.gettempdir())
-        table = CaptionTable(self.captions, columns, self.captions_key, self.token_variable, folder)
+        table = CaptionTable(self.captions, columns, self.captions_key, self.token_variable, folder, tuple(metadata))
         return CaptionedSource(self._open(sizes, formats, ()), table)
 
     def _open(self, sizes: Sequence[int], formats: Sequence[str], caption_column: str | Sequence[str] | None) -> Source:
@@ -283,7 +291,8 @@ class PrepareSettings:
         return out.with_name(f'{out.name}.work')
 
     def open_source(self) -> Source:
-        return self.source.open(sizes=self.sizes, formats=self.formats, work=self.work_folder)
+        metadata = tuple(self.filters.columns)
+        return self.source.open(sizes=self.sizes, formats=self.formats, work=self.work_folder, metadata=metadata)
 
     def content_settings(self) -> dict[str, Any]:
         """Return the settings that affect the dataset's bytes; other settings may change when resuming."""

@@ -160,7 +160,7 @@ class ScannedFolder:
 
 def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
     """Count, by shard, samples that have one of the keys, in all folders of shards at a path or URL."""
-    found = _indexed_folders(folder, place)
+    found = indexed_folders(folder, place)
     if not found:
         raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
     for each in found:
@@ -207,14 +207,14 @@ def remove_scanned(
         except PreconditionFailed as error:
             raise UserError(f'{error}; when the other process has ended, start the same command again') from error
         folder.delete(tables)
-        _update_bucket_list(folder, each, entries)
+        update_bucket_list(folder, each, entries)
     return old
 
 
 def superseded(folder: Place, place: str) -> list[str]:
     """Return the paths of old shards left by a killed removal; indexes already list their replacements."""
     left = []
-    for each in _indexed_folders(folder, place):
+    for each in indexed_folders(folder, place):
         names = {entry['raw_data']['basename'] for entry in each.entries}
         rewritten = {number_of(file) for file in names if len(file.split('.')) == 4}
         files = {path.rpartition('/')[2] for path in folder.sizes() if path.rpartition('/')[0] == each.name}
@@ -228,7 +228,7 @@ def index_folders(place: str) -> list[str]:
     return sorted(path.rpartition('/')[0] for path in place_at(place).sizes() if path.rpartition('/')[2] == mds.INDEX)
 
 
-def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dict[str, Any]]) -> None:
+def update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dict[str, Any]]) -> None:
     """Update a bucket's counts in the parent folder's buckets.json, if it exists."""
     above, _, shape = scanned.name.rpartition('/')
     name = f'{above}/{BUCKETS}' if above else BUCKETS
@@ -249,7 +249,8 @@ def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dic
             continue
 
 
-def _indexed_folders(folder: Place, place: str) -> list[ScannedFolder]:
+def indexed_folders(folder: Place, place: str) -> list[ScannedFolder]:
+    """Return all folders of shards at a path or URL, sorted, with their indexes and nothing to remove."""
     found = []
     for name in index_folders(place):
         index = folder.read_version(joined(name, mds.INDEX))

@@ -161,6 +161,27 @@ def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
     return columns
 
 
+def listed_receipts(
+    folder: Place, bucket: str, column: str, entries: Iterable[Mapping[str, Any]]
+) -> dict[str, Receipt] | None:
+    """Return the receipts of a column's tables by the stems of a bucket's shards; None if the column is not listed.
+
+    Raises:
+        UserError: A shard has no table, or only that of an older version of the shard.
+    """
+    where, receipts = folder.locate(joined(bucket, LIST)), {}
+    listed = read_list(folder.read(joined(bucket, LIST)), where).get(column)
+    if listed is None:
+        return None
+    for entry in entries:
+        stem = stem_of(entry['raw_data']['basename'])
+        found = listed['tables'].get(stem)
+        if found is None or found['shard'] != shard_identity(entry):
+            raise UserError(f'{where}: has no captions {column} of the present {stem}; run diffusion caption again')
+        receipts[stem] = Receipt(**found)
+    return receipts
+
+
 def rewrite_tables(
     folder: Place, bucket: str, old: Collection[str], new: Iterable[Mapping[str, Any]], keys: Collection[str]
 ) -> list[str]:

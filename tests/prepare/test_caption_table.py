@@ -80,6 +80,37 @@ def test_tables_are_read_from_a_store_and_the_hub(
     assert report.rejected['not_in_captions'].names == ['a/3']
 
 
+def test_answers_in_tables_filter_images(tmp_path: Path) -> None:
+    folder = write_files(tmp_path / 'in', SOURCES['parquet'])
+    answers = {'0': ('no', None), '1': ('Yes.', None), '2': (None, 'not_yes_or_no'), '3': ('no', None)}
+    tables = {
+        'captions/short/shard.00000.parquet': {'caption': [f'short {key}' for key in answers], 'rejected': [None] * 4},
+        'captions/other/shard.00000.parquet': {'caption': ['of another column'] * 4, 'rejected': [None] * 4},
+        'captions/watermark/shard.00000.parquet': {
+            'caption': [answer for answer, _ in answers.values()],
+            'rejected': [rule for _, rule in answers.values()],
+        },
+    }
+    files: dict[str, bytes | str] = {
+        name: parquet_of({'key': [*answers]} | columns) for name, columns in tables.items()
+    }
+    files['scores.csv'] = 'key,short,score\n0,,7\n1,,7\n3,,3.5\n'
+    filters = {'columns': {'watermark': {'max': 0}, 'score': {'min': 5}}, 'missing': 'keep'}
+    content = settings(
+        'parquet', folder, str(write_files(tmp_path / 'tables', files)), tmp_path / 'out', filters=filters
+    )
+    content['source']['caption_column'] = 'short'
+    report = report_of(content)
+    assert [(each['captions'], each['metadata']['watermark']) for each in samples(tmp_path / 'out/16px')] == [
+        (['short 0'], 'no')
+    ]
+    assert {reason: found.names for reason, found in report.rejected.items()} == {
+        'watermark_above_0': ['a/1'],
+        'watermark_not_yes_or_no': ['a/2'],
+        'score_below_5': ['a/3'],
+    }
+
+
 def test_changed_table_is_another_input(tmp_path: Path) -> None:
     folder = write_files(tmp_path / 'in', SOURCES['webdataset'])
     table = write_files(tmp_path, {'t.csv': 'key,short,long\n0,zero,\n'}) / 't.csv'
@@ -99,7 +130,7 @@ def test_changed_table_is_another_input(tmp_path: Path) -> None:
     [
         ('caption\na cat\n', "t.csv line 1: has no column 'key' or '__key__'.*rename the right one"),
         ('key,caption\n1,a cat\n', "t.csv line 1: has no column 'short', only"),
-        (None, 'captions: .* has no .parquet, .csv, .jsonl files; give tables with captions'),
+        (None, 'captions: .* has no .parquet, .csv, .jsonl files; give tables with short, long'),
     ],
 )
 def test_mistakes_in_a_table_are_reported_before_the_work(tmp_path: Path, table: str | None, message: str) -> None:

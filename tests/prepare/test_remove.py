@@ -107,18 +107,22 @@ def test_removed_keys_are_nowhere_in_the_dataset(out: Path, capsys: Any) -> None
         assert 'image-4' not in read_images(path)['key'].to_pylist()
 
 
-def caption_shards(out: Path) -> None:
-    plan = {'model': 'tiny-vlm', 'prompt': {'name': 'long', 'version': 1}}
+def caption_shards(out: Path, column: str = 'long', answers: dict[str, str | None] | None = None) -> None:
+    """Write tables of captions or, if given, of `answers` by key: None is rejected, and others are no."""
+    plan = {'model': 'tiny-vlm', 'prompt': {'name': column, 'version': 1}}
     for bucket in keys(out):
         shards = [shard for folder, shard in indexed(out) if folder == bucket]
         of_bucket = iter(samples(out / bucket))
         for shard in shards:
             stored = itertools.islice(of_bucket, shard['samples'])
-            rows = [{'key': sample['key'], 'caption': f'picture of {sample["key"]}'} for sample in stored]
-            name = table_name(bucket, 'long', stem_of(shard['raw_data']['basename']))
+            rows: list[dict[str, Any]] = []
+            for key in (sample['key'] for sample in stored):
+                caption = f'picture of {key}' if answers is None else answers.get(key, 'no')
+                rows.append({'key': key, 'caption': caption, 'rejected': None if caption else 'loop'})
+            name = table_name(bucket, column, stem_of(shard['raw_data']['basename']))
             table = pa.Table.from_pylist(rows, schema=ROWS)
             write_table(LocalPlace(out), name, table, plan=plan_hash(plan), shard=shard_identity(shard))
-        assert publish(LocalPlace(out), bucket, 'long', plan, shards)
+        assert publish(LocalPlace(out), bucket, column, plan, shards)
 
 
 def test_caption_tables_lose_the_removed_images_and_stay_listed(out: Path, capsys: Any) -> None:
@@ -140,6 +144,26 @@ def test_caption_tables_lose_the_removed_images_and_stay_listed(out: Path, capsy
     left = set(out.rglob('captions/long/*.parquet'))
     assert len(left) == len(list(indexed(out)))
     assert 0 < len(left & kept.keys()) < len(left), 'only tables of rewritten shards are new'
+
+
+def test_images_are_removed_by_their_answers(out: Path, capsys: Any) -> None:
+    caption_shards(out, 'watermark', {'image-3': 'Yes.', 'image-4': None, 'image-6': 'perhaps'})
+    caption_shards(out, 'score', {'image-26': '2', 'image-27': '8.5', 'image-28': '10'})
+    every = all_keys(out)
+    before = snapshot(out)
+    printed = run(capsys, out, '--where', 'watermark=yes', 'score>8.5', '--dry-run')
+    assert 'watermark=yes: 1 images' in printed and 'score>8.5: 1 images' in printed
+    assert 'image-4 (loop)' in printed and "image-6 ('perhaps')" in printed
+    assert 'would remove 2 images' in printed and snapshot(out) == before
+    run(capsys, out, '--where', 'watermark=yes', 'score>8.5')
+    assert every - all_keys(out) == {'image-3', 'image-28'}
+    run(capsys, out, '--where', 'watermark=Perhaps')
+    assert every - all_keys(out) == {'image-3', 'image-28', 'image-6'}
+    assert "has no answers 'wtermark'" in run(capsys, out, '--where', 'wtermark=yes', status=2)
+    for wrong in ('watermark', 'score<low'):
+        assert f"'{wrong}' is not a condition" in run(capsys, out, '--where', wrong, status=2)
+    add(out, sliced(40, 45))
+    assert 'run diffusion caption again' in run(capsys, out, '--where', 'watermark=yes', status=2)
 
 
 def test_removed_images_do_not_come_back_with_a_later_delivery(out: Path, capsys: Any) -> None:

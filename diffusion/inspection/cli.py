@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from diffusion.config.checks import image_streams
 from diffusion.config.declarations import AtLeast, Fraction
 from diffusion.config.load import Recipe, RecipeError, load
-from diffusion.config.options import Count, Option, RecipeFile, add_command
+from diffusion.config.options import DIR_OR_URL, Count, Option, RecipeFile, add_command
 from diffusion.config.path_checks import check_stream_folders
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.schema import MISSING, Problem, did_you_mean
@@ -30,7 +30,7 @@ LOOK_NEEDS = {
 
 
 def add_arguments(parser: Any) -> None:
-    """Add the subcommands `verify`, `look`, `bench`, `measure-latents` and `remove` to a parser."""
+    """Add the subcommands `verify`, `look`, `bench`, `measure-latents`, `pack` and `remove` to a parser."""
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     for name, (function, text) in COMMANDS.items():
         commands.add_parser(name, partial(add_command, function=function), help=text)
@@ -161,11 +161,36 @@ def run_measure(options: MeasureOptions) -> int:
     return 0
 
 
+@dataclass(kw_only=True)
+class PackOptions:
+    """Options of `diffusion data pack`."""
+
+    dataset: DatasetPlace
+    """Folder or URL of a dataset that `diffusion caption` has captioned."""
+    captions: Annotated[list[str], Option('COLUMN')]
+    """Columns of captions to write into shards; original stands for all captions that are in the shards already."""
+    out: Annotated[str, DIR_OR_URL]
+    """Folder or URL of the new dataset."""
+
+
+def run_pack(options: PackOptions) -> int:
+    check_dataset(options.dataset)
+    from diffusion.prepare.caption_packing import pack
+
+    count, left_out = pack(options.dataset, options.out, options.captions)
+    print(f'{options.out}: {count:,} samples')
+    if left_out:
+        named = ', '.join(left_out[:10]) + (', ...' if left_out[10:] else '')
+        print(printable(f'left out {len(left_out):,} samples without these captions: {named}; original keeps them'))
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     'verify': (run_verify, 'check shards: sizes, hashes, every image, caption and latent'),
     'look': (run_look, 'draw samples of each bucket as the model sees them'),
     'bench': (run_bench, 'measure loading speed and compare it with the demand of a GPU'),
     'measure-latents': (run_measure, "check that an autoencoder's latents have mean 0 and variance 1"),
+    'pack': (run_pack, 'write a dataset again with captions of diffusion caption in its shards'),
     'remove': (run_remove, 'remove images from a dataset, by key or by their pixels'),
 }
 

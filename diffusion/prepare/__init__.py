@@ -35,6 +35,7 @@ Modules, in the order of the data flow:
 | changes | `append` | adds a delivery (images from another input) to a finished dataset |
 | | `remove` | removes images from a dataset; finds latents and runs made from it |
 | | `remove_cli` | options of `diffusion data remove` |
+| | `caption_packing` | writes a dataset again with captions of `diffusion caption` in its shards |
 | | `shard_rewriting` | copies shards without some samples, including shards without a record, such as latents |
 | | `dataset_record` | a dataset's record: its settings, deliveries and shards |
 | | `image_record` | keys, hashes and shards of a delivery's images |

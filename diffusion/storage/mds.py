@@ -127,6 +127,7 @@ class ShardFormat:
 
     def _header(self, sizes: Sequence[int]) -> bytes:
         offsets = np.cumsum([self.header_bytes(len(sizes)), *sizes])
+        assert offsets[-1] < 2**32, 'offsets in a shard have 32 bits'
         return struct.pack('<I', len(sizes)) + offsets.astype('<u4').tobytes() + self._config_bytes()
 
     def _config_bytes(self) -> bytes:

@@ -15,6 +15,7 @@ from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
 from diffusion.errors import DataError, UserError
 from diffusion.inspection.preview import look
+from diffusion.prepare.caption_packing import pack
 from diffusion.storage.caption_tables import ROWS, plan_hash, publish, shard_identity, stem_of, table_name, write_table
 from diffusion.storage.places import LocalPlace
 from diffusion.storage.shard_writer import differences
@@ -76,6 +77,19 @@ def test_captions_are_drawn_from_tables_by_weight(recipe_with: Callable[..., Any
     mixed = captions(build_loader(recipe_with({'original': 0.2, 'long': 0.4, 'short': 0.4})).dataset)
     assert '' not in mixed
     assert {'long', 'short'} < {text.split()[0] for text in mixed}
+
+
+def test_captions_in_packed_shards_are_drawn_as_those_in_tables(
+    recipe_with: Callable[..., Any], write_recipe: Callable[..., Path], folder: Path, tmp_path: Path
+) -> None:
+    write_captions(folder, 'short', 'short')
+    write_captions(folder, 'long', 'long')
+    weights = {'original': 0.2, 'long': 0.4, 'short': 0.4}
+    expected = captions(build_loader(recipe_with(weights)).dataset)
+    assert pack(str(folder), str(tmp_path / 'packed'), ['short', 'original', 'long']) == (40, [])
+    dataset = {'name': 'image_text', 'caption_weights': weights}
+    recipe = load(write_recipe('packed', streams=streams_of({32: tmp_path / 'packed'}), dataset=dataset))
+    assert captions(build_loader(recipe).dataset) == expected
 
 
 def test_changed_captions_are_named_on_resume(recipe_with: Callable[..., Any], folder: Path) -> None:

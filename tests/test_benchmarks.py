@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forkserver import Server
+from PIL import Image, ImageDraw
 
 from diffusion.config.load import load
 from diffusion.models.families.adapter import Condition
@@ -156,6 +158,17 @@ def test_ablation_changes_i1_as_named_at_equal_parameters(module):
     assert len({float(predicted(key, 100.0).sum()) for key in models if key.startswith('i1')}) == 4
     names = {key: ' '.join(models[key].denoiser.state_dict()) for key in models}
     assert '_skip' not in names['i1-no-skips'] and 'attention_output_norm' not in names['i1-no-sandwich']
+
+
+def test_described_regions_have_color_shape_and_position(module):
+    image = Image.new('RGB', (64, 64), 'white')
+    drawing = ImageDraw.Draw(image)
+    drawing.line((0, 60, 63, 60), 'black', width=2)
+    drawing.ellipse((4, 24, 20, 40), '#ea5a47', outline='black', width=2)
+    drawing.rectangle((24, 2, 62, 26), '#1e50a0')
+    emoji = SimpleNamespace(names=['drawing', 'picture', 'image'])
+    described = module('caption_worth').describe(emoji, np.array(image))
+    assert described == 'drawing, picture: large dark blue wide bar at the top right, red circle at the left'
 
 
 def test_ablation_names_the_rows_it_has(module, capsys):

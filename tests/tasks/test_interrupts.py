@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from forkserver import ROOT, SOCKET
+from waiting import wait_until
 
 from diffusion.exit_codes import INTERRUPTED, PREEMPTED
 from diffusion.runs import attempts
-from diffusion.runs.run_status import RunReport, inspect_run
+from diffusion.runs.run_status import inspect_run
 from diffusion.runs.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
 
 CTRL_C = b'\x03'
@@ -64,21 +65,24 @@ class Session:
         os.write(self.master, CTRL_C)
 
     def close(self) -> None:
-        """Close the terminal, as when its window or the ssh connection is closed."""
         self._closing = True
         self._reader.join()
 
-    def wait_for(self, path: Path, timeout: float = 120) -> None:
-        until = time.monotonic() + timeout
-        while not path.exists():
-            assert self.process.poll() is None and time.monotonic() < until, self.text()
-            time.sleep(0.02)
+    def press_ctrl_c_twice(self) -> None:
+        self.press_ctrl_c()
+        wait_until(lambda: 'press Ctrl-C again' in self.text(), shown=self.text)
+        time.sleep(0.6)
+        self.press_ctrl_c()
+        assert self.wait(20) == INTERRUPTED
 
-    def wait_for_text(self, text: str, timeout: float = 60) -> None:
-        until = time.monotonic() + timeout
-        while text not in self.text():
-            assert time.monotonic() < until, self.text()
-            time.sleep(0.02)
+    def wait_for(self, path: Path) -> None:
+        wait_until(path.exists, 120, self.text, running=lambda: self.process.poll() is None)
+
+    def words(self) -> str:
+        """Return what the program has written, which has no traceback, on one line."""
+        text = ' '.join(self.text().split())
+        assert 'Traceback' not in text
+        return text
 
     def end(self) -> None:
         """End a program that a failed test left, whose job would save 500 checkpoints."""
@@ -127,18 +131,10 @@ def slow(tmp_path: Path, seconds: float = 1.0) -> dict[str, object]:
     return {'batch': 6, 'file': str(tmp_path / 'reached'), 'seconds': seconds}
 
 
-def status_at_batch(run: Path, batch: int) -> RunReport:
-    """Wait until a running job reports a batch; return its status. The first reports come after 1, 3 and 7 seconds."""
-    until = time.monotonic() + 60
-    while (found := inspect_run(run)).batch != batch or not found.nodes:
-        assert time.monotonic() < until, found
-        time.sleep(0.1)
-    return found
-
-
 @pytest.mark.slow
-def test_closed_terminal_saves_and_ends(start, recipe, tmp_path):
-    session = start(recipe(slow_batch=slow(tmp_path)))
+@pytest.mark.parametrize('devices', [1, 2])
+def test_closed_terminal_saves_and_ends(start, recipe, tmp_path, devices):
+    session = start(recipe(slow_batch=slow(tmp_path)), devices)
     session.wait_for(tmp_path / 'reached')
     session.close()
     assert session.wait() == PREEMPTED
@@ -151,9 +147,9 @@ def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
     session.wait_for(tmp_path / 'reached')
     session.press_ctrl_c()
     assert session.wait() == PREEMPTED
-    text = ' '.join(session.text().split())
+    text = session.words()
     assert 'press Ctrl-C again to end at once without saving (then batches 5 to 6 are lost; the newest' in text
-    assert 'stopped at batch 7 on Ctrl-C' in text and 'Traceback' not in text
+    assert 'stopped at batch 7 on Ctrl-C' in text
     run = tmp_path / 'runs' / 'run'
     assert (run / 'ba7').is_dir() and attempts.read_attempts(run)[0].cause == 'stopped'
 
@@ -163,18 +159,15 @@ def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_pat
     session = start(recipe(slow_batch=slow(tmp_path, seconds=60)))
     session.wait_for(tmp_path / 'reached')
     run = tmp_path / 'runs' / 'run'
-    found = status_at_batch(run, 6)
+    # The first reports come after 1, 3 and 7 seconds.
+    wait_until(lambda: (now := inspect_run(run)).batch == 6 and now.nodes)
+    found = inspect_run(run)
     assert (found.state, found.total_batches, [node['node'] for node in found.nodes]) == ('running', 2000, [0])
-    session.press_ctrl_c()
-    session.wait_for_text('press Ctrl-C again')
-    time.sleep(0.6)
-    session.press_ctrl_c()
-    assert session.wait(20) == INTERRUPTED
+    session.press_ctrl_c_twice()
     (only,) = attempts.read_attempts(run)
     loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
     assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'stopped', loss)
-    text = ' '.join(session.text().split())
-    assert loss in text and 'Traceback' not in text
+    assert loss in session.words()
 
 
 @pytest.mark.slow
@@ -184,31 +177,15 @@ def test_ctrl_c_of_diffusion_train_on_two_devices_saves_and_the_same_command_res
     session.wait_for(tmp_path / 'reached')
     session.press_ctrl_c()
     assert session.wait() == PREEMPTED, session.text()
-    text = ' '.join(session.text().split())
+    text = session.words()
     assert text.count('press Ctrl-C again to end at once without saving (then batches 5 to 6 are lost; the newest') == 1
     assert f'stopped at batch 7 on Ctrl-C; {run}/ba7 is saved, the same command resumes from it' in text
-    assert 'Traceback' not in text and 'node 0' not in text
+    assert 'node 0' not in text
     session = start(recipe(slow_batch={'batch': 11, 'file': str(tmp_path / 'again'), 'seconds': 60}), devices=2)
     session.wait_for(tmp_path / 'again')
-    session.press_ctrl_c()
-    session.wait_for_text('press Ctrl-C again')
-    time.sleep(0.6)
-    session.press_ctrl_c()
-    assert session.wait(20) == INTERRUPTED
-    text = ' '.join(session.text().split())
-    assert 'ended by a second Ctrl-C: batches 9 to 11 are lost; the newest checkpoint is ba8' in text
-    assert 'Traceback' not in text
+    session.press_ctrl_c_twice()
+    assert 'ended by a second Ctrl-C: batches 9 to 11 are lost; the newest checkpoint is ba8' in session.words()
     assert [(each.cause, each.first) for each in attempts.read_attempts(run)] == [('stopped', 0), ('stopped', 7)]
-
-
-@pytest.mark.slow
-def test_closed_terminal_of_diffusion_train_on_two_devices_saves_and_ends(start, recipe, tmp_path):
-    session = start(recipe(slow_batch=slow(tmp_path)), devices=2)
-    session.wait_for(tmp_path / 'reached')
-    session.close()
-    assert session.wait() == PREEMPTED
-    run = tmp_path / 'runs' / 'run'
-    assert (run / 'ba7').is_dir() and not (run / 'run.lock').exists()
 
 
 @pytest.mark.parametrize(
@@ -217,10 +194,7 @@ def test_closed_terminal_of_diffusion_train_on_two_devices_saves_and_ends(start,
 def test_signal_before_the_first_batch_ends_at_once_without_traceback(forkserver, recipe, tmp_path, number):
     path = recipe(slow_start={'file': str(tmp_path / 'reached'), 'seconds': 60})
     process = forkserver.start(ROOT / 'run.py', path, output=tmp_path / 'log')
-    until = time.monotonic() + 60
-    while not (tmp_path / 'reached').exists():
-        assert time.monotonic() < until, (tmp_path / 'log').read_text()
-        time.sleep(0.02)
+    wait_until((tmp_path / 'reached').exists, shown=(tmp_path / 'log').read_text)
     os.kill(process.pid, number)
     assert process.poll(10) == PREEMPTED
     log = (tmp_path / 'log').read_text()

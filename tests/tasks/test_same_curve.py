@@ -9,42 +9,19 @@ import random
 from pathlib import Path
 
 import pytest
-import yaml
+import torch
 from checkpointing.saved_runs import SHARDED, assert_same_end
-from ranks import Ranks, largest_difference, read_losses
+from ranks import Runs, largest_difference, read_losses
+from recipe_files import write_yaml
+from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, weights_of
-from diffusion.config.load import load
-from diffusion.training.train import train
 
 BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
 """Batches per epoch: 88 samples of one stream and 48 of the other, in batches of 8."""
-
-
-class Runs:
-    """Runs of one recipe."""
-
-    def __init__(self, root: Path, content: dict, ranks: Ranks) -> None:
-        self.root, self.content, self.ranks = root, content, ranks
-
-    def recipe(self, name: str, **sections) -> Path:
-        path = self.root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(self.content | {'name': name} | sections))
-        return path
-
-    def folder(self, name: str) -> Path:
-        return self.root / 'runs' / name
-
-    def wait_for_batch(self, job, name: str, batch: int) -> None:
-        """Return when the loss of a batch has been written."""
-        metrics = self.folder(name) / 'metrics.jsonl'
-        job.wait_for(metrics)
-        while f'"step": {batch}, "loss/train/total"' not in metrics.read_text():
-            assert job.running(), job.output()
-            job.spend(0.005)
 
 
 @pytest.fixture(scope='module')
@@ -78,19 +55,6 @@ def distance(one: Path, other: Path, which: Weights) -> float:
     return (difference / moved) ** 0.5
 
 
-@pytest.mark.slow  # tests/checkpointing/test_checkpointer.py compares two ranks with one in fewer batches
-def test_sharded_runs_on_two_ranks_have_the_curve_of_one_rank(runs):
-    train(load(runs.recipe('one'))).close()
-    runs.ranks.run(2, runs.recipe('sharded', parallelism=SHARDED))
-    one, other = runs.folder('one'), runs.folder('sharded')
-    first, another = read_losses(one), read_losses(other)
-    assert list(first) == list(range(BATCHES)) and EPOCH < BATCHES, 'the run crosses the end of an epoch'
-    assert another[0] == pytest.approx(first[0], rel=1e-6)
-    assert largest_difference(first, another) < 1e-4
-    for which in WHICH:
-        assert distance(one, other, which) < 0.05
-
-
 @pytest.mark.slow
 def test_in_float64_the_difference_shrinks_with_the_precision(runs):
     """Train without clipping: with it FSDP2 differs by 5e-10, since torch 2.7 computes norms of shards less exactly."""
@@ -99,7 +63,9 @@ def test_in_float64_the_difference_shrinks_with_the_precision(runs):
         path = runs.recipe(f'double-{count}', parallelism=parallelism, algorithms=algorithms)
         runs.ranks.run(count, path, double=True)
     one, two = runs.folder('double-1'), runs.folder('double-2')
-    assert largest_difference(read_losses(one), read_losses(two)) < 1e-12
+    first, another = read_losses(one), read_losses(two)
+    assert list(first) == list(range(BATCHES)) and EPOCH < BATCHES, 'the run crosses the end of an epoch'
+    assert largest_difference(first, another) < 1e-12
     for which in WHICH:
         assert distance(one, two, which) < 1e-6
 
@@ -120,7 +86,7 @@ def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
             assert unfinished.exists()
         else:
             job = runs.ranks.start(1, path)
-            runs.wait_for_batch(job, folder.name, randomness.randint(0, 7))
+            job.wait_for_batch(folder, randomness.randint(0, 7))
             job.spend(randomness.random() * 0.2)
             job.kill()
         return path
@@ -133,3 +99,54 @@ def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
             assert job.wait() == [0], job.output()
             assert_same_end(folder, whole)
             assert not list(folder.glob('.ba*')), 'unfinished checkpoints are removed'
+
+
+FEW_BATCHES = 4
+SHARDED_IN_FULL = {
+    'strategy': 'fsdp2',
+    'checkpoints': 'sharded',
+    'mixed_precision': 'full',
+    'activation_checkpointing': True,
+}
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory, tiny_recipe, ranks):
+    """Function that trains a PRX in float64 up to a batch, or resumes it, and returns the losses of all batches."""
+    root = tmp_path_factory.mktemp('cheaper')
+    torch.manual_seed(0)
+    dino = Dinov2Config(hidden_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=28, patch_size=14)
+    Dinov2Model(dino).save_pretrained(root / 'dino')
+
+    def train(name: str, count: int, parallelism: dict, *, method: str, until: int = FEW_BATCHES) -> dict[int, float]:
+        algorithms = {
+            **({'tread': {'start': 1, 'end': 3}} if method == 'tread' else {}),
+            'contrastive_flow_matching': {'weight': 0.2},
+            'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 1.0},
+            'ema': {'ema_start': '1ba', 'smoothing': 0.9},
+        }
+        content = tiny_recipe(root / 'runs', name=name, algorithms=algorithms, parallelism=parallelism)
+        content['model'] = {
+            **{'name': 'tiny_prx', 'resolution': 32, 'vae': content['model']['vae']},
+            **{'hidden_size': 32, 'num_heads': 2, 'depth': 4, 'text_width': 32, 'text_layers': 1},
+            'representation_alignment': {'encoder': str(root / 'dino'), 'block': 1, 'hidden_size': 48},
+        }
+        if method == 'sprint':
+            content['model']['sprint'] = {'start': 1, 'end': 3}
+            content['model']['representation_alignment'] |= {'block': 0, 'projection': 'conv', 'spatial_norm': 1.0}
+        content['trainer'] |= {'max_duration': f'{until}ba', 'save_interval': '2ba'}
+        path = write_yaml(root / f'{name}.yaml', content)
+        ranks.run(count, path, double=True)
+        return read_losses(root / 'runs' / name)
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['tread', 'sprint'])
+def test_other_numbers_of_ranks_and_strategies_give_the_same_curve(run, method):
+    """A run on one rank, and one that starts on 2 ranks with FSDP2 and resumes on 4 with DDP."""
+    one = run(f'{method}-one', 1, {}, method=method)
+    assert list(one) == list(range(FEW_BATCHES))
+    run(f'{method}-other', 2, SHARDED_IN_FULL, method=method, until=2)
+    assert largest_difference(one, run(f'{method}-other', 4, {}, method=method)) < 1e-7

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from ranks import largest_difference, read_losses
+from recipe_files import write_yaml
 from shards import write_image_shards
 from stock_pipeline import assert_command_draws_the_same, draw
 
@@ -44,8 +44,7 @@ def write(content, tmp_path):
     def write_file(name: str, *, model: dict[str, Any] | None = None, **sections: Any) -> Path:
         path = tmp_path / f'{name}.yaml'
         sections |= {'name': name, 'runs_dir': str(tmp_path / 'runs'), 'model': content['model'] | (model or {})}
-        path.write_text(yaml.safe_dump(content | sections))
-        return path
+        return write_yaml(path, content | sections)
 
     return write_file
 
@@ -71,17 +70,14 @@ def stored(write, content, tmp_path):
 def test_two_ranks_with_sharded_weights_and_a_kill_give_the_curve_of_one(write, tmp_path, ranks):
     sharded = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True}
     ranks.run(1, write('one'))
-    path, metrics = write('two', parallelism=sharded), tmp_path / 'runs' / 'two' / 'metrics.jsonl'
+    path, run = write('two', parallelism=sharded), tmp_path / 'runs' / 'two'
     job = ranks.start(2, path)
-    job.wait_for(metrics)
-    while '"step": 3, "loss/train/total"' not in metrics.read_text():
-        assert job.running(), job.output()
-        job.spend(0.005)
+    job.wait_for_batch(run, 3)
     job.kill()
     ranks.run(2, path)
     losses = read_losses(tmp_path / 'runs' / 'one')
     assert len(losses) == 6
-    assert largest_difference(losses, read_losses(metrics.parent)) < 1e-4
+    assert largest_difference(losses, read_losses(run)) < 1e-4
 
 
 @pytest.mark.cpu_seconds(20)

@@ -28,8 +28,8 @@ from machine import heading
 from PIL import Image
 
 from diffusion.captioning.caption_run import CaptionRun
-from diffusion.captioning.engine import Answer, Question
 from diffusion.captioning.settings import load_settings
+from diffusion.language_models.engine import Answer, Question
 from diffusion.storage.mds import ShardFormat, index_text, shard_name
 
 RATE, LATENCY_SECONDS = 200, 1.0

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from diffusion import cli, exit_codes
-from diffusion.captioning.prompts import Prompt
 from diffusion.captioning.settings import CaptionSettings
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SUPPLIED
+from diffusion.config.prompt_files import Prompt
 from diffusion.config.recipe import Component, Recipe
 from diffusion.config.resume_rules import rules
 from diffusion.config.schema import attribute_docs

@@ -10,7 +10,7 @@ from commands import modules_of
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
 LAYERS = [
     # Standard library and omegaconf; no torch.
-    {'config', 'storage', 'planning', 'runs', 'launch', 'errors', 'exit_codes'},
+    {'config', 'storage', 'language_models', 'planning', 'runs', 'launch', 'errors', 'exit_codes'},
     {'compatibility', 'models'},  # torch, diffusers, transformers; no Composer
     {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
     {'tasks', 'prepare', 'captioning', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs

@@ -13,8 +13,10 @@ from composer.utils import create_interval_scheduler, dist
 
 from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
+from diffusion.config.language_model import RewriteConfig
 from diffusion.data.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.errors import UserError
+from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
 from diffusion.loggers import status_line
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class ImageGrid(Callback):
         size: Height and width in pixels; None uses the model's default.
         seed: Seed of the first prompt; each additional prompt adds 1.
         batch_size: Number of images to sample per batch.
+        rewrite: Language model that rewrites the prompts; the sheet shows the original ones. Null: none.
         columns: Number of images per row of the sheet.
         folder: The run's folder.
     """
@@ -61,6 +64,7 @@ class ImageGrid(Callback):
         size: list[int] | None = None,
         seed: int = 0,
         batch_size: int = 16,
+        rewrite: RewriteConfig | None = None,
         columns: int = 8,
         folder: str = 'runs',
     ) -> None:
@@ -69,6 +73,8 @@ class ImageGrid(Callback):
         if size is not None and len(size) != 2:
             raise UserError(f'callbacks.image_grid.size: {size} is not a pair; use height and width in pixels')
         self.prompts = list(prompts)
+        self.rewriter = None if rewrite is None else Rewriter(rewrite)
+        self.given = GivenPrompts(self.prompts, self.prompts)
         final_events = {Event.BATCH_END, Event.EPOCH_END}
         self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=final_events)
         self.sampling: dict[str, Any] = {
@@ -88,6 +94,8 @@ class ImageGrid(Callback):
         self._last_batch = -1
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.FIT_START and self.rewriter is not None:
+            self.given = self.rewriter(self.prompts)
         is_end = event in (Event.BATCH_END, Event.EPOCH_END)
         batch = state.timestamp.batch.value
         if is_end and self.is_due(state, event) and batch != self._last_batch:
@@ -102,7 +110,7 @@ class ImageGrid(Callback):
         # Every rank samples: each rank has only a shard of the weights under FSDP, so forward passes are collectives.
         with averaged_weights(state) as averaged, get_precision_context(state.precision):
             for start in range(0, len(self.prompts), self.batch_size):
-                prompts = self.prompts[start : start + self.batch_size]
+                prompts = self.given.texts[start : start + self.batch_size]
                 seeds = range(self.seed + start, self.seed + start + len(prompts))
                 images += to_images(model.generate(prompts, seeds=seeds, **self.sampling))  # type: ignore[operator]
         if dist.get_global_rank() != 0:
@@ -110,6 +118,6 @@ class ImageGrid(Callback):
         figures = [Figure([image], prompt) for prompt, image in zip(self.prompts, images, strict=True)]
         sheet = draw_sheet([Section('', figures)], columns=self.columns, side=SIDE)
         path = self.folder / 'images' / f'ba{batch:06d}.png'
-        save_image(sheet, path)
+        save_image(sheet, path, **self.given.record())
         log.info('%s: %d images with %s weights', path, len(images), 'averaged' if averaged else 'training')
         logger.log_images(np.asarray(sheet), name='images/samples', channels_last=True, step=batch)

@@ -16,10 +16,10 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from diffusion.captioning.engine import Engine, Question
 from diffusion.captioning.settings import CaptionSettings
 from diffusion.captioning.shard_task import ShardTask, fetched_shards
 from diffusion.errors import UserError
+from diffusion.language_models.engine import Engine, Question
 from diffusion.prepare.shard_rewriting import indexed_folders
 from diffusion.prepare.work_dir import LOCK, Share
 from diffusion.storage import locks

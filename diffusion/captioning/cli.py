@@ -14,8 +14,8 @@ from diffusion.errors import UserError, printable
 
 if TYPE_CHECKING:
     from diffusion.captioning.caption_run import CaptionRun
-    from diffusion.captioning.engine import Engine, Question
     from diffusion.captioning.settings import CaptionSettings
+    from diffusion.language_models.engine import Engine, Question
 
 MEASURED_IMAGES = 32
 
@@ -86,7 +86,7 @@ def _write_report(run: 'CaptionRun', path: str, recipe: str | None) -> None:
 
 def _engine(settings: 'CaptionSettings') -> 'Engine':
     if settings.engine == 'endpoint':
-        from diffusion.captioning.endpoint import Endpoint
+        from diffusion.language_models.endpoint import Endpoint
 
         return Endpoint(settings)
     from diffusion.captioning.local_model import LocalModel

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from diffusion.captioning.engine import Answer, Question
-from diffusion.captioning.rejection import rejection
 from diffusion.captioning.settings import CaptionSettings
 from diffusion.errors import UserError
+from diffusion.language_models.engine import Answer, Question
+from diffusion.language_models.rejection import rejection
 
 
 class LocalModel:

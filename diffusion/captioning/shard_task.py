@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from diffusion.captioning.engine import Answer, Question
-from diffusion.captioning.prompts import Prompt
+from diffusion.config.prompt_files import Prompt
 from diffusion.data.image_reading import UnreadableImage, read_image
 from diffusion.errors import UserError
+from diffusion.language_models.engine import Answer, Question
 from diffusion.prepare.image_hashes import exact_hash
 from diffusion.prepare.shard_rewriting import check_shard, encoded_samples
 from diffusion.storage import caption_tables

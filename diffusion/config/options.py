@@ -87,7 +87,7 @@ def add_options(
         required: True or False by field name: whether the option must be given. Other options are required if their
             fields have no default.
     """
-    docs = {name: doc for base in reversed(kind.__mro__[:-1]) for name, doc in attribute_docs(base).items()}
+    docs = attribute_docs(kind)
     groups: dict[str | None, Any] = {None: target}
     for each in _fields(kind):
         if dataclasses.is_dataclass(each.kind) or (only is not None and each.name not in only):

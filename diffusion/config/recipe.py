@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from diffusion.config.checkpointing import CheckpointingConfig
 from diffusion.config.image_shapes import Shape, parse_shape, square
 from diffusion.config.interpolation import Interpolation, KeyPath
+from diffusion.config.language_model import RewriteConfig
 from diffusion.config.schema import Problem
 from diffusion.storage.local_files import working_folder
 
@@ -263,6 +264,8 @@ class GenerateConfig:
     the objective's."""
     num_inference_steps: int = 50
     """The number of sampling steps of the noise scheduler."""
+    rewrite: RewriteConfig | None = None
+    """The language model that rewrites the prompts. Null means that the prompts are used as they are."""
     num_images_per_prompt: int = 1
     """The number of images per prompt."""
     seed: int = 0

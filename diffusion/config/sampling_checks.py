@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from diffusion.config.language_model import rewrite_problems
 from diffusion.config.model_checks import has_no_denoiser, objective_settings, routes_tokens
 from diffusion.config.recipe import Component, GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
@@ -124,6 +125,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         for where, settings, _ in places
         if settings.get('sparse_guidance') is True and not routes_tokens(recipe)
     ]
+    problems += [each for where, settings, _ in places for each in rewrite_problems(settings, where)]
     if recipe.task == 'generate' and (what := model_problem(recipe.model)) is not None:
         problems.append(Problem('model.name', what))
     return problems + _check_images(recipe.generate)

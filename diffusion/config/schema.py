@@ -134,11 +134,14 @@ def field_docs(kind: type) -> dict[str, str]:
 
 @functools.cache
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Return the doc string under each annotated attribute of a class."""
+    """Return the doc string under each annotated attribute of a class and its base classes."""
     # Python does not keep doc strings of attributes at run time, so parse the source.
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    return doc_strings(tree)
+    docs = {}
+    for each in reversed(kind.__mro__[:-1]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        docs |= doc_strings(tree)
+    return docs
 
 
 def doc_strings(node: ast.ClassDef) -> dict[str, str]:

@@ -137,7 +137,7 @@ def of_source(module: str, attribute: str) -> Signature:
             found = _of_function(inits[0], module)
             return replace(found, parameters=found.parameters[1:], on_resume=on_resume)
         if _is_dataclass(node):
-            return Signature(_fields(node, module), False, _dataclasses_of(module), on_resume)
+            return Signature(_entries(module, node.name), False, _dataclasses_of(module), on_resume)
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in definitions]
         if not bases:
             imported = {name: (home, original) for name, home, original in _imports(tree)}
@@ -183,7 +183,7 @@ def _home(name: str, module: str) -> tuple[str, str]:
 
 
 def _entries(module: str, name: str) -> tuple[Parameter, ...]:
-    """Return the entries of a TypedDict, preceded by those of its base classes in the same file."""
+    """Return the entries of a TypedDict or a dataclass, preceded by those of its base classes in the same file."""
     node = _definitions(_source(module))[name]
     assert isinstance(node, ast.ClassDef)
     known = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in _definitions(_source(module))]

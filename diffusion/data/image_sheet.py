@@ -69,16 +69,16 @@ def png_bytes(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def save_image(image: Image.Image, path: Path) -> None:
-    """Write an image to a PNG file atomically.
+def save_image(image: Image.Image, path: Path, **texts: str) -> None:
+    """Write an image to a PNG file atomically, with texts in its metadata.
 
-    For a sheet, the PNG's metadata contains the captions and positions of its figures (see `FIGURES`).
+    For a sheet, the PNG's metadata also contains the captions and positions of its figures (see `FIGURES`).
     """
-    text = PngImagePlugin.PngInfo()
-    if FIGURES in image.info:
-        text.add_itxt(FIGURES, image.info[FIGURES])
+    info = PngImagePlugin.PngInfo()
+    for key, text in ({key: image.info[key] for key in (FIGURES,) if key in image.info} | texts).items():
+        info.add_itxt(key, text)
     with atomic_file(path) as unfinished:
-        image.save(unfinished, format='PNG', pnginfo=text)
+        image.save(unfinished, format='PNG', pnginfo=info)
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:

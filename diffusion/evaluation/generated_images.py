@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diffusion.data.image_sheet import to_images
 from diffusion.errors import ExternalError, UserError
+from diffusion.evaluation.rewriting import GivenPrompts
 from diffusion.loggers import status_line
 from diffusion.storage.atomic import atomic_folder, write_atomically
 
@@ -87,6 +88,8 @@ class GeneratedImages:
         if not prompts:
             raise UserError('there are no prompts to generate images for; add at least one')
         self.folder, self.prompts, self.sampling, self.checkpoint = folder, list(prompts), sampling, checkpoint
+        self.given = GivenPrompts(self.prompts, self.prompts)
+        """Set this to record with each image that its prompt was rewritten."""
         digest = xxh3_128_hexdigest(json.dumps(self.prompts).encode())
         wanted = {'checkpoint': checkpoint, 'images': len(prompts), 'prompts': digest, **sampling.settings}
         self._check_manifest(json.loads(json.dumps(wanted)))
@@ -186,7 +189,7 @@ class GeneratedImages:
     def _text_of(self, index: int) -> PngImagePlugin.PngInfo:
         text = PngImagePlugin.PngInfo()
         sampling = {**self.sampling.settings, 'seed': self.sampling.seed + index, 'checkpoint': self.checkpoint}
-        for key, value in {'prompt': self.prompts[index], **sampling}.items():
+        for key, value in {'prompt': self.prompts[index], **self.given.record(index), **sampling}.items():
             text.add_itxt(key, value if isinstance(value, str) else json.dumps(value))
         return text
 

@@ -14,6 +14,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
+from diffusion.config.language_model import RewriteConfig
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import (
     EvaluatedCheckpoint,
@@ -27,6 +28,7 @@ from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.metrics import DISTANCES, TextImageScore, build_networks
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
+from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
 from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.atomic import atomic_folder
 
@@ -67,6 +69,7 @@ class ImageMetrics:
         size: Height and width of the images in pixels; null means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         batch_size: Images per batch. Changing it generates all images again, because it affects their last bits.
+        rewrite: Language model that rewrites the prompts; scores and layouts are for the original ones. Null: none.
         layout: Also write the images in the folder layout of an external scorer: `geneval` or `t2i_compbench`.
     """
 
@@ -92,6 +95,7 @@ class ImageMetrics:
         size: Sequence[int] | None = None,
         seed: int = 0,
         batch_size: int = 32,
+        rewrite: RewriteConfig | None = None,
         layout: str | None = None,
     ) -> None:
         settings = {
@@ -118,6 +122,7 @@ class ImageMetrics:
             'seed': seed,
             'batch_size': batch_size,
         }
+        self.rewriter = None if rewrite is None else Rewriter(rewrite)
         self.layout = layout
 
     def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
@@ -125,6 +130,7 @@ class ImageMetrics:
         prompts = self._prompts(checkpoint)
         texts = [each.text for each in prompts]
         self._check_count(len(texts))
+        given = GivenPrompts(texts, texts) if self.rewriter is None else self.rewriter(texts)
         device = checkpoint.model.device
         built: dict[str, FeatureNetwork | TextImageScore] = {}
         with checkpoint.raise_together('image_metrics: the networks were not loaded'):
@@ -144,7 +150,8 @@ class ImageMetrics:
         sweep = []
         for scale in self.guidance_scales:
             sampling = Sampling(guidance_scale=scale, **self.sampling)
-            generated = GeneratedImages.below(checkpoint.folder, texts, sampling, checkpoint.label)
+            generated = GeneratedImages.below(checkpoint.folder, given.texts, sampling, checkpoint.label)
+            generated.given = given
             features, scores = self._measure(checkpoint, generated, extractors, scorers)
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
@@ -158,7 +165,8 @@ class ImageMetrics:
             with checkpoint.raise_together(f'image_metrics: {self.layout}'):
                 if self.layout is not None and dist.get_global_rank() == 0:
                     LAYOUTS[self.layout](generated, prompts, self.images_per_prompt, generated.folder / self.layout)
-        about = {'images': len(texts), 'prompts': self.prompts or 'captions of the evaluation data'}
+        source = (self.prompts or 'captions of the evaluation data') + given.note
+        about = {'images': len(texts), 'prompts': source}
         return EvaluationResult(dict(sweep[0]['metrics']), {**about, 'guidance': sweep})
 
     def _prompts(self, checkpoint: EvaluatedCheckpoint) -> list[Prompt]:
@@ -217,7 +225,7 @@ class ImageMetrics:
                     for name, network in extractors.items():
                         features[name].append(network.features(images).cpu())
                     for name, scorer in scorers.items():
-                        prompts = [generated.prompts[index] for index in own]
+                        prompts = [generated.given.prompts[index] for index in own]
                         scores[name].append(scorer.scores(images, prompts).cpu()[:, None])
         return (
             {name: gather_rows(rows, indices) for name, rows in features.items()},

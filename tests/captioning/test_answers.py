@@ -6,10 +6,10 @@ import pytest
 import yaml
 from commands import refusal
 
-from diffusion.captioning.prompts import Prompt, load_prompt
-from diffusion.captioning.rejection import rejection
 from diffusion.captioning.settings import load_settings
+from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.errors import UserError
+from diffusion.language_models.rejection import rejection
 
 PROMPT = Prompt(
     'x', 1, 'Describe this image in one sentence that names the main subject and where it is.', max_words=40
@@ -86,7 +86,12 @@ SETTINGS = {'model': 'm', 'endpoint': 'http://localhost:1/v1', 'columns': {'a': 
         ({'columns': {'original': 'short'}}, 'means the captions in the shards'),
         ({'api_key': 'sk-' + 'a' * 40}, 'looks like a secret'),
         ({'engine': 'transformers', 'endpoint': None, 'model': 'org/name'}, 'revision: is missing'),
+        (
+            {'engine': 'transformers', 'endpoint': None, 'model': 'org/name', 'revision': 'main'},
+            "revision: 'main' is not a commit",
+        ),
         ({'max_tokens': 0}, 'max_tokens: 0 is out of range'),
+        ({'batch_size': 0}, 'batch_size: 0 is out of range'),
     ],
 )
 def test_settings_with_a_mistake_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:

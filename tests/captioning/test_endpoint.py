@@ -200,7 +200,7 @@ def test_plan_measures_images_and_writes_nothing(
     [
         ('401', 2, 'refuses access'),
         ('404', 2, 'check endpoint and model'),
-        ('400', 2, 'refuses every image'),
+        ('400', 2, 'refuses every request'),
         ('other model', 1, "the answer is of model 'another', not 'tiny-vlm'"),
         ('500', 1, 'no answer to 8 requests'),
     ],
@@ -214,7 +214,7 @@ def test_a_server_that_answers_no_image_ends_the_command(
     status: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr('diffusion.captioning.endpoint.FIRST_PAUSE_SECONDS', 0.001)
+    monkeypatch.setattr('diffusion.language_models.endpoint.FIRST_PAUSE_SECONDS', 0.001)
     server.faults, server.rate = (fault,), 1.0
     data = write_images(tmp_path / 'data', shards=1, each=24)
     settings = write_settings(tmp_path / 'vlm.yaml', server.url)

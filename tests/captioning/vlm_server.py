@@ -26,6 +26,8 @@ COLUMNS = {'image': 'bytes', 'captions': 'json', 'key': 'str'}
 class VlmServer(LocalServer):
     """Server whose answer is the first word of the prompt and the hash of the image's pixels.
 
+    For a request without an image, the answer is the last line of the prompt with `Detailed: ` before it.
+
     Args:
         faults: Names of faults to draw from, besides good answers.
         rate: Probability of a fault.
@@ -44,9 +46,11 @@ class VlmServer(LocalServer):
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         body = json.loads(request.rfile.read(int(request.headers['Content-Length'])))
-        image, text = body['messages'][0]['content']
-        pixels = Image.open(io.BytesIO(base64.b64decode(image['image_url']['url'].partition(',')[2])))
-        name = caption_of(text['text'].split()[0], pixels)
+        *images, text = body['messages'][0]['content']
+        name = f'Detailed: {text["text"].splitlines()[-1]}'
+        for image in images:
+            pixels = Image.open(io.BytesIO(base64.b64decode(image['image_url']['url'].partition(',')[2])))
+            name = caption_of(text['text'].split()[0], pixels)
         with self._lock:
             fault = self._draws.choice(self.faults) if self.faults and self._draws.random() < self.rate else ''
             is_down = time.monotonic() < self._down_until or self.good.total() >= self.good_limit

@@ -204,6 +204,14 @@ WRONG_CONTENTS = {
         r"min_snr_gamma: \[\] is not .*\n.*snr_shift: 'a' is not a number\n.*zero_terminal_snr: epsilon does not"
     ),
     'model: {name: tiny, caption_dropout_mode: zero}': "caption_dropout_mode: 'zero' is not .*; did you mean 'zeros'",
+    'callbacks: {image_grid: {prompts: [a], rewrite: {model: m}}}': 'image_grid.rewrite.endpoint: is missing; give',
+    'callbacks: {image_grid: {prompts: [a], rewrite: {modl: m}}}': "rewrite.modl: unknown key; did you mean 'model'",
+    "evaluators: {image_metrics: {rewrite: {model: m, endpoint: 'http://a', max_tokens: 0}}}": (
+        'evaluators.image_metrics.rewrite.max_tokens: 0 is out of range'
+    ),
+    "generate: {rewrite: {model: m, endpoint: 'http://a/v1', prompt: rewrit}}": (
+        "generate.rewrite.prompt: there is no prompt 'rewrit', .* did you mean 'rewrite'"
+    ),
     'callbacks: {image_grid: null}': 'callbacks.image_grid.prompts: is missing',
     'optimizer: {name: adamw, params: 1}': 'optimizer.params: is set by the program; remove it',
     'trainer: {precision: fp32}': 'trainer.max_duration: is missing; set how long to train',

@@ -1,4 +1,4 @@
-"""Prompts for a vision-language model: YAML files with a text, a version, and rules that reject answers."""
+"""Prompts for a language model: YAML files with a text, a version, and rules that reject answers."""
 
 import hashlib
 import re
@@ -23,7 +23,8 @@ class Prompt:
     version: int
     """Number of this version of the text, from 1."""
     text: str
-    """Instruction for the model; {caption} is replaced by the first stored caption of the image."""
+    """Instruction for the model; {caption} is replaced by the first stored caption of the image, or by the prompt to
+    rewrite."""
     with_caption: bool = False
     """True if the text must contain {caption}. Images without a caption get an empty text in its place."""
     script: Literal['latin', 'any'] = 'latin'

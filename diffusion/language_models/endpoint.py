@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible endpoint for vision-language models, such as vLLM, SGLang or a hosted service.
+"""Client of an OpenAI-compatible endpoint for language models, such as vLLM, SGLang or a hosted service.
 
 Requests run concurrently in one thread. Their number adapts to the server: it grows with each answer and shrinks when
 the server is overloaded. Faults of the network and the server are retried. An image gets no answer only if the server
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from diffusion.captioning.engine import Answer, Question
-from diffusion.captioning.rejection import CUT_OFF, rejection
-from diffusion.captioning.settings import CaptionSettings
+from diffusion.config.language_model import EndpointConfig
 from diffusion.errors import GaveUp, UserError
+from diffusion.language_models.engine import Answer, Question
+from diffusion.language_models.rejection import CUT_OFF, rejection
 from diffusion.storage.retry import LONGEST_PAUSE_SECONDS, TRANSIENT_STATUS, error_text
 
 OVERLOADED = frozenset({429, 503})
@@ -70,7 +70,7 @@ class InFlightLimit:
 class Endpoint:
     """Engine that asks a server. See `engine.Engine`."""
 
-    def __init__(self, settings: CaptionSettings) -> None:
+    def __init__(self, settings: EndpointConfig) -> None:
         assert settings.endpoint is not None
         self.settings = settings
         self.url = f'{settings.endpoint.rstrip("/")}/chat/completions'
@@ -183,7 +183,7 @@ class Endpoint:
         if status in REFUSED_IMAGE:
             self.refused_at_start += self.last_reply is None
             if self.refused_at_start >= MAX_REFUSED_AT_START:
-                raise UserError(f'endpoint: {self.url} refuses every image ({text}); check model and max_tokens')
+                raise UserError(f'endpoint: {self.url} refuses every request ({text}); check model and max_tokens')
             is_long = any(words in text.lower() for words in ('context length', 'context_length', 'too many tokens'))
             raise Refused('context_too_long' if is_long else 'refused_by_server', text)
         if status in (401, 403):
@@ -209,7 +209,10 @@ class Endpoint:
 
     def _content(self, question: Question, attempt: int) -> bytes:
         """Return the JSON of a request."""
-        url = f'data:{question.media_type};base64,{base64.b64encode(question.image).decode()}'
+        content: list[dict[str, Any]] = [{'type': 'text', 'text': question.instruction}]
+        if question.image:
+            url = f'data:{question.media_type};base64,{base64.b64encode(question.image).decode()}'
+            content.insert(0, {'type': 'image_url', 'image_url': {'url': url}})
         temperature = self.settings.temperature
         return json.dumps(
             {
@@ -217,15 +220,7 @@ class Endpoint:
                 'max_tokens': self.settings.max_tokens,
                 'temperature': max(temperature, RETRY_TEMPERATURE) if attempt > 1 else temperature,
                 'seed': self.settings.seed + attempt - 1,
-                'messages': [
-                    {
-                        'role': 'user',
-                        'content': [
-                            {'type': 'image_url', 'image_url': {'url': url}},
-                            {'type': 'text', 'text': question.instruction},
-                        ],
-                    }
-                ],
+                'messages': [{'role': 'user', 'content': content}],
             }
         ).encode()
 

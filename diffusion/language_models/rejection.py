@@ -3,7 +3,7 @@
 import re
 import unicodedata
 
-from diffusion.captioning.prompts import Prompt
+from diffusion.config.prompt_files import Prompt
 
 REFUSAL = re.compile(
     r"^\W*(i('m| am) (sorry|unable|not able)|"

@@ -1,27 +1,27 @@
-"""What an engine is: an iterator from questions about images to the answers of a vision-language model."""
+"""What an engine is: an iterator from questions to the answers of a language model."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from diffusion.captioning.prompts import Prompt
+from diffusion.config.prompt_files import Prompt
 
 
 @dataclass(frozen=True)
 class Question:
-    """One image and one prompt."""
+    """One prompt with an image, or with a text alone if the image is empty."""
 
     shard: int
     """Number of the shard in this process's list; an engine may form batches of one shard's images only."""
     row: int
     column: str
     prompt: Prompt
-    image: bytes
+    image: bytes = b''
     """File in JPEG, PNG or WebP."""
-    media_type: str
+    media_type: str = ''
     """Format of the file, such as image/jpeg."""
     caption: str = ''
-    """First stored caption of the image; empty if it has none."""
+    """First stored caption of the image, empty if it has none; or the text to rewrite."""
 
     @property
     def instruction(self) -> str:

@@ -42,6 +42,10 @@ class CaptionOptions:
     """Price per hour of what runs the model, for the cost in --plan (default: print no cost)."""
     report: Annotated[str | None, Option('FILE.html', files=True)] = None
     """Write a report on the captions so far, with 50 random images, and caption nothing."""
+    clip_score: bool = False
+    """Show the CLIP score of each caption that --report shows, the mean of each column, and the lowest ones."""
+    networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
+    """Path or ORG/NAME@COMMIT of the network clip_score for --clip-score (default: that of diffusion evaluate)."""
     recipe: Annotated[str | None, Option('FILE.yaml', files=True)] = None
     """Recipe whose text encoder counts the tokens in --report."""
 
@@ -51,6 +55,8 @@ def run_caption(options: CaptionOptions) -> int:
     from diffusion.captioning.settings import load_settings
     from diffusion.prepare.work_dir import Share
 
+    if (options.clip_score or options.networks) and not (options.clip_score and options.report):
+        raise UserError('--network needs --clip-score, which needs --report FILE.html; add it')
     settings = load_settings(options.settings, options.overrides)
     share = None if options.share is None else Share.parse(options.share)
     from diffusion.captioning.caption_run import CaptionRun
@@ -58,7 +64,7 @@ def run_caption(options: CaptionOptions) -> int:
     run = CaptionRun(options.dataset, settings, share=share, work=options.work)
     run.indexes()  # a mistake in the path is reported before a model is loaded
     if options.report is not None:
-        _write_report(run, options.report, options.recipe)
+        _write_report(run, options.report, options.recipe, options.networks if options.clip_score else None)
         return 0
     engine = _engine(settings)
     if options.plan:
@@ -73,14 +79,14 @@ def run_caption(options: CaptionOptions) -> int:
     return 0
 
 
-def _write_report(run: 'CaptionRun', path: str, recipe: str | None) -> None:
+def _write_report(run: 'CaptionRun', path: str, recipe: str | None, networks: dict[str, str] | None) -> None:
     from diffusion.captioning.report import report_page
     from diffusion.config.load import load
     from diffusion.storage.atomic import write_atomically
 
     if recipe is None:
         raise UserError('--report: counts the tokens of a text encoder; name the recipe of its model with --recipe')
-    write_atomically(Path(path), report_page(run, load(recipe)))
+    write_atomically(Path(path), report_page(run, load(recipe), networks=networks))
     print(f'wrote {path}')
 
 

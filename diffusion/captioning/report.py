@@ -8,19 +8,22 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 
 from diffusion.captioning.caption_run import CaptionRun
 from diffusion.config.load import Recipe
 from diffusion.data.image_reading import UnreadableImage, read_image
 from diffusion.data.image_sheet import Figure, html_figures, html_page
 from diffusion.errors import UserError
+from diffusion.evaluation.metrics import build_networks
 from diffusion.prepare.counts_report import STYLE, bars, histogram
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.report_content import TOKENS
 from diffusion.prepare.report_content import histogram as histogram_of
 from diffusion.prepare.shard_rewriting import encoded_samples
 from diffusion.storage import caption_tables
-from diffusion.storage.caption_tables import Receipt, read_table, stem_of, table_name
+from diffusion.storage.caption_tables import ORIGINAL, Receipt, read_table, stem_of, table_name
 from diffusion.storage.mds import ShardFormat
 from diffusion.storage.places import LocalPlace
 from diffusion.training.components import build_tokenizers
@@ -31,16 +34,46 @@ SHARDS_SHOWN = 10
 MAX_CAPTIONS = 20_000
 """Maximum number of captions of a column, from random shards, for lengths and repeats."""
 REPEATS_SHOWN = 10
+LOWEST_SHOWN = 10
 TABLE_STYLE = 'tr.images td { padding: .6em; border-top: 1px solid #ddd; width: 30em } td p { margin: 0 0 .5em }'
 Tables = dict[str, Receipt]
 """Receipts by path of the table."""
 
 
-def report_page(run: CaptionRun, recipe: Recipe, *, seed: int = 0) -> str:
+class ClipScores:
+    """CLIP scores of the captions that a report shows; `networks` is as in `build_networks`."""
+
+    def __init__(self, networks: Mapping[str, str]) -> None:
+        self.scorer: Any = build_networks(['clip_score'], networks)['clip_score']
+        self.scorer.to('cuda' if torch.cuda.is_available() else 'cpu')
+        self.found: dict[str, list[tuple[float, str, str]]] = {}
+        """Score, key and caption, by column."""
+
+    def of(self, key: str, image: Image.Image, captions: Mapping[str, str]) -> dict[str, str]:
+        """Return by column what to show behind each of an image's captions."""
+        pixels, shown = torch.from_numpy(np.array(image)).permute(2, 0, 1), {}
+        for column, caption in captions.items():
+            score = float(self.scorer.scores([pixels], [caption]))
+            self.found.setdefault(column, []).append((score, key, caption))
+            shown[column] = f' (CLIP score {score:.1f})'
+        return shown
+
+    def section(self) -> Iterator[str]:
+        """Yield the mean of each column and its lowest scores as HTML."""
+        for column, found in self.found.items():
+            mean = np.mean([score for score, _, _ in found])
+            yield f'<h2>CLIP score, {html.escape(column)}</h2><p>{mean:.2f}, the mean of {len(found)}. The lowest:</p>'
+            lowest = (f'{score:.1f} {key}: {caption}' for score, key, caption in sorted(found)[:LOWEST_SHOWN])
+            yield f'<ul>{"".join(f"<li>{html.escape(line)}</li>" for line in lowest)}</ul>'
+
+
+def report_page(run: CaptionRun, recipe: Recipe, *, networks: Mapping[str, str] | None = None, seed: int = 0) -> str:
     """Return a report on the captions so far, with tokens as the recipe's text encoder counts them, as an HTML page.
 
+    With `networks`, as in `build_networks`, it has CLIP scores.
+
     Raises:
-        UserError: A column has no captions, or the recipe's model takes no text.
+        UserError: A column has no captions, the recipe's model takes no text, or the CLIP model cannot be loaded.
     """
     tokenizer: Any = max(build_tokenizers(recipe), key=lambda each: each.model_max_length, default=None)
     if tokenizer is None:
@@ -50,7 +83,9 @@ def report_page(run: CaptionRun, recipe: Recipe, *, seed: int = 0) -> str:
     shards = [shards[index] for index in draws.permutation(len(shards))]
     tables = {column: _tables(run, column, shards) for column in run.plans}
     parts = [part for column, found in tables.items() for part in _column_section(run, column, found, tokenizer)]
-    parts += ['<h2>Images</h2>', '<table>', *_image_rows(run, shards[:SHARDS_SHOWN], tables, draws), '</table>']
+    scores = None if networks is None else ClipScores(networks)
+    rows = [_image_row(*each, scores) for each in _shown_images(run, shards[:SHARDS_SHOWN], tables, draws)]
+    parts += [*(() if scores is None else scores.section()), '<h2>Images</h2>', '<table>', *rows, '</table>']
     title = f'{run.place}: captions'
     return html_page(title, '\n'.join([f'<h1>{html.escape(title)}</h1>', *parts]), style=STYLE + TABLE_STYLE)
 
@@ -91,9 +126,10 @@ def _column_section(run: CaptionRun, column: str, tables: Tables, tokenizer: Any
     yield bars({text[:200]: (count, '') for text, count in repeats.most_common(REPEATS_SHOWN) if count > 1})
 
 
-def _image_rows(
+def _shown_images(
     run: CaptionRun, shards: Sequence[tuple[str, Any]], tables: Mapping[str, Tables], draws: np.random.Generator
-) -> Iterator[str]:
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
+    """Yield random samples, the tables of their shard by column, and their rows in it."""
     for bucket, entry in shards:
         file, columns = entry['raw_data']['basename'], {}
         for column, found in tables.items():
@@ -105,21 +141,28 @@ def _image_rows(
         rows = set(draws.choice(entry['samples'], count, replace=False).tolist())
         for row, encoded in enumerate(encoded_samples(path)):
             if row in rows:
-                yield _image_row(ShardFormat.of_entry(entry).decode(encoded), columns, row)
+                yield ShardFormat.of_entry(entry).decode(encoded), columns, row
         if not isinstance(run.dataset, LocalPlace):
             path.unlink()
 
 
-def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], row: int) -> str:
+def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], row: int, scores: ClipScores | None) -> str:
     """Return a table row: the image, the captions in its shard, and its captions in the columns."""
+    old = [str(text) for text in sample.get('captions') or [sample.get('caption') or '']]
+    captions = {ORIGINAL: old[0], **{column: table['caption'][row].as_py() for column, table in columns.items()}}
+    shown = dict.fromkeys(captions, '')
     try:
-        image = html_figures([Figure([thumbnail(read_image(sample['image'], first_frame=True).image)], sample['key'])])
+        picture = read_image(sample['image'], first_frame=True).image
+        image = html_figures([Figure([thumbnail(picture)], sample['key'])])
+        if scores is not None:
+            shown |= scores.of(sample['key'], picture, {column: text for column, text in captions.items() if text})
     except UnreadableImage as error:
         image = html.escape(f'{sample["key"]}: {error}')
+    old[0] += shown[ORIGINAL]
     new = []
     for column, table in columns.items():
-        caption, rule, answer = (table[name][row].as_py() for name in ('caption', 'rejected', 'answer'))
-        new.append(f'{column}: {caption}' if rule is None else f'{column}, rejected ({rule}): {answer}')
-    texts = [sample.get('captions') or [sample.get('caption') or ''], new]
-    cells = [image, *(''.join(f'<p>{html.escape(str(text))}</p>' for text in each) for each in texts)]
+        rule, answer = (table[name][row].as_py() for name in ('rejected', 'answer'))
+        text = f'{column}: {captions[column]}{shown[column]}'
+        new.append(text if rule is None else f'{column}, rejected ({rule}): {answer}')
+    cells = [image, *(''.join(f'<p>{html.escape(text)}</p>' for text in each) for each in (old, new))]
     return f'<tr class="images">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'

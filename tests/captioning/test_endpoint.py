@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture, write_images, write_settings
 from commands import output_of, refusal
+from small_networks import write_clip
 
 from diffusion.cli import main
 from diffusion.config.load import load
+from diffusion.evaluation.metrics import TextImageScore
 from diffusion.storage import caption_tables
 from diffusion.storage.caption_tables import ROWS
 from diffusion.training.components import build_loader
@@ -121,6 +125,7 @@ def test_the_report_shows_images_lengths_and_rejected_answers(
     output_of(capsys, 'caption', data, '--with', settings)
     output_of(capsys, *words)
     page = (tmp_path / 'page.html').read_text()
+    assert 'CLIP' not in page
     rows = table_of(data, 'brief').to_pylist()
     rejected = sum(row['rejected'] is not None for row in rows)
     assert f'20 images, {rejected:,} rejected ({rejected / 20:.2%})' in page
@@ -129,6 +134,31 @@ def test_the_report_shows_images_lengths_and_rejected_answers(
         new = f'brief: {row["caption"]}' if row['caption'] else 'brief, rejected (refused_by_server): '
         assert f'<p>caption {index}</p></td><td><p>{new}' in page
     assert 'Length in tokens' in page and '100.0% have more than the 16 tokens' in page
+
+
+def test_the_report_has_clip_scores_of_old_and_new_captions(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], write_recipe: Callable[..., Path]
+) -> None:
+    data = write_images(tmp_path / 'data', shards=1, each=4)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    words = ('caption', data, '--with', settings, '--report', tmp_path / 'page.html', '--recipe', write_recipe())
+    output_of(capsys, 'caption', data, '--with', settings)
+    assert '--network needs --clip-score' in refusal(capsys, *words, '--network', 'clip_score=a')
+    gone = refusal(capsys, *words, '--clip-score', '--network', f'clip_score={tmp_path}/gone')
+    assert 'gone is neither a folder nor a repository with a commit' in gone
+    clip = str(write_clip(tmp_path / 'clip'))
+    output_of(capsys, *words, '--clip-score', '--network', f'clip_score={clip}')
+    page, scorer = (tmp_path / 'page.html').read_text(), TextImageScore(clip)
+    images = [torch.from_numpy(np.array(picture(index))).permute(2, 0, 1) for index in range(4)]
+    for column, texts in {
+        'original': [f'caption {index}' for index in range(4)],
+        'brief': [caption_of('brief', picture(index)) for index in range(4)],
+    }.items():
+        scores = scorer.scores(images, texts)
+        assert f'<h2>CLIP score, {column}</h2><p>{scores.mean():.2f}, the mean of 4. The lowest:</p>' in page
+        lowest = int(scores.argmin())
+        assert f'<ul><li>{scores[lowest]:.1f} p{lowest}: {texts[lowest]}</li>' in page
+        assert f'{texts[2]} (CLIP score {scores[2]:.1f})</p>' in page
 
 
 def test_shares_caption_every_shard_once_and_the_last_lists_the_columns(

@@ -1,12 +1,12 @@
 """Families of denoisers in real runs: one curve on any ranks, precomputed encoders, export to stock diffusers."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
-from ranks import Ranks, read_losses
+from ranks import Runs, read_losses
 from stock_pipeline import assert_command_draws_the_same, draw
 
 from diffusion.config.load import load
@@ -79,19 +79,9 @@ FAMILIES = {
 }
 
 
-class Runs:
-    """Runs of one family's recipe."""
-
-    def __init__(self, name: str, root: Path, content: dict[str, Any], ranks: Ranks) -> None:
-        self.name, self.root, self.content, self.ranks = name, root, content, ranks
-
-    def recipe(self, name: str, **sections: Any) -> Path:
-        path = self.root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(self.content | {'name': name} | sections))
-        return path
-
-    def folder(self, name: str) -> Path:
-        return self.root / 'runs' / name
+@dataclass
+class FamilyRuns(Runs):
+    name: str
 
     def whole(self) -> Path:
         """Return the folder of an uninterrupted run of this process."""
@@ -114,7 +104,7 @@ def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
     if FAMILIES[request.param].sampling:
         content['generate'] = {'noise_scheduler': 'euler'} | FAMILIES[request.param].sampling
     content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '10ba'}
-    return Runs(request.param, root, content, ranks)
+    return FamilyRuns(root, content, ranks, request.param)
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Feature networks of image metrics with random weights, saved as their authors publish them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import pytest
 import torch
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -15,6 +17,9 @@ from transformers import (
     CLIPVisionModelWithProjection,
     Dinov2Config,
     Dinov2Model,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
+    SwinConfig,
 )
 
 from diffusion.models.pretrained import clip_tokenizer
@@ -57,3 +62,83 @@ def write_dino(folder: Path, *, seed: int = 3) -> Path:
     torch.manual_seed(seed)
     Dinov2Model(Dinov2Config(**SMALL, image_size=56, patch_size=14)).save_pretrained(folder)
     return folder
+
+
+def write_mask2former(folder: Path, *, labels: int = 80) -> Path:
+    """Write a Mask2Former that is certain of the classes of its queries, so that it finds objects in any image."""
+    torch.manual_seed(6)
+    backbone: dict[str, Any] = {
+        **{'embed_dim': 8, 'depths': [1, 1, 1, 1], 'num_heads': [1, 1, 2, 2], 'window_size': 2, 'image_size': 32},
+        'out_features': ['stage1', 'stage2', 'stage3', 'stage4'],
+    }
+    sizes: dict[str, Any] = {
+        **{'feature_size': 32, 'mask_feature_size': 32, 'hidden_dim': 32, 'num_attention_heads': 2, 'num_queries': 12},
+        **{'encoder_layers': 1, 'decoder_layers': 2, 'dim_feedforward': 32, 'encoder_feedforward_dim': 32},
+        'num_labels': labels,
+    }
+    config = Mask2FormerConfig(backbone_config=SwinConfig(**backbone), **sizes)
+    network = Mask2FormerForUniversalSegmentation(config)
+    with torch.no_grad():
+        network.class_predictor.weight *= 100
+        network.class_predictor.bias[-1] = -1000
+    network.save_pretrained(folder)
+    return folder
+
+
+def write_open_clip(folder: Path) -> tuple[Path, Path]:
+    """Write the configuration of a small CLIP of open_clip, and a file of its weights as HPSv2's authors publish it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(7)
+    vision: Any = {'image_size': 28, 'layers': 2, 'width': 16, 'head_width': 8, 'patch_size': 14}
+    text: Any = {'context_length': 77, 'vocab_size': 49408, 'width': 16, 'heads': 2, 'layers': 2}
+    config, weights = folder / 'tiny-hps.json', folder / 'HPS_v2.1_compressed.pt'
+    config.write_text(json.dumps({'embed_dim': 8, 'vision_cfg': vision, 'text_cfg': text}))
+    open_clip.add_model_config(config)
+    torch.save({'state_dict': open_clip.CLIP(8, vision, text).state_dict()}, weights)
+    return config, weights
+
+
+def write_image_reward(folder: Path) -> Path:
+    """Write a small ImageReward with BERT's tokenizer beside it; tensors are named as in the authors' file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'red', 'cube', 'seven', 'duck', '##s']
+    (folder / 'vocab.txt').write_text('\n'.join(words) + '\n')
+    width, vision, text = 128, 'blip.visual_encoder', 'blip.text_encoder'
+    shapes: dict[str, list[int]] = {
+        **{f'{vision}.cls_token': [1, 1, width], f'{vision}.pos_embed': [1, 17, width]},
+        **_layer(f'{vision}.patch_embed.proj', width, 3, 4, 4),
+        **_layer(f'{vision}.norm', width),
+        f'{text}.embeddings.word_embeddings.weight': [len(words) + 2, width],
+        f'{text}.embeddings.position_embeddings.weight': [40, width],
+        **_layer(f'{text}.embeddings.LayerNorm', width),
+        'blip.text_proj.weight': [8, width],
+    }
+    for block in (f'{vision}.blocks.{number}' for number in range(2)):
+        for name, sizes in {'attn.qkv': (384, width), 'attn.proj': (width, width)}.items():
+            shapes |= _layer(f'{block}.{name}', *sizes)
+        shapes |= _layer(f'{block}.mlp.fc1', 96, width) | _layer(f'{block}.mlp.fc2', width, 96)
+        shapes |= _layer(f'{block}.norm1', width) | _layer(f'{block}.norm2', width)
+    for block in (f'{text}.encoder.layer.{number}' for number in range(2)):
+        for attention in (f'{block}.attention', f'{block}.crossattention'):
+            for name in ('self.query', 'self.key', 'self.value', 'output.dense'):
+                shapes |= _layer(f'{attention}.{name}', width, width)
+            shapes |= _layer(f'{attention}.output.LayerNorm', width)
+        shapes |= _layer(f'{block}.intermediate.dense', 96, width) | _layer(f'{block}.output.dense', width, 96)
+        shapes |= _layer(f'{block}.output.LayerNorm', width)
+    generator = torch.Generator().manual_seed(8)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    tensors |= {f'{text}.embeddings.position_ids': torch.arange(40)[None]}
+    torch.save(tensors | {f'mlp.{name}': each for name, each in head_tensors(width).items()}, folder / 'ImageReward.pt')
+    return folder / 'ImageReward.pt'
+
+
+def _layer(name: str, *sizes: int) -> dict[str, list[int]]:
+    return {f'{name}.weight': [*sizes], f'{name}.bias': [*sizes[:1]]}
+
+
+def head_tensors(width: int) -> dict[str, torch.Tensor]:
+    """Return the linear layers of the heads of ImageReward and the aesthetic predictor; the widths are small."""
+    generator = torch.Generator().manual_seed(9)
+    sizes = {0: (width, 16), 2: (16, 12), 4: (12, 8), 6: (8, 4), 7: (4, 1)}
+    shapes = [_layer(f'layers.{number}', after, before) for number, (before, after) in sizes.items()]
+    return {name: torch.randn(size, generator=generator) for each in shapes for name, size in each.items()}

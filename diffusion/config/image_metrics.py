@@ -32,6 +32,10 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'efficientnet_distance': MetricInfo('efficientnet', reliable_from=1280),
     'clip_score': MetricInfo('clip_score', 'higher'),
     'pick_score': MetricInfo('pick_score', 'higher'),
+    'hpsv2': MetricInfo('hpsv2', 'higher'),
+    'image_reward': MetricInfo('image_reward', 'higher'),
+    'aesthetic': MetricInfo('aesthetic', 'higher'),
+    'geneval_hf': MetricInfo('geneval_hf', 'higher'),
 }
 """Metrics by name. A Fréchet distance of fewer images than features is too large: the covariance is singular."""
 HIGHER_IS_BETTER = {'retrieval_top1'}
@@ -44,6 +48,10 @@ NETWORKS: dict[str, str | None] = {
     'efficientnet': None,
     'clip_score': 'openai/clip-vit-large-patch14@32bd64288804d66eefd0ccbe215aa642df71cc41',
     'pick_score': None,
+    'hpsv2': None,
+    'image_reward': None,
+    'aesthetic': None,
+    'geneval_hf': None,
 }
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
 LAYOUTS = ('geneval', 't2i_compbench')
@@ -63,6 +71,9 @@ def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
     metrics, networks = settings.get('metrics'), settings.get('networks')
     if metrics is not None:
         found['metrics'] = _metrics_problem(metrics)
+    prompts = settings.get('prompts')
+    if isinstance(metrics, list | tuple) and 'geneval_hf' in metrics and not str(prompts).endswith(('.jsonl', MISSING)):
+        found['prompts'] = f'geneval_hf needs the path of evaluation_metadata.jsonl from its authors, not {prompts}'
     for name in networks if isinstance(networks, Mapping) else ():
         if name not in NETWORKS:
             found['networks'] = f'there is no network {name!r}; {did_you_mean(str(name), NETWORKS)}'

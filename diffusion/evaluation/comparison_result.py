@@ -126,8 +126,11 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     errors = answers - mean
     # Cluster a rater's answers to the same prompt: there are several if the prompt has several images.
     cells, cell_of = np.unique(row_of * len(columns) + column_of, return_inverse=True)
-    by_rater, by_prompt = _variance(errors, row_of, len(rows)), _variance(errors, column_of, len(columns))
-    single = _variance(errors, cell_of, len(cells))
+    by_rater, by_prompt = (
+        clustered_variance(errors, row_of, len(rows)),
+        clustered_variance(errors, column_of, len(columns)),
+    )
+    single = clustered_variance(errors, cell_of, len(cells))
     # If raters and prompts differ only by chance, this may be negative or too small: use `single` as a lower bound.
     clustered = by_rater + by_prompt - single
     variance, freedom = (clustered, clusters - 1) if clustered > single else (single, len(cells) - 1)
@@ -153,7 +156,7 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     )
 
 
-def _variance(errors: np.ndarray, cluster_of: np.ndarray, clusters: int) -> float:
+def clustered_variance(errors: np.ndarray, cluster_of: np.ndarray, clusters: int) -> float:
     """Return the variance of the mean of errors [N] that are correlated within clusters (indices [N] from 0)."""
     totals = np.bincount(cluster_of, errors, clusters)
     return float((totals**2).sum()) / len(errors) ** 2 * clusters / (clusters - 1)

@@ -125,7 +125,9 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
         sweep = {each['folder']: each for each in earlier.get('guidance', [])}
         for each in results.get('guidance', []):
             before = sweep.get(each['folder'], {'metrics': {}})
-            sweep[each['folder']] = before | each | {'metrics': before['metrics'] | each['metrics']}
+            by_metric = ('metrics', 'categories', 'intervals')
+            kept = {key: before.get(key, {}) | each.get(key, {}) for key in by_metric if key in before or key in each}
+            sweep[each['folder']] = before | each | kept
         merged = earlier | merged | {'guidance': list(sweep.values())}
     write_atomically(path, json.dumps(merged | {'finished': time.time()}, indent=2) + '\n')
     return path

@@ -86,11 +86,7 @@ class FeatureNetwork(nn.Module, ABC):
 
     def description(self) -> dict[str, Any]:
         """Return what determines the features: name, side, resizing, and a hash of the weights (32 hex digits)."""
-        digest = xxh3_128()
-        for key, tensor in sorted(self.state_dict().items()):
-            digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return {'network': self.name, 'side': self.side, 'resize': self.resize, 'weights': digest.hexdigest()}
+        return {'network': self.name, 'side': self.side, 'resize': self.resize, 'weights': weights_hash(self)}
 
 
 class Inception(FeatureNetwork):
@@ -201,6 +197,15 @@ class EfficientNetLite0(FeatureNetwork):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.network.extract_features(pixels).mean(dim=(2, 3))
+
+
+def weights_hash(network: nn.Module) -> str:
+    """Return a hash of the names, types and values of a network's tensors, 32 hex digits."""
+    digest = xxh3_128()
+    for key, tensor in sorted(network.state_dict().items()):
+        digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _inception_file() -> Path:

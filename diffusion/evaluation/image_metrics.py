@@ -25,7 +25,10 @@ from diffusion.evaluation.evaluated_checkpoint import (
 )
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
-from diffusion.evaluation.metrics import DISTANCES, TextImageScore, build_networks
+from diffusion.evaluation.geneval import GenEval, geneval_score
+from diffusion.evaluation.geneval_rules import check_prompt
+from diffusion.evaluation.image_scores import ImageScore
+from diffusion.evaluation.metrics import DISTANCES, MetricNetwork, build_networks
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
 from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
@@ -101,7 +104,7 @@ class ImageMetrics:
         settings = {
             **{'metrics': metrics, 'networks': networks, 'guidance_scales': guidance_scales, 'size': size},
             **{'num_images': num_images, 'images_per_prompt': images_per_prompt, 'num_references': num_references},
-            **{'batch_size': batch_size, 'layout': layout},
+            **{'batch_size': batch_size, 'layout': layout, 'prompts': prompts},
         }
         for key, problem in image_metrics_problems(settings).items():
             raise UserError(f'{key}: {problem}')
@@ -132,11 +135,13 @@ class ImageMetrics:
         self._check_count(len(texts))
         given = GivenPrompts(texts, texts) if self.rewriter is None else self.rewriter(texts)
         device = checkpoint.model.device
-        built: dict[str, FeatureNetwork | TextImageScore] = {}
+        for prompt in prompts if 'geneval_hf' in self.metrics else ():
+            check_prompt(prompt.text, prompt.metadata)
+        built: dict[str, MetricNetwork] = {}
         with checkpoint.raise_together('image_metrics: the networks were not loaded'):
             built = {name: each.to(device) for name, each in build_networks(self.metrics, self.sources).items()}
         extractors = {name: each for name, each in built.items() if isinstance(each, FeatureNetwork)}
-        scorers = {name: each for name, each in built.items() if isinstance(each, TextImageScore)}
+        scorers = {name: each for name, each in built.items() if not isinstance(each, FeatureNetwork)}
         references: dict[str, Tensor] = {}
         if extractors:
             with checkpoint.raise_together('image_metrics: reference images'):
@@ -152,10 +157,15 @@ class ImageMetrics:
             sampling = Sampling(guidance_scale=scale, **self.sampling)
             generated = GeneratedImages.below(checkpoint.folder, given.texts, sampling, checkpoint.label)
             generated.given = given
-            features, scores = self._measure(checkpoint, generated, extractors, scorers)
+            features, scores = self._measure(checkpoint, generated, prompts, extractors, scorers)
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
             details = {'guidance_scale': scale, 'metrics': values, 'folder': folder}
+            if 'geneval_hf' in scores:
+                benchmark = geneval_score(scores['geneval_hf'], prompts)
+                values['geneval_hf'] = benchmark.score
+                by_kind = {kind: interval for kind, (_, interval) in benchmark.kinds.items()}
+                details['intervals'] = {'geneval_hf': {'': benchmark.interval, **by_kind}}
             if len(groups := categories(prompts)) > 1:
                 details['categories'] = {
                     name: {group or 'none': float(rows[indices].double().mean()) for group, indices in groups.items()}
@@ -210,8 +220,9 @@ class ImageMetrics:
         self,
         checkpoint: EvaluatedCheckpoint,
         generated: GeneratedImages,
+        prompts: Sequence[Prompt],
         extractors: Mapping[str, FeatureNetwork],
-        scorers: Mapping[str, TextImageScore],
+        scorers: Mapping[str, ImageScore | GenEval],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return features [N, D] by network and scores [N] by metric, for all images; a collective call."""
         features: dict[str, list[Tensor]] = {name: [] for name in extractors}
@@ -225,8 +236,12 @@ class ImageMetrics:
                     for name, network in extractors.items():
                         features[name].append(network.features(images).cpu())
                     for name, scorer in scorers.items():
-                        prompts = [generated.given.prompts[index] for index in own]
-                        scores[name].append(scorer.scores(images, prompts).cpu()[:, None])
+                        if isinstance(scorer, GenEval):
+                            rows, files = [prompts[each].metadata for each in own], [*map(generated.path, own)]
+                            found = scorer.scores(images, rows, files)
+                        else:
+                            found = scorer.scores(images, [prompts[each].text for each in own])
+                        scores[name].append(found.cpu()[:, None])
         return (
             {name: gather_rows(rows, indices) for name, rows in features.items()},
             {name: gather_rows(rows, indices)[:, 0] for name, rows in scores.items()},

@@ -1,4 +1,4 @@
-"""Compute the metrics in `diffusion.config.image_metrics`: distances between image sets, and image scores.
+"""Compute the metrics in `diffusion.config.image_metrics`: distances between image sets, and networks by name.
 
 Distances are computed on features, one row per image from a feature network: [N, D] of the images and [M, D] of the
 references. They are computed in float64 on the device of their arguments, do not depend on row order, and raise
@@ -6,20 +6,22 @@ UserError if a set has too few images.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import CLIPImageProcessor, CLIPModel
+from torch import Tensor
 
-from diffusion.compatibility.transformers_versions import clip_features, fast_tokenizer
 from diffusion.config.image_metrics import IMAGE_METRICS, NETWORKS
-from diffusion.config.weight_sources import COMMIT
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception
-from diffusion.models.pretrained import load_pretrained
+from diffusion.evaluation.geneval import ColorClassifier, GenEval, ObjectDetector
+from diffusion.evaluation.image_scores import (
+    AestheticScore,
+    HumanPreferenceScore,
+    ImageReward,
+    ImageScore,
+    TextImageScore,
+    split_source,
+)
 
 BLOCK_ROWS = 4096
 """Rows and columns per block when a matrix of distances or kernel values is computed: 134 MB per block."""
@@ -143,55 +145,6 @@ def _distances(first: Tensor, second: Tensor) -> Tensor:
     return torch.cdist(first, second, compute_mode='donot_use_mm_for_euclid_dist')
 
 
-CLIP_SCORE_SCALE = 100.0
-
-
-class TextImageScore(nn.Module):
-    """Scores how well images match their prompts: the scaled cosine similarity of their CLIP embeddings.
-
-    `clip_score` is max(100 cos, 0) with `openai/clip-vit-large-patch14` (Hessel et al.,
-    https://arxiv.org/abs/2104.08718, scaled as in torchmetrics). `pick_score` is cos times the learned scale of
-    `yuvalkirstain/PickScore_v1` (Kirstain et al., https://arxiv.org/abs/2305.01569).
-
-    Args:
-        source: Folder or Hub repository of a CLIP model in transformers format, with its tokenizer and preprocessor.
-
-    Raises:
-        UserError: The model cannot be loaded.
-        ExternalError: The Hub did not respond for several minutes.
-    """
-
-    def __init__(
-        self, source: str, revision: str | None = None, *, kind: Literal['clip_score', 'pick_score'] = 'clip_score'
-    ) -> None:
-        super().__init__()
-        self.kind = kind
-        options: dict[str, Any] = {'subfolder': '', 'revision': revision}
-        self.network = load_pretrained(CLIPModel, source, **options).eval().requires_grad_(False)
-        self._tokenizer = load_pretrained(fast_tokenizer('CLIP'), source, **options)
-        self._processor = load_pretrained(CLIPImageProcessor, source, **options)
-
-    @torch.inference_mode()
-    def scores(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
-        """Return the score of each image for its prompt on the network's device, float32 [N].
-
-        Args:
-            images: Images, uint8 [3, H, W] each; sizes may differ.
-            prompts: One prompt per image; prompts above the network's text length are truncated.
-        """
-        device = self.network.logit_scale.device
-        network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # their type hints are too narrow
-        length = network.config.text_config.max_position_embeddings
-        text = tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors='pt')
-        pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # sizes may differ
-        seen = network.get_image_features(pixel_values=torch.cat(pixels).to(device))
-        read = network.get_text_features(**text.to(device))
-        similarity = functional.cosine_similarity(clip_features(seen).float(), clip_features(read).float(), dim=1)
-        if self.kind == 'clip_score':
-            return (CLIP_SCORE_SCALE * similarity).clamp(min=0)
-        return self.network.logit_scale.exp().float() * similarity
-
-
 Distance = Callable[[Tensor, Tensor], float]
 """Function that returns a metric for features of generated images [N, D] and reference images [M, D]."""
 
@@ -207,10 +160,13 @@ DISTANCES: dict[str, Distance] = {
     'efficientnet_distance': frechet_distance,
 }
 """Metrics computed on features; all other metrics are means of per-image scores."""
+MetricNetwork = FeatureNetwork | ImageScore | GenEval
 
 
-def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | TextImageScore:
+def build_network(name: str, sources: Mapping[str, str]) -> MetricNetwork:
     """Load a network of `NETWORKS`; `sources` overrides the defaults by name, as a local path or `ORG/NAME@COMMIT`.
+
+    `aesthetic` and `geneval_hf` also load the network `clip_score`.
 
     Raises:
         UserError: The network cannot be loaded; the message names the recipe key.
@@ -224,7 +180,15 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
             return EfficientNetLite0()
         if source is None:
             raise UserError("has no default; set it to a folder, or to a repository's ORG/NAME@COMMIT")
-        repository, revision = _split(source)
+        if name == 'hpsv2':
+            return HumanPreferenceScore(source)
+        if name == 'image_reward':
+            return ImageReward(source)
+        if name == 'aesthetic':
+            return AestheticScore(source, _clip(sources))
+        repository, revision = split_source(source)
+        if name == 'geneval_hf':
+            return GenEval(ObjectDetector(repository, revision), ColorClassifier(_clip(sources)))
         if name == 'clip_score' or name == 'pick_score':
             return TextImageScore(repository, revision, kind=name)
         if name == 'dino':
@@ -235,14 +199,14 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
         raise (UserError if isinstance(error, UserError) else ExternalError)(what) from error
 
 
-def build_networks(metrics: Sequence[str], sources: Mapping[str, str]) -> dict[str, FeatureNetwork | TextImageScore]:
+def build_networks(metrics: Sequence[str], sources: Mapping[str, str]) -> dict[str, MetricNetwork]:
     """Load the networks of some metrics, by name; `sources` is as in `build_network`.
 
     Raises:
         UserError: Networks cannot be loaded; the message has the metrics that need them, and how to leave these out.
         ExternalError: The same, if a network cannot be downloaded.
     """
-    built: dict[str, FeatureNetwork | TextImageScore] = {}
+    built: dict[str, MetricNetwork] = {}
     errors: dict[str, UserError | ExternalError] = {}
     for name in dict.fromkeys(IMAGE_METRICS[metric].network for metric in metrics):
         try:
@@ -263,13 +227,5 @@ def build_networks(metrics: Sequence[str], sources: Mapping[str, str]) -> dict[s
     raise type(last)('\n  '.join(lines)) from last
 
 
-def _split(source: str) -> tuple[str, str | None]:
-    if Path(source).is_dir():
-        return source, None
-    repository, _, revision = source.partition('@')
-    if not COMMIT.fullmatch(revision):
-        raise UserError(
-            f'{source} is neither a folder nor a repository with a commit, ORG/NAME@COMMIT of 40 hex digits; '
-            'pinning it keeps the metric comparable'
-        )
-    return repository, revision
+def _clip(sources: Mapping[str, str]) -> TextImageScore:
+    return TextImageScore(*split_source(sources.get('clip_score', str(NETWORKS['clip_score']))))

@@ -19,7 +19,8 @@ OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
 """120 prompts in 12 categories, such as colors, counting and text."""
 PROMPT_COLUMNS = ('prompt', 'prompts', 'caption', 'text')
 """Case-insensitive names of the prompt column; the first match is used (DrawBench has `Prompts`)."""
-CATEGORY_COLUMN = 'category'
+CATEGORY_COLUMNS = ('category', 'tag')
+"""Case-insensitive names of the column with the category; the first match is used (GenEval has `tag`)."""
 DELIMITERS = {'.csv': ',', '.tsv': '\t'}
 
 
@@ -47,7 +48,7 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
 
     A `.txt` file has one prompt per line. A `.csv` or `.tsv` file starts with a line of column names, and a `.jsonl`
     file has one object per line; prompts are in `column`, or the first existing one of `PROMPT_COLUMNS`, and categories
-    in `category`. DrawBench, PartiPrompts and GenEval can be read as published.
+    in the first one of `CATEGORY_COLUMNS`. DrawBench, PartiPrompts and GenEval can be read as published.
 
     Raises:
         UserError: The file does not exist, has another type, lacks the column, or has an empty prompt.
@@ -90,7 +91,7 @@ def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
         raise UserError(f'{where}: its {names[0]} is {text!r}, not a prompt; correct or remove the line')
     if is_misread(text):
         raise UserError(f'{where}: its {names[0]} {text[:40]!r} is not UTF-8 text; save the file as UTF-8')
-    category = row.get(named.get(CATEGORY_COLUMN, ''))
+    category = next((row[named[name]] for name in CATEGORY_COLUMNS if name in named), '')
     metadata = row if where.rpartition(' line ')[0].endswith('.jsonl') else {}
     return Prompt(text.strip(), category.strip() if isinstance(category, str) else '', metadata)
 

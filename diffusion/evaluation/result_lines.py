@@ -24,7 +24,8 @@ def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, An
 def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line per loss or metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
 
-    A line per further guidance scale follows, with all its metrics.
+    A metric with a 95% interval has it in its line, and a line per category follows. Then comes a line per further
+    guidance scale, with all its metrics.
 
     Args:
         results: Results of this evaluation alone, in the form of a results file.
@@ -32,17 +33,25 @@ def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     """
     values = results['losses'] | results['metrics']
     better = better_directions(set(values))
+    first = next(iter(results.get('guidance', ())), {})
     for name, value in values.items():
         line = f'{name:32s} {value:10.4f}'
+        intervals = first.get('intervals', {}).get(name, {})
         if name in better:
             line += f'  {better[name]} is better'
             before = ((_comparable(each, results, name), each['checkpoint']) for each in earlier)
             found = next(((number, where) for number, where in before if number is not None), None)
             line += '' if found is None else f', {_change(value, *found, better[name])}'
-        yield line
+        yield line + _interval_text(intervals.get(''))
+        for category, mean in first.get('categories', {}).get(name, {}).items() if intervals else ():
+            yield f'  {category:30s} {mean:10.4f}{_interval_text(intervals.get(category))}'
     for each in results.get('guidance', [])[1:]:
         texts = ', '.join(f'{key} {value:.4f}' for key, value in each['metrics'].items())
         yield f'guidance {each["guidance_scale"]:<23g} {texts}'
+
+
+def _interval_text(interval: Sequence[float] | None) -> str:
+    return '' if interval is None else f'  (95% interval {interval[0]:.4f} to {interval[1]:.4f})'
 
 
 def _change(value: float, before: float, where: str, better: str) -> str:

@@ -2,13 +2,16 @@
 
 import errno
 import json
+import pickle
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.errors import UserError, is_wrong_path
 
 TO_FIX = (
@@ -47,6 +50,26 @@ def loading_error(
         f'{full_name}: {part.__name__}{at_revision} could not be loaded from {place} ({_summary(reason)}); '
         f'{repair}{TO_FIX}'
     )
+
+
+@contextmanager
+def reading_weights(where: str, weights: str) -> Iterator[None]:
+    """Context that replaces the errors of reading a file of weights by a UserError, whose advice is to download it.
+
+    Args:
+        where: Name of the file for messages, such as `networks.hpsv2: HPS_v2.1_compressed.pt`.
+        weights: Published weights that the file should contain, such as `the weights of torchvision`.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f'{where} does not exist; download {weights}, or correct the path') from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        if (code := code_to_run(error)) is not None:
+            raise UserError(f'{where} is not loaded, because it {code}; download {weights}') from error
+        first = ' '.join(str(error).splitlines()[:2]).partition('. ')[0]
+        shortened = textwrap.shorten(first, 250, placeholder=' ...')
+        raise UserError(f'{where} cannot be read as weights ({shortened}); download them again') from error
 
 
 def check_config(path: Path) -> None:

@@ -4,23 +4,21 @@ They are LPIPS (Zhang et al. 2018, arXiv 1801.03924) and the distance between a 
 Shapes: B batch, images [B, 3, H, W] in [-1, 1].
 """
 
-import pickle
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusion.compatibility.private_names import _LPIPS
-from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.config.declarations import LOSS
 from diffusion.config.model_checks import clean_image_problem, perceptual_problems
 from diffusion.errors import UserError
+from diffusion.models.hub_errors import reading_weights
 from diffusion.models.objective import Objective
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
 from diffusion.models.vae import PixelSpace, Vae
@@ -105,16 +103,9 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
     network = _LPIPS(net=settings.lpips_network, pnet_rand=True)  # type: ignore[arg-type]
     path = Path(str(settings.lpips_backbone))
     where = f'perceptual_losses.lpips_backbone: {path}'
-    try:
+    with reading_weights(where, 'the weights of torchvision'):
         # weights_only rejects pickles that would run code.
         found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
-    except FileNotFoundError as error:
-        raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        if (code := code_to_run(error)) is not None:
-            raise UserError(f'{where} is not loaded, because it {code}; download the weights of torchvision') from error
-        first = str(error).partition('\n')[0].partition('. ')[0]
-        raise UserError(f'{where} cannot be read as weights ({first}); download them again') from error
     # Map to torchvision's names, which have the same layer numbers: slice3.10.weight and slices.3.10.weight are
     # features.10.weight.
     names = {name: re.sub(r'^slices?\.?\d+', 'features', name) for name in network.net.state_dict()}

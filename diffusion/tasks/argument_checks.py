@@ -155,8 +155,8 @@ class EvaluationOptions:
     """Options of the evaluator `image_metrics`."""
 
     metrics: Annotated[list[str] | None, Option('NAMES', commas=True)] = None
-    """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score,
-    efficientnet_distance (default: the evaluators of the run's recipe)."""
+    """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score, hpsv2,
+    image_reward, aesthetic, geneval_hf, efficientnet_distance (default: the evaluators of the run's recipe)."""
     guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
     """Comma-separated guidance scales; the metrics at the first one are the checkpoint's results (default: 7.5)."""
     prompts: Annotated[str | None, FILE] = None
@@ -166,6 +166,8 @@ class EvaluationOptions:
     """Column with the prompts (default: found by its name)."""
     num_images: Annotated[Count | None, Option(flag='--images')] = None
     """Number of images to generate (default: one per prompt)."""
+    images_per_prompt: Count | None = None
+    """Number of images per prompt, with different seeds (default: 1); GenEval takes 4."""
     reference: Annotated[str | None, DIR] = None
     """Folder of reference images (default: images of the evaluation data)."""
     num_inference_steps: Annotated[Count | None, Option(flag='--steps')] = None
@@ -173,8 +175,8 @@ class EvaluationOptions:
     batch_size: Count | None = None
     """Images per batch and device (default: 32)."""
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
-    """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score; can be repeated
-    (default: the published networks)."""
+    """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score, hpsv2,
+    image_reward, aesthetic, geneval_hf; can be repeated (default: the published networks)."""
     layout: Annotated[str | None, Option('NAME')] = None
     """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 

@@ -32,6 +32,8 @@ def test_published_files_are_read(tmp_path, name):
     assert [each.text for each in prompts] == ['A red colored car.', 'A sign, that says "Hello".']
     if name in ('drawbench.csv', 'parti.tsv'):
         assert [each.category for each in prompts] == ['Colors', 'Text']
+    if name == 'geneval.jsonl':
+        assert [each.category for each in prompts] == ['colors', 'text']
     assert (prompts[0].metadata.get('tag') == 'colors') == (name == 'geneval.jsonl')
 
 

@@ -39,3 +39,20 @@ def test_each_metric_has_its_direction_and_its_change_since_the_last_comparable_
         '↑ better than 0.5000 at ba8',
     ]
     assert [line.partition('better')[2] for line in result_lines(first, [])][:3] == ['', '', '']
+
+
+def test_intervals_and_categories_of_a_benchmark_are_printed():
+    found = results(8, 0.6, 30.0)
+    found['metrics'] = {'geneval_hf': 0.5}
+    found['guidance'] = [
+        {
+            **{'guidance_scale': 3.0, 'metrics': {'geneval_hf': 0.5}},
+            'categories': {'geneval_hf': {'counting': 0.25, 'colors': 0.75}, 'clip_score': {'colors': 30.0}},
+            'intervals': {'geneval_hf': {'': [0.4, 0.6], 'counting': [0.2, 0.3], 'colors': [0.7, 0.8]}},
+        }
+    ]
+    assert [*result_lines(found, [])][1:] == [
+        'geneval_hf                           0.5000  higher is better  (95% interval 0.4000 to 0.6000)',
+        '  counting                           0.2500  (95% interval 0.2000 to 0.3000)',
+        '  colors                             0.7500  (95% interval 0.7000 to 0.8000)',
+    ]

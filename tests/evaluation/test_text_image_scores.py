@@ -1,14 +1,23 @@
-"""CLIP score and PickScore against torchmetrics and the published steps."""
+"""Scores of images by CLIP, PickScore, HPSv2, ImageReward and the aesthetic predictor against the published steps."""
 
+import pickle
+from pathlib import Path
 from typing import Any
 
+import open_clip
 import pytest
 import torch
-from small_networks import write_clip
+from small_networks import head_tensors, write_clip, write_image_reward, write_open_clip
+from torch import Tensor
+from torch.nn import functional
+from torchvision.transforms import v2
 from transformers import CLIPModel, CLIPProcessor
 
+from diffusion.compatibility.transformers_versions import clip_features, fast_tokenizer
 from diffusion.errors import UserError
-from diffusion.evaluation.metrics import TextImageScore, build_network, build_networks
+from diffusion.evaluation import image_scores
+from diffusion.evaluation.image_scores import AestheticScore, HumanPreferenceScore, ImageReward, TextImageScore
+from diffusion.evaluation.metrics import build_network, build_networks
 
 PROMPTS = ['a red cube', 'seven ducks ' * 60, '']
 
@@ -54,6 +63,125 @@ def test_pick_score_is_the_scaled_cosine(clip):
         output = model(**inputs)
         found = network.scores([image], [prompt])
         torch.testing.assert_close(found, output.logits_per_image[0], rtol=1e-4, atol=1e-4)
+
+
+def test_hpsv2_is_the_cosine_of_the_padded_image(tmp_path, monkeypatch):
+    config, weights = write_open_clip(tmp_path)
+    monkeypatch.setattr(image_scores, 'HPS_ARCHITECTURE', config.stem)
+    network = HumanPreferenceScore(str(tmp_path))
+    model: Any = open_clip.create_model(config.stem, pretrained=str(weights)).eval()
+    tokenize: Any = open_clip.get_tokenizer(config.stem)
+    normalize = v2.Normalize(image_scores.CLIP_MEAN, image_scores.CLIP_STD)
+    expected = []
+    # Of 40 x 56, 28 x 28 and 90 x 31 pixels, resized to fit into 28 x 28.
+    for image, prompt, size in zip(images(), PROMPTS, [(20, 28), (28, 28), (28, 10)], strict=True):
+        pixels = v2.functional.resize(image / 255, [*size], v2.InterpolationMode.BICUBIC, antialias=True)
+        up, left = (28 - size[0]) // 2, (28 - size[1]) // 2
+        pixels = functional.pad(pixels, (left, 28 - size[1] - left, up, 28 - size[0] - up))
+        with torch.no_grad():
+            seen, read, *_ = model(normalize(pixels)[None], tokenize([prompt]))
+        expected.append((seen @ read.T)[0, 0])
+    torch.testing.assert_close(network.scores(images(), PROMPTS), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    split = [each.unflatten(2, (2, 64)).transpose(1, 2) for each in (query, key, value)]
+    return functional.scaled_dot_product_attention(*split, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def image_reward(tensors: dict[str, Tensor], pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return ImageReward's first text feature [N, D], by the equations of BLIP."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, tensors[f'blip.{name}.weight'], tensors[f'blip.{name}.bias'])
+
+    def norm(x: Tensor, name: str, eps: float) -> Tensor:
+        return functional.layer_norm(x, [128], tensors[f'blip.{name}.weight'], tensors[f'blip.{name}.bias'], eps)
+
+    patch = [tensors[f'blip.visual_encoder.patch_embed.proj.{part}'] for part in ('weight', 'bias')]
+    patches = functional.conv2d(pixels, *patch, stride=4).flatten(2).transpose(1, 2)
+    first = tensors['blip.visual_encoder.cls_token'].expand(len(pixels), -1, -1)
+    x = torch.cat([first, patches], dim=1) + tensors['blip.visual_encoder.pos_embed']
+    for block in ('visual_encoder.blocks.0', 'visual_encoder.blocks.1'):
+        qkv = linear(norm(x, f'{block}.norm1', 1e-6), f'{block}.attn.qkv').chunk(3, dim=2)
+        x = x + linear(attention(*qkv), f'{block}.attn.proj')
+        hidden = functional.gelu(linear(norm(x, f'{block}.norm2', 1e-6), f'{block}.mlp.fc1'))
+        x = x + linear(hidden, f'{block}.mlp.fc2')
+    seen = norm(x, 'visual_encoder.norm', 1e-6)
+    words, places = (tensors[f'blip.text_encoder.embeddings.{name}_embeddings.weight'] for name in ('word', 'position'))
+    x = norm(words[tokens] + places[: tokens.shape[1]], 'text_encoder.embeddings.LayerNorm', 1e-12)
+    for block in ('text_encoder.encoder.layer.0', 'text_encoder.encoder.layer.1'):
+        for part, other, allowed in (('attention', None, mask[:, None, None].bool()), ('crossattention', seen, None)):
+            parts = [f'{block}.{part}.self.{name}' for name in ('query', 'key', 'value')]
+            key, value = (linear(x if other is None else other, name) for name in parts[1:])
+            mixed = linear(attention(linear(x, parts[0]), key, value, allowed), f'{block}.{part}.output.dense')
+            x = norm(mixed + x, f'{block}.{part}.output.LayerNorm', 1e-12)
+        hidden = functional.gelu(linear(x, f'{block}.intermediate.dense'))
+        x = norm(linear(hidden, f'{block}.output.dense') + x, f'{block}.output.LayerNorm', 1e-12)
+    return x[:, 0]
+
+
+def through(head: dict[str, Tensor], x: Tensor) -> Tensor:
+    for number in (0, 2, 4, 6, 7):
+        x = x @ head[f'layers.{number}.weight'].T + head[f'layers.{number}.bias']
+    return x[:, 0]
+
+
+def test_image_reward_equals_the_equations_of_blip(tmp_path):
+    file = write_image_reward(tmp_path)
+    tensors = torch.load(file)
+    tokenizer: Any = fast_tokenizer('Bert').from_pretrained(tmp_path)
+    prompts = ['a red cube', 'Seven ducks ' * 60, '']
+    tokens = tokenizer(prompts, padding='max_length', truncation=True, max_length=35, return_tensors='pt')
+    steps = [
+        v2.Resize(16, v2.InterpolationMode.BICUBIC, antialias=True),
+        v2.CenterCrop(16),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(image_scores.CLIP_MEAN, image_scores.CLIP_STD),
+    ]
+    pixels = torch.stack([v2.Compose(steps)(each) for each in images()])
+    features = image_reward(tensors, pixels, tokens.input_ids, tokens.attention_mask)
+    expected = (through(head_tensors(128), features) - 0.16717362830052426) / 1.0333394966054072
+    assert expected.std() > 0.1
+    torch.testing.assert_close(ImageReward(str(file)).scores(images(), prompts), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_aesthetic_score_is_a_linear_head_on_the_normalized_embedding(clip, tmp_path):
+    model, processor = loaded(clip)
+    file = tmp_path / 'head.pth'
+    torch.save(head_tensors(8), file)
+    network = AestheticScore(str(file), TextImageScore(clip))
+    for image in images():
+        with torch.no_grad():
+            embeds = clip_features(model.get_image_features(**processor(images=image, return_tensors='pt')))
+        expected = through(head_tensors(8), embeds / embeds.norm())
+        torch.testing.assert_close(network.scores([image], ['']), expected, rtol=1e-4, atol=1e-4)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (Path.touch, (Path('harmed'),))
+
+
+def test_wrong_weights_of_preference_models_are_refused(clip, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(image_scores, 'HPS_ARCHITECTURE', write_open_clip(tmp_path)[0].stem)
+    other, code = {'layers.0.weight': torch.zeros(3, 9), 'layers.0.bias': torch.zeros(3)}, Path('code')
+    torch.save(other, 'other')
+    code.write_bytes(pickle.dumps(Harmful(), protocol=2))
+    sources = {'clip_score': clip}
+    for name, file, message in (
+        ('aesthetic', 'none.pth', 'networks.aesthetic: none.pth does not exist; download'),
+        ('aesthetic', 'other', 'other has no linear layers .* from the features to one score'),
+        ('aesthetic', 'code', 'code (is not loaded, because it wants to run code|cannot be read)'),
+        ('image_reward', 'other', 'has no encoders of BLIP'),
+        ('image_reward', 'none.pt', 'none.pt is neither a folder nor a repository'),
+        ('hpsv2', 'code', 'networks.hpsv2: code (is not loaded|cannot be read)'),
+        ('geneval_hf', 'a/b', 'networks.geneval_hf: a/b is neither a folder nor a repository with a commit'),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_network(name, sources | {name: file})
+    assert not Path('harmed').exists()
 
 
 @pytest.mark.parametrize(

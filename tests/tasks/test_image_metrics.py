@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import yaml
 from PIL import Image
 from recipe_files import write_yaml
-from small_networks import write_clip, write_clip_vision, write_dino, write_inception
+from small_networks import write_clip, write_clip_vision, write_dino, write_inception, write_mask2former
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -33,6 +34,7 @@ def networks(tmp_path_factory) -> dict[str, str]:
     vision, dino = write_clip_vision(folder / 'vision'), write_dino(folder / 'dino')
     inception, clip = write_inception(folder / 'inception.pth'), write_clip(folder / 'clip')
     sources = {'inception': inception, 'cmmd': vision, 'clip_fid': vision, 'dino': dino, 'clip_score': clip}
+    sources['geneval_hf'] = write_mask2former(folder / 'mask2former')
     return {name: str(path) for name, path in sources.items()}
 
 
@@ -188,6 +190,7 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
         ),
         ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
         ({'guidance_scales': [3, 3]}, 'not a list of different numbers'),
+        ({'metrics': ['geneval_hf']}, 'prompts: geneval_hf needs the path of evaluation_metadata.jsonl .*, not None'),
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
         pytest.param(
             {'layout': 'geneval', 'metrics': ['efficientnet_distance']},
@@ -239,6 +242,52 @@ def test_prompt_file_with_categories_and_scorer_layouts(prepared, tmp_path):
     mean = (2 * by_category['shape'] + by_category['color']) / 3
     assert details['metrics']['clip_score'] == pytest.approx(mean)
     assert results(run)['prompts'] == str(tmp_path / 'p.csv')
+
+
+GENEVAL = [
+    {'tag': 'colors', 'include': [{'class': 'dog', 'count': 1, 'color': 'red'}], 'prompt': 'a red dog'},
+    {'tag': 'single_object', 'include': [{'class': 'cat', 'count': 1}], 'prompt': 'a cat'},
+    {'tag': 'colors', 'include': [{'class': 'car', 'count': 1, 'color': 'blue'}], 'prompt': 'a blue car'},
+]
+
+
+@pytest.mark.slow
+def test_geneval_is_equal_on_1_and_2_ranks_and_is_judged_again_from_kept_answers(prepared, ranks, tmp_path, capsys):
+    (tmp_path / 'evaluation_metadata.jsonl').write_text('\n'.join(map(json.dumps, GENEVAL)))
+    changes = {'metrics': ['geneval_hf'], 'num_images': None, 'images_per_prompt': 2, 'guidance_scales': [2]}
+    changes['prompts'] = str(tmp_path / 'evaluation_metadata.jsonl')
+    recipe, run = prepared('one', **changes)
+    other, other_run = prepared('two', **changes)
+    jobs = [ranks.start(1, recipe), ranks.start(2, other)]
+    for job in jobs:
+        assert not any(job.wait()), job.output()
+    found = results(run)['guidance'][0]
+    assert results(other_run)['guidance'][0] == found
+    kinds = found['categories']['geneval_hf']
+    assert set(kinds) == {'colors', 'single_object'}
+    assert found['metrics']['geneval_hf'] == pytest.approx(sum(kinds.values()) / 2)
+    assert set(found['intervals']['geneval_hf']) == {'', *kinds}
+    answers = {path.name: path for path in run.rglob('*.geneval.json')}
+    assert len(answers) == 6
+    for path in other_run.rglob('*.geneval.json'):
+        assert path.read_bytes() == answers[path.name].read_bytes()
+    assert any(json.loads(path.read_text())['objects'] for path in answers.values())
+
+    # The second evaluation reads the answers: with other answers, it has another score.
+    for path in answers.values():
+        answer = json.loads(path.read_text())
+        wanted = answer['prompt']['include'][0]
+        answer['objects'] = {wanted['class']: [[0, 0, 9, 9, 0.99]]}
+        answer['colors'] = {wanted['class']: [wanted['color']]} if 'color' in wanted else {}
+        path.write_text(json.dumps(answer))
+    evaluate(load(recipe, ['evaluators.image_metrics.metrics=[geneval_hf,clip_score]']))
+    assert results(run)['guidance'][0]['categories']['geneval_hf'] == {'colors': 1.0, 'single_object': 1.0}
+    assert set(results(run)['guidance'][0]['categories']) == {'geneval_hf', 'clip_score'}
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        re.match(r'geneval_hf +1\.0000  higher is better.* \(95% interval 0\..* to 1.0000\)', each) for each in lines
+    )
+    assert any(re.match(r'  colors +1\.0000  \(95% interval', each) for each in lines)
 
 
 def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_path):

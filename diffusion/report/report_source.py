@@ -1,9 +1,11 @@
 """Content of report pages: one run, a comparison of several runs, or a table of all runs in a folder."""
 
+import csv
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -24,6 +26,11 @@ TOTAL_POINTS = 80_000
 IMPORTANT_POINTS = 2000
 """Maximum number of points in the curve of the training loss."""
 
+PUBLISHED = Path(__file__).with_name('published_scores.csv')
+"""Scores of published models, each with its source."""
+BENCHMARKS = {'geneval_hf': 'GenEval'}
+"""Benchmarks in `PUBLISHED` that are drawn beside a metric of this package."""
+
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:
     """Return the data of a page about runs (in the order of their colors), with about `total_points` in all curves."""
@@ -34,7 +41,19 @@ def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -
         'generated': time.time(),
         'runs': [_run(run, limit) for run in runs],
         'better': better_directions(metrics),
+        'published': published_scores(metrics),
         'differences': recipe_differences([run.recipe for run in runs]) if len(runs) > 1 else [],
+    }
+
+
+def published_scores(metrics: set[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return models and scores of `PUBLISHED` by metric, for those of the metrics in `BENCHMARKS`."""
+    with open(PUBLISHED, encoding='utf-8', newline='') as file:
+        rows = list(csv.DictReader(file))
+    return {
+        metric: [{'model': row['model'], 'score': float(row['score'])} for row in rows if row['benchmark'] == benchmark]
+        for metric, benchmark in BENCHMARKS.items()
+        if metric in metrics
     }
 
 

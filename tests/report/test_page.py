@@ -144,6 +144,7 @@ def test_charts_have_a_cursor_tables_and_notes_and_show_any_metric(visit, report
     expect(rows).to_have_count(7)
     assert rows.first.inner_text().split()[0] == '50'
     assert card(page, 'levels').locator('thead th').count() == 9
+    assert 'FLUX.1 [dev] (published)' in card(page, 'metric-geneval_hf').inner_text()
     page.get_by_label('Metric').select_option('checkpoint/memory_save_seconds')
     assert card(page, 'explorer').locator('h3').inner_text() == 'checkpoint/memory_save_seconds'
     assert 'the first one is NaN, at batch 400' in page.locator('.notes').inner_text()

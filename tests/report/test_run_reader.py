@@ -1,5 +1,6 @@
 """Reading of one run's files in any state, and of many runs; size of pages."""
 
+import csv
 import json
 import math
 import re
@@ -224,6 +225,19 @@ def test_points_are_shared_by_the_curves(tmp_path):
     assert len(many['layer3']['x']) == 2000 and len(many['layer3']['mx']) == 1000
     assert max(few['layer3']['y']) == 2999 * 3 and few['layer3']['count'] == 2960
     json.dumps([few, many], allow_nan=False)
+
+
+def test_published_scores_have_sources_and_stand_beside_their_metric(tmp_path):
+    with open(report_source.PUBLISHED, encoding='utf-8', newline='') as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert row['source'].startswith('https://') and row['prompts'] in ('original', 'rewritten', 'not stated')
+        assert 0 < float(row['score']) < {'GenEval': 1, 'DPG-Bench': 100}[row['benchmark']]
+    assert len({(row['benchmark'], row['model']) for row in rows}) == len(rows)
+    evaluated, other = (write_run(tmp_path / name, batches=40, evaluations=name == 'a', sheets=0) for name in 'ab')
+    published = page_data([RunReader(str(evaluated)).read()])['published']
+    assert {'model': 'FLUX.1 [dev]', 'score': 0.66} in published['geneval_hf']
+    assert page_data([RunReader(str(other)).read()])['published'] == {}
 
 
 def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):

@@ -236,10 +236,24 @@ function evaluationCharts() {
           ]
         : [];
     });
+    if (!series.some(each => each.curve.x.length > 1)) return [];
+    const batches = series.flatMap(each => each.curve.x),
+      ends = [Math.min(...batches), Math.max(...batches)],
+      published = (page.data.published[name] || []).map(each => ({
+        run: series[0].run,
+        curve: {x: ends, y: [each.score, each.score]},
+        label: `${each.model} (published)`,
+        color: () => cssColor('--muted'),
+        dash: [2, 3],
+      }));
     const better = page.data.better[name];
-    return series.some(each => each.curve.x.length > 1)
-      ? [[`metric-${name}`, {title: `${metricTitle(name)}${better ? `, ${better} is better` : ''}`, yTitle: metricTitle(name), series}]]
-      : [];
+    const spec = {
+      title: `${metricTitle(name)}${better ? `, ${better} is better` : ''}`,
+      yTitle: metricTitle(name),
+      series: [...series, ...published],
+      note: published.length ? 'Published scores: with the detector of MMDetection and, for some models, with rewritten prompts.' : '',
+    };
+    return [[`metric-${name}`, spec]];
   });
 }
 
@@ -251,6 +265,10 @@ const METRIC_TITLES = {
   dino_mmd: 'DINO MMD',
   clip_score: 'CLIP score',
   pick_score: 'PickScore',
+  hpsv2: 'HPSv2',
+  image_reward: 'ImageReward',
+  aesthetic: 'aesthetic score',
+  geneval_hf: 'GenEval (HF)',
   retrieval_top1: 'retrieval top-1',
   efficientnet_distance: 'EfficientNet distance',
 };

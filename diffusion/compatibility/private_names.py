@@ -143,6 +143,7 @@ INHERITED = {
     for each in _table(
         ('torch', 'torch.optim:AdamW', '_init_group', 'initializes the state of our AdamW exactly as torch does'),
         ('torch', 'torch.nn:Module', '_apply', 'LatentDiffusion moves its frozen parts'),
+        ('diffusers', 'diffusers:DiffusionPipeline', '_execution_device', 'i1 with offloaded weights'),
         ('torch', 'torch.utils.data:DataLoader', '_iterator', 'BucketedLoader forgets workers that it has ended'),
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_each_sample_id', 'detects an epoch that ends early'),
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_get_work', 'order of samples in evaluation'),

@@ -61,7 +61,7 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
     """Return the names of functions, classes, variables and attributes of `self` that a module defines."""
     found = set()
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_name(node.value, 'self'):
             found.add(node.attr)

@@ -49,6 +49,7 @@ KINDS = {
     'callback': 'Callbacks',
     'logger': 'Loggers',
     'evaluator': 'Evaluators',
+    'guidance': 'Guidance',
     'trainer': 'Trainer',
 }
 

@@ -1,7 +1,7 @@
 """Callback that samples images for fixed prompts and seeds during training."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ class ImageGrid(Callback):
     Args:
         prompts: Texts to generate images for, one image each.
         every: Interval as a Composer time string; images are also sampled at the end of training.
-        negative_prompt: Negative prompt for classifier-free guidance.
-        guidance_scale: Scale of classifier-free guidance; 1 turns it off.
+        negative_prompt: Negative prompt for guidance.
+        guidance_scale: Guidance scale; 1 turns guidance off.
         guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
-        sparse_guidance: Guide by the prediction with tokens routed as in training (TREAD, SPRINT).
+        guidance: Name and settings of the guidance, such as {name: apg}; null means classifier-free guidance.
         snr_shift: Shift of a flow's sampling times toward noise; None means the objective's.
         num_inference_steps: Number of sampling steps.
         noise_scheduler: Name of the sampler, one of `diffusion.config.sampling_checks.SCHEDULERS`.
@@ -57,7 +57,7 @@ class ImageGrid(Callback):
         negative_prompt: str = '',
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
-        sparse_guidance: bool = False,
+        guidance: Mapping[str, Any] | None = None,
         snr_shift: float | None = None,
         num_inference_steps: int = 50,
         noise_scheduler: str = 'ddim',
@@ -81,7 +81,7 @@ class ImageGrid(Callback):
             'negative_prompt': negative_prompt,
             'guidance_scale': guidance_scale,
             'guidance_rescale': guidance_rescale,
-            'sparse_guidance': sparse_guidance,
+            'guidance': guidance,
             'snr_shift': snr_shift,
             'num_inference_steps': num_inference_steps,
             'noise_scheduler': noise_scheduler,

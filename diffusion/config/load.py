@@ -244,6 +244,8 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
     In YAML, a component's keywords are siblings of `name`; the `Component` dataclass separates them.
     """
     values = dict(raw)
+    if isinstance(values.get('generate'), dict):
+        values['generate'] = _with_guidance(values['generate'])
     for section in SINGLE_COMPONENT_SECTIONS:
         if isinstance(values.get(section), dict):
             values[section] = _component(values[section], None, section, gather)
@@ -277,7 +279,14 @@ def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> An
         known = ', '.join(registry.names(where.removeprefix('eval_')))
         gather.problem(join(where, 'name'), f'is missing; use one of: {known}')
         return {'name': '', 'kwargs': kwargs}
-    return {'name': value.get('name', name), 'kwargs': kwargs}
+    name = value.get('name', name)
+    return {'name': name, 'kwargs': _with_guidance(kwargs) if name in ('image_grid', 'image_metrics') else kwargs}
+
+
+def _with_guidance(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with `guidance: {name: sparse}` in place of `sparse_guidance: true`, its earlier spelling."""
+    rest = {key: value for key, value in settings.items() if key != 'sparse_guidance'}
+    return {'guidance': {'name': 'sparse'}} | rest if settings.get('sparse_guidance') is True else rest
 
 
 def _import_all(modules: list[str]) -> list[Problem]:

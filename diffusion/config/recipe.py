@@ -248,17 +248,17 @@ class GenerateConfig:
     prompts: list[str] = field(default_factory=list)
     """The prompts to generate images for."""
     negative_prompt: str = ''
-    """The negative prompt of classifier-free guidance, for all prompts; '' means the unconditional caption."""
+    """The negative prompt of guidance, for all prompts; '' means the unconditional caption."""
     out: str | None = None
     """The output folder for the images. Null means `generated` in the run's folder."""
     guidance_scale: float = 7.5
-    """The scale of classifier-free guidance; 1 turns guidance off."""
+    """The guidance scale; 1 turns guidance off."""
     guidance_rescale: float = 0.0
     """The strength, from 0 to 1, with which the guided prediction is rescaled to the standard deviation of the
     conditional prediction; 0 turns rescaling off."""
-    sparse_guidance: bool = False
-    """Guide by the prediction for the same prompt with tokens routed as in training (TREAD, SPRINT) instead of by the
-    unconditional prediction."""
+    guidance: dict[str, Any] | None = None
+    """The name and settings of the guidance, such as {name: apg, eta: 0.5}; see `guidance` in Components. Null means
+    classifier-free guidance."""
     snr_shift: float | None = None
     """The shift of a flow's sampling times toward noise, as `objective.snr_shift` shifts those of training. Null means
     the objective's."""
@@ -280,7 +280,7 @@ class GenerateConfig:
     def sampling(self) -> dict[str, Any]:
         """The keywords of `LatentDiffusion.generate` that this section sets for all images."""
         keys = (
-            *('negative_prompt', 'guidance_scale', 'guidance_rescale', 'sparse_guidance'),
+            *('negative_prompt', 'guidance_scale', 'guidance_rescale', 'guidance'),
             *('num_inference_steps', 'noise_scheduler'),
         )
         return {key: getattr(self, key) for key in (*keys, 'snr_shift')}

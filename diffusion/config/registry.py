@@ -87,6 +87,14 @@ TARGETS: dict[str, dict[str, Any]] = {
         'image_metrics': 'diffusion.evaluation.image_metrics:ImageMetrics',
         'retrieval': 'diffusion.evaluation.retrieval:Retrieval',
     },
+    'guidance': {
+        'apg': 'diffusion.models.guidance:AdaptiveProjected',
+        'autoguidance': 'diffusion.models.guidance:Autoguidance',
+        'cfg': 'diffusion.models.guidance:ClassifierFree',
+        'cfg_zero_star': 'diffusion.models.guidance:ZeroStar',
+        'interval': 'diffusion.models.guidance:LimitedInterval',
+        'sparse': 'diffusion.models.guidance:Sparse',
+    },
     'trainer': {'composer': 'composer.trainer.trainer:Trainer'},
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
@@ -104,6 +112,7 @@ BASE_CLASSES = {
         ': the constructor takes buckets, batch_size, tokenizers, seed and **streaming, and item(sample, index) '
         'returns a dict with image, uint8 [3, H, W], and input_ids, int64 [E, L] (docs/extending.md)',
     ),
+    'guidance': ('diffusion.models.guidance.Guidance', ''),
     'logger': ('composer.loggers.LoggerDestination', ''),
     'optimizer': ('torch.optim.Optimizer', ''),
 }
@@ -114,7 +123,8 @@ def register(kind: str, name: str, target: Any) -> None:
     """Register a component of your own under a name that recipes can use.
 
     Args:
-        kind: `model`, `dataset`, `optimizer`, `scheduler`, `algorithm`, `callback`, `logger` or `evaluator`.
+        kind: `model`, `dataset`, `optimizer`, `scheduler`, `algorithm`, `callback`, `logger`, `evaluator` or
+            `guidance`.
         name: The component's `name:` in a recipe.
         target: The class or function, or its address `'module:attribute'`, which is imported on first use.
 

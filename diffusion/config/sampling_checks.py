@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from diffusion.config import registry
 from diffusion.config.language_model import rewrite_problems
 from diffusion.config.model_checks import has_no_denoiser, objective_settings, routes_tokens
 from diffusion.config.recipe import Component, GenerateConfig, Recipe
@@ -43,6 +44,46 @@ def guidance_problem(scale: float) -> str | None:
 
 def rescale_problem(rescale: float) -> str | None:
     return None if 0 <= rescale <= 1 else f'{rescale} is out of range; use 0 (off) to 1'
+
+
+def interval_problem(low: float, high: float) -> str | None:
+    return None if low < high else f'{low:g} is not below high, {high:g}; use low < high for times from 0 to 1'
+
+
+def guidance_problems(settings: Any, where: str, *, flow: bool) -> list[Problem]:
+    """Return the mistakes in a `guidance` mapping, such as {name: apg, eta: 0.5}, for diffusion or a `flow`."""
+    if settings is None:
+        return []
+    if not isinstance(settings, Mapping):
+        return [Problem(where, f'{settings!r} is not a mapping (key: value); write for example {{name: apg}}')]
+    name, kwargs = settings.get('name'), {str(key): value for key, value in settings.items() if key != 'name'}
+    known = ', '.join(registry.names('guidance'))
+    if not isinstance(name, str):
+        return [Problem(join(where, 'name'), f'is missing or not a name; use one of: {known}')]
+    what = registry.unknown('guidance', name) or registry.contract_problem('guidance', name)
+    if what is None and name == 'cfg_zero_star' and not flow:
+        what = 'cfg_zero_star works on the velocities of a flow, and this model is diffusion; use apg or interval'
+    if what is not None:
+        return [Problem(join(where, 'name'), what)]
+    problems = registry.check_keywords(where, 'guidance', name, kwargs)
+    if name == 'interval' and not problems and MISSING not in kwargs.values():
+        what = interval_problem(kwargs['low'], kwargs['high'])
+    return problems + ([] if what is None else [Problem(join(where, 'low'), what)])
+
+
+def guidances_of(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the `guidance` of settings that sample as a list: one mapping or None, or those of a sweep."""
+    given = settings.get('guidance')
+    if isinstance(given, list | tuple) and given and 'guidance_scales' in settings:
+        return list(given)
+    return [given]
+
+
+def guidance_text(settings: Mapping[str, Any] | None) -> str:
+    """Return a guidance as text, such as `apg eta=0.5`; empty for None, which means classifier-free guidance."""
+    if not isinstance(settings, Mapping):
+        return ''
+    return ' '.join([str(settings.get('name')), *(f'{key}={each}' for key, each in settings.items() if key != 'name')])
 
 
 def shift_problem(shift: float | None, *, flow: bool) -> str | None:
@@ -120,12 +161,19 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         for where, settings, limit in places
         for key, what in sampling_problems(settings, limit, flow=flow).items()
     ]
-    problems += [
-        Problem(join(where, 'sparse_guidance'), 'needs algorithms.tread or model.sprint in training; use false')
-        for where, settings, _ in places
-        if settings.get('sparse_guidance') is True and not routes_tokens(recipe)
-    ]
     problems += [each for where, settings, _ in places for each in rewrite_problems(settings, where)]
+    in_training = 'callbacks.' if recipe.evaluators_interval is None else ('callbacks.', 'evaluators.')
+    for where, settings, _ in places:
+        for index, guidance in enumerate(guidances_of(settings)):
+            place = join(where, 'guidance' if guidance is settings.get('guidance') else f'guidance[{index}]')
+            problems += guidance_problems(guidance, place, flow=flow)
+            name = guidance.get('name') if isinstance(guidance, Mapping) else None
+            if name == 'sparse' and not routes_tokens(recipe):
+                what = 'sparse needs algorithms.tread or model.sprint in training; use another guidance'
+                problems.append(Problem(join(place, 'name'), what))
+            if name == 'autoguidance' and recipe.task == 'train' and where.startswith(in_training):
+                what = 'autoguidance reads checkpoints of the run, not in training; use it in generate or evaluate'
+                problems.append(Problem(join(place, 'name'), what))
     if recipe.task == 'generate' and (what := model_problem(recipe.model)) is not None:
         problems.append(Problem('model.name', what))
     return problems + _check_images(recipe.generate)

@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 MANIFEST = 'images.json'
 """File in an image folder that records checkpoint, settings and a hash of the prompts, before the first image."""
 
-NEWER = ('sparse_guidance', 'snr_shift')
-"""Settings that older image folders do not record; they are left out of the record while false or None."""
+NEWER = ('guidance', 'snr_shift')
+"""Settings that older image folders do not record; they are left out of the record while None."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sampling:
         size: Height and width in pixels; None means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
-        sparse_guidance: Guide by the prediction with routed tokens; see `LatentDiffusion.generate`.
+        guidance: Name and settings of the guidance; None means classifier-free guidance.
         snr_shift: Shift of a flow's sampling times toward noise; None means the objective's.
         batch_size: Images generated at once. It counts as a setting because it affects the images' last bits.
     """
@@ -50,7 +50,7 @@ class Sampling:
     size: tuple[int, int] | None = None
     seed: int = 0
     guidance_rescale: float = 0.0
-    sparse_guidance: bool = False
+    guidance: Mapping[str, Any] | None = None
     snr_shift: float | None = None
     batch_size: int = 32
 

@@ -1,5 +1,6 @@
-"""Evaluator `image_metrics`: generate images at several guidance scales, and measure their quality."""
+"""Evaluator `image_metrics`: generate images with one or more settings of guidance, and measure their quality."""
 
+import itertools
 import json
 import logging
 import re
@@ -7,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer.core.precision import get_precision_context
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.config.language_model import RewriteConfig
+from diffusion.config.sampling_checks import guidances_of
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import (
     EvaluatedCheckpoint,
@@ -42,11 +45,11 @@ AREA_TOLERANCE = 1.25
 
 
 class ImageMetrics:
-    """Evaluator of generated images: FID, KID, CMMD, CLIP score and others, at one or more guidance scales.
+    """Evaluator of generated images: FID, KID, CMMD, CLIP score and others, at one or more settings of guidance.
 
     All ranks generate and measure; results do not depend on the number of ranks. Every image is kept as a PNG with its
-    prompt, seed, guidance scale and checkpoint; after an interruption, only missing images are generated. The
-    checkpoint's metrics are those at the first guidance scale; those at other scales are listed separately.
+    prompt, seed, guidance and checkpoint; after an interruption, only missing images are generated. The checkpoint's
+    metrics are those of the first guidance at the first scale; those of the other settings are listed separately.
 
     Args:
         metrics: Names from `diffusion.config.image_metrics.IMAGE_METRICS`.
@@ -56,8 +59,10 @@ class ImageMetrics:
         num_images: Number of images to generate, for the first prompts of a prompt file; null means one per prompt or,
             with captions, one per evaluation image.
         images_per_prompt: Number of images per prompt, with different seeds.
-        guidance_scales: Classifier-free guidance scales; 1 turns guidance off.
+        guidance_scales: Guidance scales; 1 turns guidance off.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
+        guidance: Name and settings of the guidance, such as {name: apg}; null means classifier-free guidance. A list of
+            several, such as intervals, is a sweep: each is measured at all guidance scales.
         snr_shift: Shift of a flow's sampling times toward noise; null means the objective's.
         reference: Folder of reference images; null means the images of the evaluation data.
         num_references: Number of reference images, evenly spaced in the data; null means all.
@@ -68,7 +73,6 @@ class ImageMetrics:
         num_inference_steps: Steps of the noise scheduler per image.
         noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         negative_prompt: Prompt that guidance moves away from.
-        sparse_guidance: Guide by the prediction with tokens routed as in training (TREAD, SPRINT).
         size: Height and width of the images in pixels; null means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         batch_size: Images per batch. Changing it generates all images again, because it affects their last bits.
@@ -86,6 +90,7 @@ class ImageMetrics:
         images_per_prompt: int = 1,
         guidance_scales: Sequence[float] = (7.5,),
         guidance_rescale: float = 0.0,
+        guidance: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         snr_shift: float | None = None,
         reference: str | None = None,
         num_references: int | None = None,
@@ -94,7 +99,6 @@ class ImageMetrics:
         num_inference_steps: int = 50,
         noise_scheduler: str = 'ddim',
         negative_prompt: str = '',
-        sparse_guidance: bool = False,
         size: Sequence[int] | None = None,
         seed: int = 0,
         batch_size: int = 32,
@@ -112,6 +116,7 @@ class ImageMetrics:
         self.prompts, self.prompt_column = prompts, prompt_column
         self.num_images, self.images_per_prompt = num_images, images_per_prompt
         self.guidance_scales = list(guidance_scales)
+        self.guidances = guidances_of({'guidance': guidance, 'guidance_scales': guidance_scales})
         self.reference, self.num_references = reference, num_references
         self.reference_features = reference_features
         self.sources = dict(networks or {})
@@ -120,7 +125,6 @@ class ImageMetrics:
             'num_inference_steps': num_inference_steps,
             'noise_scheduler': noise_scheduler,
             'negative_prompt': negative_prompt,
-            'sparse_guidance': sparse_guidance,
             'size': None if size is None else (size[0], size[1]),
             'seed': seed,
             'batch_size': batch_size,
@@ -153,14 +157,14 @@ class ImageMetrics:
             cache = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
             references = ReferenceFeatures(cache, images).of(extractors, checkpoint)
         sweep = []
-        for scale in self.guidance_scales:
-            sampling = Sampling(guidance_scale=scale, **self.sampling)
+        for guidance, scale in itertools.product(self.guidances, self.guidance_scales):
+            sampling = Sampling(guidance_scale=scale, guidance=guidance, **self.sampling)
             generated = GeneratedImages.below(checkpoint.folder, given.texts, sampling, checkpoint.label)
             generated.given = given
             features, scores = self._measure(checkpoint, generated, prompts, extractors, scorers)
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
-            details = {'guidance_scale': scale, 'metrics': values, 'folder': folder}
+            details = {'guidance_scale': scale, 'guidance': guidance, 'metrics': values, 'folder': folder}
             if 'geneval_hf' in scores:
                 benchmark = geneval_score(scores['geneval_hf'], prompts)
                 values['geneval_hf'] = benchmark.score

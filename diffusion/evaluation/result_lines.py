@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusion.config.image_metrics import better_directions
+from diffusion.config.sampling_checks import guidance_text
 from diffusion.evaluation.evaluated_checkpoint import parse_results
 from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.places import Place
@@ -25,7 +26,7 @@ def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     """Yield a line per loss or metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
 
     A metric with a 95% interval has it in its line, and a line per category follows. Then comes a line per further
-    guidance scale, with all its metrics.
+    setting of guidance, with all its metrics.
 
     Args:
         results: Results of this evaluation alone, in the form of a results file.
@@ -47,7 +48,8 @@ def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
             yield f'  {category:30s} {mean:10.4f}{_interval_text(intervals.get(category))}'
     for each in results.get('guidance', [])[1:]:
         texts = ', '.join(f'{key} {value:.4f}' for key, value in each['metrics'].items())
-        yield f'guidance {each["guidance_scale"]:<23g} {texts}'
+        label = f'guidance {each["guidance_scale"]:g} {guidance_text(each.get("guidance"))}'
+        yield f'{label:<32s} {texts}'
 
 
 def _interval_text(interval: Sequence[float] | None) -> str:
@@ -64,12 +66,14 @@ def _change(value: float, before: float, where: str, better: str) -> str:
 def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
     """Return the value of a loss or metric in earlier results; None if they have none to compare with.
 
-    A metric of a guidance scale is only compared for the same scale, prompts and number of images.
+    A metric of a guidance scale is only compared for the same guidance, scale, prompts and number of images.
     """
-    scale = next((each['guidance_scale'] for each in results.get('guidance', ()) if name in each['metrics']), None)
-    if scale is None:
+    first = next((each for each in results.get('guidance', ()) if name in each['metrics']), None)
+    if first is None:
         return (earlier.get('losses', {}) | earlier.get('metrics', {})).get(name)
     if any(earlier.get(key) != results.get(key) for key in ('images', 'prompts')):
         return None
-    found = [each['metrics'] for each in earlier.get('guidance', ()) if each['guidance_scale'] == scale]
+    keys = ('guidance_scale', 'guidance')
+    same = [each for each in earlier.get('guidance', ()) if all(each.get(key) == first.get(key) for key in keys)]
+    found = [each['metrics'] for each in same]
     return found[-1].get(name) if found else None

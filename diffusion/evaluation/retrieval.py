@@ -3,6 +3,7 @@
 The nearest image has the smallest pixel difference. Use this to measure how well a model has learned a small dataset.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ class Retrieval:
 
     Args:
         num_captions: Number of captions, evenly spaced in the dataset.
-        guidance_scale: Classifier-free guidance scale; 1 turns guidance off.
+        guidance_scale: Guidance scale; 1 turns guidance off.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
+        guidance: Name and settings of the guidance, such as {name: apg}; null means classifier-free guidance.
         snr_shift: Shift of a flow's sampling times toward noise; null means the objective's.
         num_inference_steps: Steps of the noise scheduler per image.
         noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
@@ -50,6 +52,7 @@ class Retrieval:
         num_captions: int = 100,
         guidance_scale: float = 3.0,
         guidance_rescale: float = 0.0,
+        guidance: Mapping[str, Any] | None = None,
         snr_shift: float | None = None,
         num_inference_steps: int = 25,
         noise_scheduler: str = 'ddim',
@@ -60,7 +63,7 @@ class Retrieval:
         self.num_captions, self.num_shown, self.columns = num_captions, num_shown, columns
         self.sampling: dict[str, Any] = {
             **{'guidance_scale': guidance_scale, 'num_inference_steps': num_inference_steps},
-            **{'guidance_rescale': guidance_rescale, 'snr_shift': snr_shift},
+            **{'guidance_rescale': guidance_rescale, 'guidance': guidance, 'snr_shift': snr_shift},
             **{'noise_scheduler': noise_scheduler, 'batch_size': batch_size},
         }
 

@@ -3,6 +3,7 @@
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -26,6 +27,7 @@ from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, s
 from diffusion.models.families.adapter import Condition, adapter_of, check_parts
 from diffusion.models.flops import TrainingFlops
 from diffusion.models.frozen_parts import at_least_float32, encoder_precision, evaluating, for_autograd, freeze
+from diffusion.models.guidance import Guidance, WithWeights, guidance_of
 from diffusion.models.objective import (
     Objective,
     diffuse,
@@ -189,6 +191,8 @@ class LatentDiffusion(ComposerModel):
         self.sample_losses = None
         self.denoiser_is_frozen = False
         self.router = None
+        self.weak_weights: Callable[[Guidance], Mapping[str, Tensor]] | None = None
+        self._weak: tuple[Guidance, WithWeights] | None = None
         self.random_bits = random_bits
         self.encoders_in_inference_mode = False
         self._scale_checked = False
@@ -543,7 +547,7 @@ class LatentDiffusion(ComposerModel):
         num_inference_steps: int = 50,
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
-        sparse_guidance: bool = False,
+        guidance: Mapping[str, Any] | None = None,
         snr_shift: float | None = None,
         noise_scheduler: str = 'ddim',
         latents: Tensor | None = None,
@@ -559,8 +563,8 @@ class LatentDiffusion(ComposerModel):
             guidance_scale: 0 or more; 1 or less turns guidance off.
             guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
-            sparse_guidance: Guide by the prediction for the same prompt with tokens routed as in training, instead of
-                the unconditional prediction (Krause et al. 2026, arXiv 2601.01608); needs TREAD or SPRINT.
+            guidance: Name and settings of the guidance, such as `{'name': 'apg', 'eta': 0.5}`; see
+                `diffusion.models.guidance`. None means classifier-free guidance.
             snr_shift: Shift of a flow's sampling times toward noise; by default the objective's.
             noise_scheduler: A name from `diffusion.config.sampling_checks.SCHEDULERS`, or a scheduler class of
                 diffusers.
@@ -577,10 +581,11 @@ class LatentDiffusion(ComposerModel):
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
-        if (weak := self._sparse_predict(seeds) if sparse_guidance else None) is not None and negative_prompt:
-            raise UserError('negative_prompt: sparse_guidance has no unconditional prediction; set one of the two')
-        guidance = {'scale': guidance_scale, 'rescale': guidance_rescale}
-        check_sampling(seeds, num_inference_steps, self.objective, **guidance, shift=snr_shift)
+        method = guidance_of(guidance, flow=self.objective.is_flow)
+        if (weak := self._weak_predict(method, seeds)) is not None and negative_prompt:
+            raise UserError('negative_prompt: this guidance has no unconditional prediction; set one of the two')
+        strength = {'scale': guidance_scale, 'rescale': guidance_rescale}
+        check_sampling(seeds, num_inference_steps, self.objective, **strength, shift=snr_shift)
         grid = self.latent_grid
         if latents is not None:
             grid.check_noise(latents, size, len(prompts))
@@ -595,13 +600,15 @@ class LatentDiffusion(ComposerModel):
         with evaluating(self):  # a text encoder in training mode may apply dropout
             sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
             condition = self._condition(self._tokens(prompts), sizes=sizes)
-            if guidance_scale > 1 and weak is None:
-                # Compute the unconditional and the conditional prediction in one pass with twice the batch size.
-                unconditional = self._unconditional(negative_prompt, condition)
-                condition = unconditional.followed_by(condition)
-
-        denoise = guided_denoiser(self._predict, condition, scheduler, objective, **guidance, weak=weak)
-        with evaluating(self):
+            is_needed = guidance_scale > 1 and weak is None
+            unconditional = self._unconditional(negative_prompt, condition) if is_needed else None
+            denoise = guided_denoiser(
+                *(self._predict, condition, scheduler, objective),
+                guidance=method,
+                **strength,
+                unconditional=unconditional,
+                weak=weak,
+            )
             start = latents.float() * self.objective.noise_scale
             latents = sample_latents(
                 denoise,
@@ -777,17 +784,36 @@ class LatentDiffusion(ComposerModel):
             return replace(condition, embeds=torch.zeros_like(condition.embeds), pooled=pooled)
         return self._condition(self._tokens([negative_prompt] * len(condition)), sizes=condition.sizes)
 
-    def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+    def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition, denoiser: Any = None) -> Tensor:
         """Return the denoiser's prediction for noisy latents [B, C, H, W] at timesteps [B] of the noise schedule."""
         self.latent_grid.check_patches(*noisy.shape[2:])
         if self.adapter.timesteps_up_to_one:
             timesteps = timesteps / self.objective.num_train_timesteps
-        return self.adapter.predict(self.denoiser, noisy, timesteps, condition)
+        return self.adapter.predict(denoiser or self.denoiser, noisy, timesteps, condition)
+
+    def _weak_predict(self, guidance: Guidance, seeds: Sequence[int]) -> Predict | None:
+        """Return the weaker prediction for the same condition that a guidance needs; None if it needs none."""
+        if guidance.weak == 'checkpoint':
+            return functools.partial(self._predict, denoiser=self._weak_denoiser(guidance))
+        return None if guidance.weak == 'unconditional' else self._sparse_predict(seeds)
+
+    def _weak_denoiser(self, guidance: Guidance) -> WithWeights:
+        """Return the denoiser with the worse weights of a guidance; those of the last guidance are kept."""
+        if self.weak_weights is None:
+            raise UserError('guidance: the model has no run with other weights; use diffusion generate or evaluate')
+        if self.train_text_encoder:
+            raise UserError('guidance: autoguidance needs the same text encoder, and this run trains it; use cfg')
+        if self._weak is None or self._weak[0] != guidance:
+            self._weak = None  # free the memory first
+            weights, own = self.weak_weights(guidance), self.denoiser.state_dict(prefix='denoiser.')
+            found = {name.partition('.')[2]: weights[name].to(own[name]) for name in own.keys() & weights.keys()}
+            self._weak = guidance, WithWeights(self.denoiser, found)
+        return self._weak[1]
 
     def _sparse_predict(self, seeds: Sequence[int]) -> Predict:
         """Return `_predict` in which some tokens skip blocks, chosen by each image's seed and the number of calls."""
         if (router := self.router) is None:
-            raise UserError('sparse_guidance: the model has neither algorithms.tread nor model.sprint; use false')
+            raise UserError('guidance: sparse needs a model with algorithms.tread or model.sprint; use cfg')
         draws, calls = draws_for(seeds, seed=0, device=self.device), itertools.count()
 
         def predict(noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:

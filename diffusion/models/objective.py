@@ -18,6 +18,8 @@ from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose
 
+Space = Literal['sample', 'velocity']
+"""Space of a prediction: the clean latents, or a flow's velocity."""
 MIN_TIME = 0.05
 """Lower bound of t when an error in x is converted to one in velocity by dividing by t (Li and He 2025)."""
 
@@ -221,6 +223,25 @@ def flow_velocity(
     if objective.prediction_type != 'sample':
         return prediction
     return (noisy - prediction) / time.to(noisy.dtype).clamp(min=min_time)
+
+
+def space_coefficients(objective: Objective, space: Space | None, timestep: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a and b, both [], such that a x_t + b p is the prediction p for x_t in another space.
+
+    Args:
+        space: None means the space of the denoiser's predictions: a = 0 and b = 1. Only flows have a velocity.
+        timestep: Timestep [] of the noise schedule; a fractional one of a diffusion schedule is rounded.
+    """
+    time = timestep.float() / objective.num_train_timesteps
+    zero, one = torch.zeros_like(time), torch.ones_like(time)
+    if space in (None, objective.prediction_type):
+        return zero, one
+    if objective.is_flow:
+        rate = time.clamp(min=MIN_TIME)
+        return (one / rate, -one / rate) if space == 'velocity' else (one, -time)
+    alpha_bar = objective.alpha_bars()[int(timestep.round().clamp(0, objective.num_train_timesteps - 1))].to(time)
+    signal, noise = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+    return (signal, -noise) if objective.prediction_type == 'v_prediction' else (one / signal, -noise / signal)
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Sampling of latents: the denoising loop, classifier-free guidance, and inference schedulers.
+"""Sampling of latents: the denoising loop, guided predictions, and inference schedulers.
 
 Shapes: B images, C latent channels, H W latent size, L text tokens, D text width.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from diffusion.config.sampling_checks import (
 )
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition
-from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
+from diffusion.models.guidance import Guidance
+from diffusion.models.objective import MIN_TIME, Objective, flow_velocity, space_coefficients
 
 Predict = Callable[[Tensor, Tensor, Condition], Tensor]
 """Function that maps noisy latents [B, C, H, W], timesteps [B] and a condition to the denoiser's prediction."""
@@ -145,18 +147,21 @@ def guided_denoiser(
     scheduler: Any,
     objective: Objective,
     *,
+    guidance: Guidance,
     scale: float,
     rescale: float = 0.0,
+    unconditional: Condition | None = None,
     weak: Predict | None = None,
 ) -> Denoise:
     """Return the function that `sample_latents` calls: the guided prediction, converted to what the scheduler expects.
 
     Args:
         predict: The denoiser's prediction.
-        condition: Condition for the prompts. With guidance, the batch starts with the unconditional condition, unless
-            `weak` is given.
+        condition: Condition for the prompts.
+        guidance: How the weak and the strong prediction are combined.
         scale: Guidance scale; 1 or less turns guidance off.
-        rescale: Strength of guidance rescaling; see `guide`.
+        rescale: Strength of guidance rescaling; see `rescaled`.
+        unconditional: Condition of the weak prediction; not needed without guidance or with `weak`.
         weak: Prediction of a weaker model for the same condition, which replaces the unconditional prediction,
             or None.
     """
@@ -166,36 +171,48 @@ def guided_denoiser(
     # MIN_TIME, as training does. Heun's method also uses the velocity near t = 0, which this minimum would shrink.
     min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
+    # Compute the unconditional and the conditional prediction in one pass with twice the batch size.
+    both = None if unconditional is None else unconditional.followed_by(condition)
+    combine = guidance.start(scale)
+    low, high = guidance.interval or (-math.inf, math.inf)
+
     def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
-        if scale <= 1:
-            prediction = predict(noisy, timestep.expand(len(noisy)), condition).float()
-        elif weak is not None:
-            strong, weaker = (each(noisy, timestep.expand(len(noisy)), condition).float() for each in (predict, weak))
-            prediction = guide(weaker, strong, scale=scale, rescale=rescale)
+        time, timesteps = timestep / objective.num_train_timesteps, timestep.expand(len(noisy))
+        # Read the time only if needed: reading it waits for the GPU.
+        if scale <= 1 or (guidance.interval is not None and not low < float(time) <= high):
+            prediction = predict(noisy, timesteps, condition).float()
         else:
-            both = torch.cat([noisy, noisy])
-            both = predict(both, timestep.expand(len(both)), condition).float()
-            prediction = guide(*both.chunk(2), scale=scale, rescale=rescale)
+            if weak is not None:
+                strong, weaker = (each(noisy, timesteps, condition).float() for each in (predict, weak))
+            else:
+                assert both is not None, 'unconditional guidance needs its condition'
+                found = predict(torch.cat([noisy, noisy]), timesteps.repeat(2), both).float()
+                weaker, strong = found.chunk(2)
+            if guidance.space is None:
+                prediction = combine(weaker, strong)
+            else:
+                shift, factor = space_coefficients(objective, guidance.space, timestep)
+                guided = combine(*(shift * noisy + factor * each for each in (weaker, strong)))
+                prediction = (guided - shift * noisy) / factor
+            prediction = rescaled(prediction, strong, strength=rescale)
         if not takes_velocity:
             return prediction
-        time = timestep / objective.num_train_timesteps
         return flow_velocity(objective, prediction, noisy, time=time, min_time=min_time)
 
     return denoise
 
 
-def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:
-    """Return the prediction of classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
+def rescaled(guided: Tensor, conditional: Tensor, *, strength: float) -> Tensor:
+    """Return a guided prediction with the standard deviation of the conditional one, [B, C, H, W].
 
-    `rescale` in [0, 1] is the strength of rescaling to the standard deviation of `conditional` (Lin et al. 2024,
-    equations 15 and 16; they use 0.7).
+    `strength` in [0, 1] mixes it with the unchanged one (Lin et al. 2024, equations 15 and 16; they use 0.7).
     """
-    guided = unconditional + scale * (conditional - unconditional)
-    if rescale == 0:
+    if strength == 0:
         return guided
     dims = tuple(range(1, guided.ndim))
-    matched = guided * (conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True))
-    return rescale * matched + (1 - rescale) * guided
+    # A velocity of 0 (CFG-Zero*) stays 0.
+    matched = guided * (conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True).clamp(min=1e-12))
+    return strength * matched + (1 - strength) * guided
 
 
 def as_captions(prompts: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from diffusion.config.sampling_checks import guidance_text
 from diffusion.config.secrets import secret_problems
 from diffusion.config.yaml_files import parse_yaml
 from diffusion.planning.gpus import GPU, load_gpus
@@ -128,7 +129,11 @@ def _results(content: bytes) -> dict[str, Any] | None:
         'metrics': _numbers(given.get('metrics')),
         'losses': _numbers(given.get('losses')),
         'guidance': [
-            {'scale': _number(each.get('guidance_scale')), 'metrics': _numbers(each.get('metrics'))}
+            {
+                'scale': _number(each.get('guidance_scale')),
+                'method': guidance_text(each.get('guidance')),
+                'metrics': _numbers(each.get('metrics')),
+            }
             for each in sweep
             if _number(each.get('guidance_scale')) is not None
         ],

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
+
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
 from diffusion.checkpointing.checkpoint_lookup import (
     download_checkpoint,
@@ -21,6 +23,7 @@ from diffusion.config.families import Family, families, family_of_model, pipelin
 from diffusion.config.load import Recipe, load
 from diffusion.config.options import DIR, FILE, Count, Option, Overrides
 from diffusion.config.sampling_checks import (
+    guidance_problems,
     is_flow,
     model_problem,
     num_train_timesteps,
@@ -30,6 +33,7 @@ from diffusion.config.sampling_checks import (
 )
 from diffusion.config.signatures import source_file
 from diffusion.config.weight_sources import REPOSITORY
+from diffusion.config.yaml_files import parse_yaml
 from diffusion.errors import UserError
 from diffusion.storage.local_files import check_writable
 
@@ -37,7 +41,7 @@ Weights = Literal['ema', 'training']
 CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
-OPTIONS |= {'guidance_rescale': '--rescale', 'snr_shift': '--shift'}
+OPTIONS |= {'guidance_rescale': '--rescale', 'guidance': '--guide', 'snr_shift': '--shift'}
 """Options of `diffusion generate` that override keys of the recipe's `generate` section, by key."""
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
@@ -132,6 +136,8 @@ class GenerateOptions:
     """Guidance scale; 1 turns guidance off (default: the recipe's; 7.5 for an export)."""
     rescale: float | None = None
     """Strength of guidance rescaling, 0 to 1 (default: the recipe's; 0 for an export of i1; not for other exports)."""
+    guide: Annotated[str | None, Option('NAME_OR_YAML')] = None
+    """Method of guidance: apg, or "{name: interval, low: 0.2, high: 1}" (default: the recipe's; not for an export)."""
     shift: float | None = None
     """SNR shift of a flow's sampling times (default: the recipe's; not for an export)."""
     negative: Annotated[str, Option('TEXT')] = ''
@@ -147,6 +153,12 @@ class GenerateOptions:
     def sampling(self) -> dict[str, Any]:
         """The options of `OPTIONS` that were given, by key of the recipe's `generate` section."""
         own = {key: getattr(self, option.removeprefix('--')) for key, option in OPTIONS.items()}
+        if self.guide is not None:
+            try:
+                value = parse_yaml(self.guide)
+            except yaml.YAMLError as error:
+                raise UserError(f'--guide: {self.guide!r} is not YAML; write for example "{{name: apg}}"') from error
+            own['guidance'] = {'name': value} if isinstance(value, str) else value
         return {key: value for key, value in own.items() if value is not None}
 
 
@@ -243,7 +255,7 @@ def check_generate(options: GenerateOptions) -> None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         name = check_pipeline(source)
         rescales = exported_pipelines()[name].pipelines[name].takes_guidance_rescale
-        unused = ['snr_shift'] if rescales else ['guidance_rescale', 'snr_shift']
+        unused = ['guidance', 'snr_shift'] if rescales else ['guidance', 'guidance_rescale', 'snr_shift']
         if refused := [OPTIONS[key] for key in unused if key in given]:
             raise UserError(f'{refused[0]}: a {name} has no such argument; generate from the run')
         if options.lora is not None:
@@ -265,9 +277,10 @@ def check_generate(options: GenerateOptions) -> None:
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
         if (problem := model_problem(recipe.model)) is not None:
             raise UserError(f'model.name: {problem}')
-        problems = sampling_problems(
-            vars(recipe.generate) | given, num_train_timesteps(recipe.model), flow=is_flow(recipe.model)
-        )
+        flow = is_flow(recipe.model)
+        for problem in guidance_problems(given.get('guidance'), '--guide', flow=flow):
+            raise UserError(str(problem))
+        problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe.model), flow=flow)
     for key, problem in problems.items():
         raise UserError(f'{OPTIONS.get(key, f"generate.{key}")}: {problem}')
 

@@ -1,18 +1,23 @@
 """`task: evaluate`: measure the validation losses of a checkpoint and run the evaluators that its recipe names."""
 
+import functools
 import json
 import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
+from torch import Tensor
 
+from diffusion.algorithms.post_hoc_ema import reconstruct_average
+from diffusion.algorithms.power_function import SNAPSHOT_FOLDER
 from diffusion.algorithms.tread import TREAD
-from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, download_checkpoint, run_of_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
@@ -25,10 +30,11 @@ from diffusion.evaluation.result_lines import earlier_results, result_lines
 from diffusion.evaluation.retrieval import SAMPLES
 from diffusion.loggers.progress_lines import ProgressLine, has_terminal
 from diffusion.models.frozen_parts import evaluating
+from diffusion.models.guidance import Autoguidance, Guidance
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.atomic import write_atomically
-from diffusion.storage.places import files_of_run
+from diffusion.storage.places import files_of_run, is_url
 from diffusion.training import components
 
 log = logging.getLogger(__name__)
@@ -61,7 +67,26 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
         for algorithm in recipe.algorithms.values():
             if algorithm.name == 'tread':  # for sparse guidance; evaluation and sampling use all tokens otherwise
                 TREAD(**algorithm.kwargs).install(model)
+        if isinstance(model, LatentDiffusion):
+            run = recipe.run_url or str(run_of_checkpoint(checkpoint))
+            model.weak_weights = functools.partial(weak_weights, run)
         return TrainedModel(model, which, checkpoint.name)
+
+
+def weak_weights(run: str, guidance: Guidance) -> dict[str, Tensor]:
+    """Return the denoiser's weights that autoguidance compares with, by name in the model, from a run's folder or URL.
+
+    Raises:
+        UserError: The run has no such checkpoint or no snapshots.
+    """
+    assert isinstance(guidance, Autoguidance)
+    if guidance.ema_width is not None:
+        folder = run_of_checkpoint(download_checkpoint(run, [SNAPSHOT_FOLDER])) if is_url(run) else Path(run)
+        return reconstruct_average(folder, guidance.ema_width, at=guidance.batch).tensors
+    with claimed_checkpoint(f'{run}/ba{guidance.batch}', 'autoguidance') as checkpoint:
+        weights, _ = weights_of(checkpoint)
+        # Copy the tensors while the file is open, since they may be memory-mapped.
+        return {name: each.clone() for name, each in weights.items() if name.startswith('denoiser.')}
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:

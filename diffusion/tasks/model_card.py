@@ -16,6 +16,7 @@ from diffusion.config.families import families, pipeline_of
 from diffusion.config.load import Recipe, hide_environment
 from diffusion.config.model_checks import objective_settings
 from diffusion.config.recipe import Component, StreamConfig
+from diffusion.config.sampling_checks import guidance_text
 from diffusion.config.weight_sources import REPOSITORY, hub_repository
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.runs.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
@@ -107,14 +108,22 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
         ]
         call_to_load = loading(written, source, missing)
         lines = [f'from diffusers import {call_to_load.partition(".")[0]}\n', f'pipeline = {call_to_load}']
-        rescale = {'guidance_rescale': settings.guidance_rescale} if pipeline.takes_guidance_rescale else {}
-        call += arguments(rescale | pipeline.call(keywords))
+        own = {'guidance_rescale': settings.guidance_rescale} if pipeline.takes_guidance_rescale else {}
+        call += arguments(own | pipeline.call(keywords))
         if pipeline.module:
             notes = [
                 '`trust_remote_code=True` runs the Python files beside the weights, which are copied from diffusion '
                 f'{diffusion.__version__}.'
             ]
     lines.append(f'image = pipeline({prompt}, {call}).images[0]')
+    method, rescale = guidance_text(settings.guidance), settings.guidance_rescale
+    lacking = [] if method in ('', 'cfg') else [f'guidance `{method}`']
+    lacking += [f'`guidance_rescale={rescale:g}`'] if rescale and 'guidance_rescale' not in call else []
+    if settings.guidance_scale > 1 and lacking:
+        notes.append(
+            f'The recipe samples with {" and ".join(lacking)}. This call applies plain classifier-free guidance, for '
+            'which another scale may be better.'
+        )
     return ['## Use', '```python\n' + '\n'.join(lines) + '\n```', *notes]
 
 

@@ -155,9 +155,11 @@ def test_sprint_refuses_what_does_not_fit(make_prx, write_recipe):
     assert 'model.sprint.fraction: 1.0 is not a fraction' in str(caught.value)
     assert 'algorithms.tread: model.sprint routes tokens too' in str(caught.value)
     grid = {'image_grid': {'prompts': ['a cat'], 'sparse_guidance': True}}
-    with pytest.raises(UserError, match='image_grid.sparse_guidance: needs algorithms.tread or model.sprint in trai'):
+    with pytest.raises(UserError, match='image_grid.guidance.name: sparse needs algorithms.tread or model.sprint in t'):
         load(write_recipe(model={'name': 'tiny_prx'}, callbacks=grid))
-    load(write_recipe(model={'name': 'tiny_prx', 'sprint': {}}, callbacks=grid))
+    sections = {'callbacks': grid, 'generate': {'sparse_guidance': True, 'guidance_scale': 2.0}}
+    recipe = load(write_recipe(model={'name': 'tiny_prx', 'sprint': {}}, **sections))
+    assert recipe.generate.guidance == recipe.callbacks['image_grid'].kwargs['guidance'] == {'name': 'sparse'}
 
 
 @pytest.mark.parametrize(
@@ -218,14 +220,15 @@ def test_evaluation_and_sampling_use_all_tokens(make_prx):
 def test_sparse_guidance_equals_eulers_method_with_routed_predictions(make_prx):
     plain = make_prx()
     model = make_prx()
-    with pytest.raises(UserError, match='sparse_guidance: the model has neither algorithms.tread nor model.sprint'):
-        model.generate(['a'], sparse_guidance=True)
+    sparse = {'name': 'sparse'}
+    with pytest.raises(UserError, match='guidance: sparse needs a model with algorithms.tread or model.sprint'):
+        model.generate(['a'], guidance=sparse)
     model.route_tokens(Route(START, END, 0.5))
-    with pytest.raises(UserError, match='negative_prompt: sparse_guidance has no unconditional prediction'):
-        model.generate(['a'], sparse_guidance=True, negative_prompt='b')
+    with pytest.raises(UserError, match='negative_prompt: this guidance has no unconditional prediction'):
+        model.generate(['a'], guidance=sparse, negative_prompt='b')
     start = torch.randn(2, *model.latent_grid.shape((64, 64)), generator=torch.Generator().manual_seed(0))
     settings: dict[str, Any] = {'num_inference_steps': 3, 'guidance_scale': 2.5, 'noise_scheduler': 'euler'}
-    found = model.generate(CAPTIONS, latents=start, seeds=[7, 8], sparse_guidance=True, **settings)
+    found = model.generate(CAPTIONS, latents=start, seeds=[7, 8], guidance=sparse, **settings)
     scheduler = inference_scheduler('euler', plain.objective)
     scheduler.set_timesteps(3)
     latents, count, zero = start.clone(), start[0, 0].numel(), torch.zeros(2, dtype=torch.int64)
@@ -238,7 +241,7 @@ def test_sparse_guidance_equals_eulers_method_with_routed_predictions(make_prx):
             latents[i] += (after - now) * (weak + 2.5 * (strong - weak))
     torch.testing.assert_close(found, plain.decode(latents), rtol=1e-4, atol=1e-4)
     assert found.std() > 0.05, 'the images are not saturated'
-    unrouted = model.generate(CAPTIONS, latents=start, **settings | {'guidance_scale': 1.0}, sparse_guidance=True)
+    unrouted = model.generate(CAPTIONS, latents=start, **settings | {'guidance_scale': 1.0}, guidance=sparse)
     assert torch.equal(unrouted, plain.generate(CAPTIONS, latents=start, **settings | {'guidance_scale': 1.0}))
 
 

@@ -124,6 +124,12 @@ def write_evaluation(folder: Path, batch: int, seed: int = 0) -> None:
         categories = {'clip_score': {'animals': 0.31, 'text': 0.22}}
         result = {'guidance_scale': scale, 'metrics': metrics, 'categories': categories}
         sweep.append(result | {'folder': f'evaluations/ba{batch}/{scale}'})
+        if scale == 3:  # a sweep of intervals too
+            sweep += [
+                result
+                | {'guidance': {'name': 'interval', 'low': low, 'high': 0.8}, 'folder': f'evaluations/ba{batch}/{low}'}
+                for low in (0.1, 0.3)
+            ]
     results = {'checkpoint': f'ba{batch}', 'batch': batch, 'weights': 'ema', 'images': 30000, 'prompts': 'captions'}
     results |= {'losses': {'loss': 0.15 + 10 / batch}, 'metrics': sweep[-1]['metrics'], 'guidance': sweep}
     text = json.dumps(results | {'seconds': 600.0, 'finished': BEGIN + batch})

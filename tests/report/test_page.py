@@ -176,6 +176,7 @@ def test_slider_shows_the_images_of_a_batch_and_evaluations_are_sorted(visit, re
     table.get_by_role('button', name='FID').press('Enter')
     assert [float(text.split()[0]) for text in fid.all_inner_texts()] == values[::-1]
     assert 'animals' in page.locator('#evaluations').inner_text()
+    assert 'interval low=0.3 high=0.8' in page.locator('#evaluations').inner_text()
     sweep = page.locator('#evaluations svg')
     assert sweep.locator('circle').count() == 20 and '7.5' in (sweep.text_content() or '')
 

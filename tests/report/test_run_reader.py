@@ -34,7 +34,7 @@ def test_everything_of_a_run_is_read(run):
     assert (content.name, status.state, status.batch, status.total_batches) == ('sd2', 'ended', 400, 1000)
     assert len(content.series['loss/train/total'].steps) == 400, 'the repeated batches count once'
     assert [each['batch'] for each in content.evaluations] == [100, 200, 300, 400]
-    assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 5
+    assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 7
     assert [sheet.batch for sheet in content.images.sheets] == [100, 200, 300, 400]
     assert [figure['caption'] for figure in content.images.sheets[0].figures] == PROMPTS
     assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 100]

@@ -75,8 +75,9 @@ def test_published_parts_of_a_pipeline_are_accepted_and_code_beside_them_is_refu
 
 
 def test_only_pipelines_with_guidance_rescaling_take_it(tmp_path, capsys):
-    for name, words in (('PRXPipeline', ['--rescale', '1']), ('I1Pipeline', ['--rescale', '1', '--shift', '3'])):
-        folder = pipeline(tmp_path / name, name, FLOW)
+    given = ['--rescale', '1'], ['--rescale', '1', '--shift', '3'], ['--guide', 'apg']
+    for name, words in zip(('PRXPipeline', 'I1Pipeline', 'I1Pipeline'), given, strict=True):
+        folder = pipeline(tmp_path / words[-2], name, FLOW)
         error = refusal(capsys, 'generate', folder, 'a', '--out', tmp_path / 'out', *words)
         assert f'{words[-2]}: a {name} has no such argument; generate from the run' in error
 

@@ -296,10 +296,13 @@ def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_
     run.rename(moved)
     options = ['--metrics', 'clip_score', '--guidance', '1,2', '--images', '2', '--steps', '2', '--prompts', 'own']
     options += [f'--network=clip_score={networks["clip_score"]}']
+    options += ['evaluators.image_metrics.guidance=[null, {name: interval, low: 0.4, high: 1}]']
     assert cli.main(['evaluate', str(moved), *options]) == 0
     assert set(results(moved)['metrics']) == {'clip_score'}
-    assert [each['guidance_scale'] for each in results(moved)['guidance']] == [1, 2]
-    assert 'clip_score' in capsys.readouterr().out
+    rows = [(each['guidance_scale'], (each['guidance'] or {}).get('name')) for each in results(moved)['guidance']]
+    assert rows == [(1, None), (2, None), (1, 'interval'), (2, 'interval')]
+    output = capsys.readouterr().out
+    assert 'clip_score' in output and '\nguidance 2 interval low=0.4 high=1 clip_score' in output
     assert not run.exists()
 
 

@@ -109,6 +109,10 @@ def test_card_calls_each_pipeline_as_the_run_draws(card):
     assert "DiffusionPipeline.from_pretrained('org/painter', trust_remote_code=True)" in body
     assert 'num_inference_steps=28, guidance_scale=5, guidance_rescale=1.0).images[0]' in body
     assert '`trust_remote_code=True` runs the Python files beside the weights, which are copied from diffusion' in body
+    assert 'classifier-free guidance' not in body
+    other = {'guidance': {'name': 'apg', 'eta': 0.5}, 'guidance_rescale': 0.7}
+    _, body = card('PRXPipeline', model=prx, generate=flow | other)
+    assert 'The recipe samples with guidance `apg eta=0.5` and `guidance_rescale=0.7`. This call applies plain' in body
     mmdit = {'name': 'mmdit', 'revision': 'c' * 40, 't5': False, 't5_length': 128}
     _, body = card('StableDiffusion3Pipeline', model=mmdit, generate=flow)
     assert "from_pretrained('org/painter', text_encoder_3=None, tokenizer_3=None)" in body

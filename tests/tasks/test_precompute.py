@@ -161,9 +161,15 @@ def test_model_trains_and_draws_on_stored_latents_of_its_autoencoder_alone(
     with pytest.raises(ValueError, match=f'autoencoder is {made}, but the model has {wanted}'):
         train(load(write_recipe('other', model=other, **content)))
     run, words = tmp_path / 'runs' / 'offline', ['--steps', '3', '--guidance', '5', '--shift', '4', '--rescale', '0.5']
-    words += ['--scheduler', 'euler', '--out', str(tmp_path / 'drawn')]
+    words += ['--guide', 'apg', '--scheduler', 'euler', '--out', str(tmp_path / 'drawn')]
     assert main(['generate', str(run), 'a', *words]) == 0
-    sampling = {'num_inference_steps': 3, 'guidance_scale': 5.0, 'snr_shift': 4.0, 'guidance_rescale': 0.5}
+    sampling: dict[str, Any] = {
+        'num_inference_steps': 3,
+        'guidance_scale': 5.0,
+        'snr_shift': 4.0,
+        'guidance_rescale': 0.5,
+    }
+    sampling['guidance'] = {'name': 'apg'}
     trained: Any = trained_model(load(run / 'recipe.yaml')).model
     expected = to_images(trained.generate(['a'], noise_scheduler='euler', **sampling))[0]
     with Image.open(tmp_path / 'drawn' / '00000-a.png') as drawn:

@@ -62,10 +62,12 @@ function guidanceSweep() {
   );
   if (!sweeps.length) return [];
   const names = [...new Set(sweeps.flatMap(each => each.guidance.flatMap(row => Object.keys(row.metrics))))];
+  const methods = sweeps.some(each => each.guidance.some(row => row.method));
   const rows = sweeps.flatMap(each =>
     each.guidance.map(row => [
       ...(several() ? [{sort: each.run.label, content: runName(each.run, each.index)}] : []),
       each.batch,
+      ...(methods ? [row.method || 'cfg'] : []),
       {sort: row.scale, content: trimmed(row.scale)},
       ...names.map(name => row.metrics[name]),
     ]),
@@ -73,7 +75,8 @@ function guidanceSweep() {
   const columns = [
     ...(several() ? [{title: 'Run', kind: 'text'}] : []),
     {title: 'Batch', kind: 'number'},
-    {title: 'Guidance', kind: 'number'},
+    ...(methods ? [{title: 'Guidance', kind: 'text'}] : []),
+    {title: methods ? 'Scale' : 'Guidance', kind: 'number'},
     ...names.map(name => ({title: metricTitle(name), kind: 'number'})),
   ];
   const quality = names.includes('fid') ? 'fid' : names.find(name => page.data.better[name] === 'lower');
@@ -82,9 +85,18 @@ function guidanceSweep() {
     ? page.data.runs.map((_, index) => sweeps.filter(each => each.index === index).at(-1)).filter(Boolean)
     : sweeps.slice(-6);
   const shown = lastOnes
+    .flatMap(each =>
+      [...new Set(each.guidance.map(row => row.method))].map(method => ({
+        ...each,
+        method,
+        guidance: each.guidance.filter(row => row.method === method),
+      })),
+    )
     .map((each, position) => ({
-      color: several() ? each.index : position,
-      label: `${several() ? `${each.run.label}, ` : ''}batch ${formatNumber(each.batch)}`,
+      color: several() && !methods ? each.index : position,
+      label: `${several() ? `${each.run.label}, ` : ''}batch ${formatNumber(each.batch)}${
+        methods ? `, ${each.method || 'cfg'}` : ''
+      }`,
       points: each.guidance
         .filter(row => known(row.metrics.clip_score) && known(row.metrics[quality]))
         .map(row => ({x: row.metrics.clip_score, y: row.metrics[quality], text: trimmed(row.scale)}))

@@ -20,6 +20,7 @@ from diffusion.compatibility.private_names import (
     tree_leaves,
     tree_map,
 )
+from diffusion.errors import UserError
 from diffusion.models.flops import empty_copy
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -280,6 +281,11 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         stack.enter_context(_Operations(recording))
         stack.enter_context(saved_tensors_hooks(recording.keep, lambda tensor: tensor))
         module(*args, **kwargs)
+    if enable is not None and not recording.inside:
+        raise UserError(
+            f'{type(module).__name__}: enable_gradient_checkpointing() does not reach its blocks, so that their memory '
+            'cannot be counted; in forward(), call torch.utils.checkpoint.checkpoint(block, ...) by this full name'
+        )
     return recording
 
 

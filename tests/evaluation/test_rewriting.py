@@ -21,6 +21,7 @@ from diffusion.config.load import load
 from diffusion.errors import GaveUp, UserError
 from diffusion.evaluation.metrics import TextImageScore
 from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.evaluate import evaluate
 from diffusion.training.train import train
 
@@ -95,8 +96,19 @@ def texts_of(path: Path) -> dict[str, str]:
 
 @pytest.mark.cpu_seconds(20)
 def test_images_of_grids_evaluations_and_generate_are_for_rewritten_prompts(
-    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], write_recipe: Callable[..., Path]
+    server: VlmServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    write_recipe: Callable[..., Path],
 ) -> None:
+    generate, drawn = LatentDiffusion.generate, list[str]()
+
+    def recorded(model: LatentDiffusion, texts: list[str], **settings: Any) -> torch.Tensor:
+        drawn.extend(texts)
+        return generate(model, texts, **settings)
+
+    monkeypatch.setattr(LatentDiffusion, 'generate', recorded)
     prompts, record = ['a red square', 'green'], {'rewritten_by': BY}
     (tmp_path / 'prompts.txt').write_text('\n'.join(prompts))
     rewrite = {'model': MODEL, 'endpoint': f'{server.url}/v1', 'patience_seconds': 0}
@@ -139,6 +151,8 @@ def test_images_of_grids_evaluations_and_generate_are_for_rewritten_prompts(
     assert main(['generate', str(run), 'blue', '--out', str(tmp_path / 'out')]) == 1
     assert 'start the same command again' in capsys.readouterr().err
     assert set(server.good.values()) == {1}
+    rewritten_texts = [f'Detailed: {text}' for text in prompts]
+    assert drawn == [*rewritten_texts, *rewritten_texts, rewritten_texts[1]], 'of the grid, the evaluation and generate'
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 
+from diffusion.errors import UserError
 from diffusion.models.activation_memory import count_activations
 from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.i1.transformer_i1 import I1Transformer2DModel
 
 SMALL: dict[str, Any] = {
     'down_block_types': ['CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'],
@@ -144,6 +146,22 @@ def test_float32_norms_keep_more_if_their_input_has_16_bits():
     assert of_second_block('half') == 4 * (2 * 8 + 2) + 2 * 8
     assert of_second_block('half+low_precision_norms') == 2 * 3 * 8 + of_second_block('half+compile') - 2 * 2 * 8
     assert of_second_block('half') > of_second_block('half+low_precision_norms') > of_second_block('half+compile')
+
+
+def test_blocks_that_checkpointing_does_not_reach_are_an_error():
+    module = unet()
+    module.enable_gradient_checkpointing = lambda: None
+    with pytest.raises(UserError, match=r'^UNet2DConditionModel: enable_gradient_checkpointing\(\) does not reach'):
+        count(module, 'float32')
+
+
+def test_blocks_of_i1_are_measured_under_checkpointing():
+    module = I1Transformer2DModel(in_channels=4, text_width=16, text_length=8, hidden_size=64, num_heads=2, depth=5)
+    found = count_activations(
+        module, lambda batch: ((torch.empty(batch, 4, 8, 8), torch.ones(batch, 8, 16)), {}), 'half'
+    )
+    assert found.kept_inside > 0
+    assert found.kept > found.kept_between
 
 
 @pytest.mark.slow

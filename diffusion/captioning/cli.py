@@ -55,8 +55,10 @@ def run_caption(options: CaptionOptions) -> int:
     from diffusion.captioning.settings import load_settings
     from diffusion.prepare.work_dir import Share
 
-    if (options.clip_score or options.networks) and not (options.clip_score and options.report):
-        raise UserError('--network needs --clip-score, which needs --report FILE.html; add it')
+    if options.networks and not options.clip_score:
+        raise UserError('--network needs --clip-score; add it')
+    if options.clip_score and options.report is None:
+        raise UserError('--clip-score needs --report FILE.html; add it')
     settings = load_settings(options.settings, options.overrides)
     share = None if options.share is None else Share.parse(options.share)
     from diffusion.captioning.caption_run import CaptionRun
@@ -116,7 +118,7 @@ def _report(run: 'CaptionRun') -> Iterator[str]:
             yield f'{column}: other shards have no captions yet; training can use the column after the last share'
     if len(run.listed) == len(run.written):
         weights = ', '.join(f'{column}: {0.8 / len(run.listed):.2g}' for column in run.listed)
-        yield f'to train with them, set dataset.caption_weights to {{original: 0.2, {weights}}}'
+        yield f'to draw captions from these columns in training: dataset.caption_weights={{original: 0.2, {weights}}}'
 
 
 def _print_plan(run: 'CaptionRun', engine: 'Engine', dollars_per_hour: float | None) -> None:

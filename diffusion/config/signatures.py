@@ -408,6 +408,7 @@ def _fields(node: ast.ClassDef, module: str) -> tuple[Parameter, ...]:
         _parameter(item.target.id, item.annotation, item.value, module, docs.get(item.target.id, ''))
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        if not ast.unparse(item.annotation).startswith('ClassVar')
     )
 
 

@@ -236,7 +236,7 @@ def _keys_where(place: str, condition: str) -> list[str]:
     for each in indexed_folders(folder, place):
         receipts = listed_receipts(folder, each.name, column, each.entries)
         if receipts is None:
-            print(f'{folder.locate(each.name)}: has no answers {column} of all images, and selects none')
+            print(f'{folder.locate(each.name)}: no complete column {column}; no image is selected here')
         tables |= {table_name(each.name, column, stem): receipt for stem, receipt in (receipts or {}).items()}
     if not tables:
         raise UserError(f'--where: {place} has no answers {column!r}; ask for them with diffusion caption')

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
+from composer import ComposerModel, Trainer
 from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State, TimeUnit
 from composer.loggers import LoggerDestination
@@ -142,14 +142,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         for part in SPEED_PARTS:
             if getattr(recipe.speed, part) is True and not getattr(parts, part):
                 log.warning('speed.%s: has no effect without a GPU', part)
-    loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
-    if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
-        loader.dataset.check_encoders(
-            model.vae, model.text, train_text_encoder=model.train_text_encoder, mask_padding=model.ignores_padding
-        )
-        if model.image_encoder is not None:
-            loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
-            model.use_stored_features()
+    loader = _train_loader(recipe, model, copy_ahead=bool(parts.copy_ahead))
     # If Composer saves the checkpoints, `resume` is None here; if the Trainer later resumes from one, it replaces
     # these initial weights.
     if recipe.initial_weights is not None and resume is None:
@@ -222,6 +215,19 @@ def build_trainer(recipe: Recipe) -> Trainer:
     deterministic = bool(recipe.trainer.get('deterministic_mode'))
     set_backends(parts, on_gpu=components.on_gpu(recipe.trainer), deterministic=deterministic)
     return trainer
+
+
+def _train_loader(recipe: Recipe, model: ComposerModel, *, copy_ahead: bool) -> BucketedLoader:
+    """Build the loader of the training data; check that stored latents suit the model's frozen encoders."""
+    loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if copy_ahead else BucketedLoader)
+    if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
+        loader.dataset.check_encoders(
+            model.vae, model.text, train_text_encoder=model.train_text_encoder, mask_padding=model.ignores_padding
+        )
+        if model.image_encoder is not None:
+            loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
+            model.use_stored_features()
+    return loader
 
 
 def build_checkpointer(recipe: Recipe, text: str) -> Checkpointer | None:

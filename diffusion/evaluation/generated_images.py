@@ -211,6 +211,19 @@ class GeneratedImages:
         return images
 
 
+def kept_answer(path: Path, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the answer about an image that is kept in a file beside it; None if there is none for this question.
+
+    Args:
+        about: Entries that the file must have, such as the prompt and a hash of the network.
+    """
+    try:
+        answer = json.loads(path.read_text(encoding='utf-8'))
+    except (FileNotFoundError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) and answer | json.loads(json.dumps(about)) == answer else None
+
+
 def _as_tensor(image: Image.Image) -> Tensor:
     """Return an RGB image as uint8 [3, H, W]."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

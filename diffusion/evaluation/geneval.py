@@ -23,6 +23,7 @@ from transformers import Mask2FormerForUniversalSegmentation
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_result import CONFIDENCE, clustered_variance, wilson_interval
 from diffusion.evaluation.feature_networks import weights_hash
+from diffusion.evaluation.generated_images import kept_answer
 from diffusion.evaluation.geneval_rules import CLASSES, COLORS, MAX_OBJECTS, MIN_CONFIDENCE, failure, kept_objects
 from diffusion.evaluation.image_scores import TextImageScore
 from diffusion.evaluation.prompts import Prompt, categories
@@ -178,22 +179,14 @@ class GenEval(nn.Module):
         results = []
         for image, prompt, file in zip(images, prompts, files, strict=True):
             path = file.with_suffix(ANSWER_SUFFIX)
-            kept = self._kept(path, prompt)
+            about = {'prompt': dict(prompt), 'networks': self._hash}
+            kept = kept_answer(path, about)
             answer = self._found(image, prompt) if kept is None else kept
             reason = failure(prompt, answer['objects'], answer['colors'])
             if kept is None:
-                about = {'prompt': dict(prompt), 'networks': self._hash, 'failure': reason}
-                write_atomically(path, json.dumps(about | answer) + '\n')
+                write_atomically(path, json.dumps(about | {'failure': reason} | answer) + '\n')
             results.append(reason is None)
         return torch.tensor(results, dtype=torch.float32)
-
-    def _kept(self, path: Path, prompt: Mapping[str, Any]) -> dict[str, Any] | None:
-        try:
-            answer = json.loads(path.read_text(encoding='utf-8'))
-        except (FileNotFoundError, ValueError):
-            return None
-        wanted = {'prompt': json.loads(json.dumps(prompt)), 'networks': self._hash}
-        return answer if isinstance(answer, dict) and answer | wanted == answer else None
 
     def _found(self, image: Tensor, prompt: Mapping[str, Any]) -> dict[str, Any]:
         """Return the objects in an image by class, and the colors of those whose color the prompt names."""

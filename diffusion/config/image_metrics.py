@@ -54,6 +54,8 @@ NETWORKS: dict[str, str | None] = {
     'geneval_hf': None,
 }
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
+SWEPT = ('guidance_scales', 'num_inference_steps', 'noise_scheduler', 'snr_shift')
+"""Settings of which the evaluator compares several values; all combinations, with each guidance, are measured."""
 LAYOUTS = ('geneval', 't2i_compbench')
 """Layouts of image folders that the scoring scripts of benchmarks read."""
 
@@ -78,11 +80,12 @@ def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
         if name not in NETWORKS:
             found['networks'] = f'there is no network {name!r}; {did_you_mean(str(name), NETWORKS)}'
     scales = settings.get('guidance_scales')
-    if isinstance(scales, list | tuple) and (not scales or len(set(scales)) < len(scales)):
-        found['guidance_scales'] = f'{list(scales)} is not a list of different numbers'
-    elif isinstance(scales, list | tuple):
+    if isinstance(scales, list | tuple):
         problems = [guidance_problem(each) for each in scales if isinstance(each, int | float)]
         found['guidance_scales'] = next((each for each in problems if each is not None), None)
+    for key in SWEPT:
+        if isinstance(values := settings.get(key), list | tuple) and (not values or len(set(values)) < len(values)):
+            found[key] = f'{list(values)} is not a list of different values'
     for key in ('num_images', 'images_per_prompt', 'num_references', 'batch_size'):
         if isinstance(value := settings.get(key), int) and value < 1:
             found[key] = f'{value} is less than 1'

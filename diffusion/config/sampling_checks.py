@@ -7,7 +7,7 @@ import ast
 import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffusion.config import registry
@@ -77,6 +77,11 @@ def guidances_of(settings: Mapping[str, Any]) -> list[Any]:
     if isinstance(given, list | tuple) and given and 'guidance_scales' in settings:
         return list(given)
     return [given]
+
+
+def swept(value: Any) -> list[Any]:
+    """Return the values of a setting that may be a list of values to compare, such as the numbers of steps."""
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def guidance_text(settings: Mapping[str, Any] | None) -> str:
@@ -181,19 +186,20 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
 
 def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool = False) -> dict[str, str]:
     """Return error messages, by key, for wrong sampling settings; `timesteps` limits the steps, None does not."""
-    steps, scale = settings.get('num_inference_steps'), settings.get('guidance_scale')
-    rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
+    scale, rescale = settings.get('guidance_scale'), settings.get('guidance_rescale')
     problems: dict[str, str | None] = {}
-    if isinstance(steps, int):
-        problems['num_inference_steps'] = steps_problem(steps, timesteps)
     if isinstance(scale, int | float):
         problems['guidance_scale'] = guidance_problem(scale)
     if isinstance(rescale, int | float):
         problems['guidance_rescale'] = rescale_problem(rescale)
-    if isinstance(shift := settings.get('snr_shift'), int | float):
-        problems['snr_shift'] = shift_problem(shift, flow=flow)
-    if isinstance(name, str) and name != MISSING:
-        problems['noise_scheduler'] = scheduler_problem(name, flow=flow)
+    checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
+        ('num_inference_steps', int, lambda steps: steps_problem(steps, timesteps)),
+        ('snr_shift', (int | float), lambda shift: shift_problem(shift, flow=flow)),
+        ('noise_scheduler', str, lambda name: None if name == MISSING else scheduler_problem(name, flow=flow)),
+    ]
+    for key, kind, check in checks:
+        values = [each for each in swept(settings.get(key)) if isinstance(each, kind)]
+        problems[key] = next((what for each in values if (what := check(each)) is not None), None)
     return {key: what for key, what in problems.items() if what is not None}
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.config.language_model import RewriteConfig
-from diffusion.config.sampling_checks import guidances_of
+from diffusion.config.sampling_checks import guidances_of, swept
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import (
     EvaluatedCheckpoint,
@@ -50,6 +51,7 @@ class ImageMetrics:
     All ranks generate and measure; results do not depend on the number of ranks. Every image is kept as a PNG with its
     prompt, seed, guidance and checkpoint; after an interruption, only missing images are generated. The checkpoint's
     metrics are those of the first guidance at the first scale; those of the other settings are listed separately.
+    Several numbers of steps, schedulers or shifts are a sweep too: all combinations are measured.
 
     Args:
         metrics: Names from `diffusion.config.image_metrics.IMAGE_METRICS`.
@@ -63,15 +65,15 @@ class ImageMetrics:
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
         guidance: Name and settings of the guidance, such as {name: apg}; null means classifier-free guidance. A list of
             several, such as intervals, is a sweep: each is measured at all guidance scales.
-        snr_shift: Shift of a flow's sampling times toward noise; null means the objective's.
+        snr_shift: Shift of a flow's sampling times toward noise, or a list; null means the objective's.
         reference: Folder of reference images; null means the images of the evaluation data.
         num_references: Number of reference images, evenly spaced in the data; null means all.
         reference_features: Folder where features of the reference images are kept; runs may share it. Null means
             `evaluations/reference` in the run's folder.
         networks: Sources that override those in `diffusion.config.image_metrics.NETWORKS`, by name: a local path or
             `ORG/NAME@COMMIT`.
-        num_inference_steps: Steps of the noise scheduler per image.
-        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
+        num_inference_steps: Steps of the noise scheduler per image, or a list.
+        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`, or a list.
         negative_prompt: Prompt that guidance moves away from.
         size: Height and width of the images in pixels; null means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
@@ -91,13 +93,13 @@ class ImageMetrics:
         guidance_scales: Sequence[float] = (7.5,),
         guidance_rescale: float = 0.0,
         guidance: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        snr_shift: float | None = None,
+        snr_shift: float | Sequence[float] | None = None,
         reference: str | None = None,
         num_references: int | None = None,
         reference_features: str | None = None,
         networks: Mapping[str, str] | None = None,
-        num_inference_steps: int = 50,
-        noise_scheduler: str = 'ddim',
+        num_inference_steps: int | Sequence[int] = 50,
+        noise_scheduler: str | Sequence[str] = 'ddim',
         negative_prompt: str = '',
         size: Sequence[int] | None = None,
         seed: int = 0,
@@ -108,22 +110,27 @@ class ImageMetrics:
         settings = {
             **{'metrics': metrics, 'networks': networks, 'guidance_scales': guidance_scales, 'size': size},
             **{'num_images': num_images, 'images_per_prompt': images_per_prompt, 'num_references': num_references},
-            **{'batch_size': batch_size, 'layout': layout, 'prompts': prompts},
+            **{'batch_size': batch_size, 'layout': layout, 'prompts': prompts, 'snr_shift': snr_shift},
+            **{'num_inference_steps': num_inference_steps, 'noise_scheduler': noise_scheduler},
         }
         for key, problem in image_metrics_problems(settings).items():
             raise UserError(f'{key}: {problem}')
         self.metrics = list(metrics)
         self.prompts, self.prompt_column = prompts, prompt_column
         self.num_images, self.images_per_prompt = num_images, images_per_prompt
-        self.guidance_scales = list(guidance_scales)
-        self.guidances = guidances_of({'guidance': guidance, 'guidance_scales': guidance_scales})
+        sweep = {
+            'guidance': guidances_of({'guidance': guidance, 'guidance_scales': guidance_scales}),
+            'guidance_scale': list(guidance_scales),
+            'num_inference_steps': swept(num_inference_steps),
+            'noise_scheduler': swept(noise_scheduler),
+            'snr_shift': swept(snr_shift),
+        }
+        self.sweep = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
         self.reference, self.num_references = reference, num_references
         self.reference_features = reference_features
         self.sources = dict(networks or {})
         self.sampling = {
-            **{'guidance_rescale': guidance_rescale, 'snr_shift': snr_shift},
-            'num_inference_steps': num_inference_steps,
-            'noise_scheduler': noise_scheduler,
+            'guidance_rescale': guidance_rescale,
             'negative_prompt': negative_prompt,
             'size': None if size is None else (size[0], size[1]),
             'seed': seed,
@@ -157,19 +164,21 @@ class ImageMetrics:
             cache = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
             references = ReferenceFeatures(cache, images).of(extractors, checkpoint)
         sweep = []
-        for guidance, scale in itertools.product(self.guidances, self.guidance_scales):
-            sampling = Sampling(guidance_scale=scale, guidance=guidance, **self.sampling)
+        for setting in self.sweep:
+            sampling = Sampling(**setting, **self.sampling)
             generated = GeneratedImages.below(checkpoint.folder, given.texts, sampling, checkpoint.label)
             generated.given = given
             features, scores = self._measure(checkpoint, generated, prompts, extractors, scorers)
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
-            details = {'guidance_scale': scale, 'guidance': guidance, 'metrics': values, 'folder': folder}
+            details = {**setting, 'metrics': values, 'folder': folder}
             if 'geneval_hf' in scores:
                 benchmark = geneval_score(scores['geneval_hf'], prompts)
                 values['geneval_hf'] = benchmark.score
                 by_kind = {kind: interval for kind, (_, interval) in benchmark.kinds.items()}
                 details['intervals'] = {'geneval_hf': {'': benchmark.interval, **by_kind}}
+            if scores and not sweep:
+                details['examples'] = {key: examples(rows.tolist(), prompts, generated) for key, rows in scores.items()}
             if len(groups := categories(prompts)) > 1:
                 details['categories'] = {
                     name: {group or 'none': float(rows[indices].double().mean()) for group, indices in groups.items()}
@@ -271,6 +280,33 @@ class ImageMetrics:
             return values
 
         return from_rank_zero(compute, raise_together)
+
+
+EXAMPLES = 3
+"""Number of prompts of each category whose images are named as the worst ones, and as the best ones."""
+
+
+def examples(scores: Sequence[float], prompts: Sequence[Prompt], images: GeneratedImages) -> dict[str, Any]:
+    """Return images of the prompts with the lowest and the highest mean scores, as `worst` and `best` by category.
+
+    Each entry has the `file` of the prompt's worst or best image in its folder, the `prompt`, and the `score`.
+    """
+    found: dict[str, Any] = {}
+    for category, indices in categories(prompts).items():
+        by_prompt: dict[str, list[int]] = {}
+        for index in indices:
+            by_prompt.setdefault(prompts[index].text, []).append(index)
+        order = sorted(by_prompt.values(), key=lambda each: math.fsum(scores[index] for index in each) / len(each))
+        worst, best = order[:EXAMPLES], order[EXAMPLES:][-EXAMPLES:][::-1]
+        found[category or 'none'] = {
+            name: [
+                {'file': str(images.path(index).relative_to(images.folder)), 'prompt': prompts[index].text}
+                | {'score': scores[index]}
+                for index in (choose(each, key=lambda index: scores[index]) for each in group)
+            ]
+            for name, group, choose in (('worst', worst, min), ('best', best, max))
+        }
+    return found
 
 
 def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt: int, folder: Path) -> None:

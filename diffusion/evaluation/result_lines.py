@@ -26,7 +26,7 @@ def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     """Yield a line per loss or metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
 
     A metric with a 95% interval has it in its line, and a line per category follows. Then comes a line per further
-    setting of guidance, with all its metrics.
+    setting of sampling, with all its metrics.
 
     Args:
         results: Results of this evaluation alone, in the form of a results file.
@@ -48,8 +48,10 @@ def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
             yield f'  {category:30s} {mean:10.4f}{_interval_text(intervals.get(category))}'
     for each in results.get('guidance', [])[1:]:
         texts = ', '.join(f'{key} {value:.4f}' for key, value in each['metrics'].items())
-        label = f'guidance {each["guidance_scale"]:g} {guidance_text(each.get("guidance"))}'
-        yield f'{label:<32s} {texts}'
+        words = [f'guidance {each["guidance_scale"]:g}', guidance_text(each.get('guidance'))]
+        for key, word in (('num_inference_steps', 'steps'), ('noise_scheduler', ''), ('snr_shift', 'shift')):
+            words += [] if each.get(key) == first.get(key) else [word, str(each.get(key))]
+        yield f'{" ".join(filter(None, words)):<32s} {texts}'
 
 
 def _interval_text(interval: Sequence[float] | None) -> str:
@@ -66,14 +68,15 @@ def _change(value: float, before: float, where: str, better: str) -> str:
 def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
     """Return the value of a loss or metric in earlier results; None if they have none to compare with.
 
-    A metric of a guidance scale is only compared for the same guidance, scale, prompts and number of images.
+    A metric of generated images is only compared for the same sampling, prompts and number of images.
     """
     first = next((each for each in results.get('guidance', ()) if name in each['metrics']), None)
     if first is None:
         return (earlier.get('losses', {}) | earlier.get('metrics', {})).get(name)
     if any(earlier.get(key) != results.get(key) for key in ('images', 'prompts')):
         return None
-    keys = ('guidance_scale', 'guidance')
-    same = [each for each in earlier.get('guidance', ()) if all(each.get(key) == first.get(key) for key in keys)]
-    found = [each['metrics'] for each in same]
+    keys = ('guidance_scale', 'guidance', 'num_inference_steps', 'noise_scheduler', 'snr_shift')
+    wanted = {key: first.get(key) for key in keys}
+    defaults = wanted | {'guidance': None}  # for results of older versions
+    found = [each['metrics'] for each in earlier.get('guidance', ()) if wanted.items() <= (defaults | each).items()]
     return found[-1].get(name) if found else None

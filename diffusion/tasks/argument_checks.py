@@ -19,6 +19,7 @@ from diffusion.checkpointing.checkpoint_lookup import (
     recipe_of_checkpoint,
     run_of_checkpoint,
 )
+from diffusion.config.declarations import AtLeast
 from diffusion.config.families import Family, families, family_of_model, pipeline_of
 from diffusion.config.load import Recipe, load
 from diffusion.config.options import DIR, FILE, Count, Option, Overrides
@@ -182,8 +183,8 @@ class EvaluationOptions:
     """Number of images per prompt, with different seeds (default: 1); GenEval takes 4."""
     reference: Annotated[str | None, DIR] = None
     """Folder of reference images (default: images of the evaluation data)."""
-    num_inference_steps: Annotated[Count | None, Option(flag='--steps')] = None
-    """Number of sampling steps (default: 50)."""
+    num_inference_steps: Annotated[list[int] | None, Option('NUMBERS', flag='--steps', commas=True), AtLeast(1)] = None
+    """Comma-separated numbers of sampling steps; the first is the one of the checkpoint's results (default: 50)."""
     batch_size: Count | None = None
     """Images per batch and device (default: 32)."""
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)

@@ -20,7 +20,9 @@ from diffusion import cli
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.evaluation.feature_networks import Inception
-from diffusion.evaluation.generated_images import MANIFEST
+from diffusion.evaluation.generated_images import MANIFEST, GeneratedImages, Sampling
+from diffusion.evaluation.image_metrics import examples
+from diffusion.evaluation.prompts import Prompt
 from diffusion.tasks.evaluate import evaluate
 from diffusion.training.train import train
 
@@ -189,7 +191,10 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
             marks=pytest.mark.slow,
         ),
         ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
-        ({'guidance_scales': [3, 3]}, 'not a list of different numbers'),
+        ({'guidance_scales': [3, 3]}, 'not a list of different values'),
+        ({'num_inference_steps': []}, 'not a list of different values'),
+        ({'num_inference_steps': [2, 2000]}, '2000 is out of range; use 1 to 1000'),
+        ({'noise_scheduler': ['ddim', 'dimm']}, "'dimm' is unknown; did you mean 'ddim'"),
         ({'metrics': ['geneval_hf']}, 'prompts: geneval_hf needs the path of evaluation_metadata.jsonl .*, not None'),
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
         pytest.param(
@@ -244,6 +249,19 @@ def test_prompt_file_with_categories_and_scorer_layouts(prepared, tmp_path):
     assert results(run)['prompts'] == str(tmp_path / 'p.csv')
 
 
+def test_examples_are_the_worst_and_best_images_of_the_worst_and_best_prompts(tmp_path):
+    prompts = [Prompt(f'prompt {index // 2}', '' if index < 2 else 'shape') for index in range(14)]
+    scores = [0.0, 1.0, *(0.7, 0.9), *(0.0, 0.1), *(0.9, 0.5), *(0.3, 0.2), *(1.0, 0.9), *(0.4, 0.4)]
+    images = GeneratedImages(tmp_path, [each.text for each in prompts], Sampling(batch_size=4), 'ba2')
+    found = examples(scores, prompts, images)
+    numbers = {
+        kind: [[int(each['file'][-6:-4]) for each in both[side]] for side in ('worst', 'best')]
+        for kind, both in found.items()
+    }
+    assert numbers == {'none': [[0], []], 'shape': [[4, 9, 12], [10, 3, 6]]}
+    assert found['shape']['worst'][1] == {'file': 'batch-00002/000009.png', 'prompt': 'prompt 4', 'score': 0.2}
+
+
 GENEVAL = [
     {'tag': 'colors', 'include': [{'class': 'dog', 'count': 1, 'color': 'red'}], 'prompt': 'a red dog'},
     {'tag': 'single_object', 'include': [{'class': 'cat', 'count': 1}], 'prompt': 'a cat'},
@@ -267,6 +285,13 @@ def test_geneval_is_equal_on_1_and_2_ranks_and_is_judged_again_from_kept_answers
     assert set(kinds) == {'colors', 'single_object'}
     assert found['metrics']['geneval_hf'] == pytest.approx(sum(kinds.values()) / 2)
     assert set(found['intervals']['geneval_hf']) == {'', *kinds}
+    examples = found['examples']['geneval_hf']
+    named = [(kind, side, each['prompt']) for kind, both in examples.items() for side in both for each in both[side]]
+    assert sorted(named) == [
+        ('colors', 'worst', 'a blue car'),
+        ('colors', 'worst', 'a red dog'),
+        ('single_object', 'worst', 'a cat'),
+    ]
     answers = {path.name: path for path in run.rglob('*.geneval.json')}
     assert len(answers) == 6
     for path in other_run.rglob('*.geneval.json'):
@@ -294,15 +319,18 @@ def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_
     _, run = prepared()
     moved = tmp_path / 'elsewhere'
     run.rename(moved)
-    options = ['--metrics', 'clip_score', '--guidance', '1,2', '--images', '2', '--steps', '2', '--prompts', 'own']
+    options = ['--metrics', 'clip_score', '--guidance', '1,2', '--images', '2', '--steps', '2,3', '--prompts', 'own']
     options += [f'--network=clip_score={networks["clip_score"]}']
     options += ['evaluators.image_metrics.guidance=[null, {name: interval, low: 0.4, high: 1}]']
     assert cli.main(['evaluate', str(moved), *options]) == 0
     assert set(results(moved)['metrics']) == {'clip_score'}
-    rows = [(each['guidance_scale'], (each['guidance'] or {}).get('name')) for each in results(moved)['guidance']]
-    assert rows == [(1, None), (2, None), (1, 'interval'), (2, 'interval')]
+    swept = results(moved)['guidance']
+    rows = [(each['guidance_scale'], (each['guidance'] or {}).get('name')) for each in swept if each['metrics']]
+    assert rows[::2] == rows[1::2] == [(1, None), (2, None), (1, 'interval'), (2, 'interval')]
+    assert [each['num_inference_steps'] for each in swept] == 4 * [2, 3]
+    assert len({each['metrics']['clip_score'] for each in swept}) == 8 - 2, 'at scale 1, guidance changes nothing'
     output = capsys.readouterr().out
-    assert 'clip_score' in output and '\nguidance 2 interval low=0.4 high=1 clip_score' in output
+    assert 'clip_score' in output and '\nguidance 2 interval low=0.4 high=1 steps 3 clip_score' in output
     assert not run.exists()
 
 

@@ -130,7 +130,9 @@ def test_documented_versions_are_the_pins():
 @pytest.mark.skipif(sys.version_info < (3, 11), reason='Python 3.10 does not know the modules of most packages')
 def test_every_imported_package_is_declared():
     declared = {canonicalize_name(Requirement(r).name) for r in project['dependencies'] + extras['quickstart']}
-    optional = [line for name in ('caption', 'eval', 'formats', 'kubernetes', 'mcli', 'ray') for line in extras[name]]
+    optional = [
+        line for name in ('caption', 'eval', 'formats', 'kubernetes', 'mcli', 'ocr', 'ray') for line in extras[name]
+    ]
     declared |= {canonicalize_name(Requirement(line).name) for line in optional}
     providers = packages_distributions()
     ours = set(sys.stdlib_module_names) | {'diffusion'}

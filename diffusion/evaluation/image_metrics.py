@@ -29,12 +29,13 @@ from diffusion.evaluation.evaluated_checkpoint import (
 )
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
-from diffusion.evaluation.geneval import GenEval, geneval_score
+from diffusion.evaluation.geneval import BenchmarkScore, GenEval, geneval_score
 from diffusion.evaluation.geneval_rules import check_prompt
 from diffusion.evaluation.image_scores import ImageScore
 from diffusion.evaluation.metrics import DISTANCES, MetricNetwork, build_networks
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
+from diffusion.evaluation.rendered_text import TextReader, check_text, image_scores, text_scores
 from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
 from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.atomic import atomic_folder
@@ -55,8 +56,8 @@ class ImageMetrics:
 
     Args:
         metrics: Names from `diffusion.config.image_metrics.IMAGE_METRICS`.
-        prompts: A `.txt`, `.csv`, `.tsv` or `.jsonl` file with prompts; `own` means this package's 120 prompts; null
-            means captions from the evaluation data.
+        prompts: A `.txt`, `.csv`, `.tsv` or `.jsonl` file with prompts, a `.json` or the folder of CVTG-2K, or `own`,
+            this package's 120 prompts; null means captions from the evaluation data.
         prompt_column: Column or key of the prompts; null means automatic detection.
         num_images: Number of images to generate, for the first prompts of a prompt file; null means one per prompt or,
             with captions, one per evaluation image.
@@ -148,6 +149,8 @@ class ImageMetrics:
         device = checkpoint.model.device
         for prompt in prompts if 'geneval_hf' in self.metrics else ():
             check_prompt(prompt.text, prompt.metadata)
+        if any(IMAGE_METRICS[name].network == 'rapidocr' for name in self.metrics):
+            check_text(prompts)
         built: dict[str, MetricNetwork] = {}
         with checkpoint.raise_together('image_metrics: the networks were not loaded'):
             built = {name: each.to(device) for name, each in build_networks(self.metrics, self.sources).items()}
@@ -172,18 +175,27 @@ class ImageMetrics:
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
             details = {**setting, 'metrics': values, 'folder': folder}
-            if 'geneval_hf' in scores:
-                benchmark = geneval_score(scores['geneval_hf'], prompts)
-                values['geneval_hf'] = benchmark.score
-                by_kind = {kind: interval for kind, (_, interval) in benchmark.kinds.items()}
-                details['intervals'] = {'geneval_hf': {'': benchmark.interval, **by_kind}}
+            if isinstance(reader := scorers.get('rapidocr'), TextReader):
+                details['ocr'] = reader.engine
+            benchmarks = self._benchmarks(scores, prompts)
+            if 'rapidocr' in scores:
+                by_metric = image_scores(scores.pop('rapidocr'))
+                scores |= {name: rows for name, rows in by_metric.items() if name in self.metrics}
             if scores and not sweep:
                 details['examples'] = {key: examples(rows.tolist(), prompts, generated) for key, rows in scores.items()}
-            if len(groups := categories(prompts)) > 1:
-                details['categories'] = {
-                    name: {group or 'none': float(rows[indices].double().mean()) for group, indices in groups.items()}
-                    for name, rows in scores.items()
-                }
+            groups = categories(prompts)
+            by_category = {
+                name: {group or 'none': float(rows[indices].double().mean()) for group, indices in groups.items()}
+                for name, rows in scores.items()
+            }
+            for name, benchmark in benchmarks.items():
+                values[name] = benchmark.score
+                kinds = {kind or 'none': found for kind, found in benchmark.kinds.items()}
+                by_category[name] = {kind: mean for kind, (mean, _) in kinds.items()}
+                by_kind = {kind: interval for kind, (_, interval) in kinds.items()}
+                details.setdefault('intervals', {})[name] = {'': benchmark.interval, **by_kind}
+            if len(groups) > 1:
+                details['categories'] = by_category
             sweep.append(details)
             with checkpoint.raise_together(f'image_metrics: {self.layout}'):
                 if self.layout is not None and dist.get_global_rank() == 0:
@@ -235,9 +247,9 @@ class ImageMetrics:
         generated: GeneratedImages,
         prompts: Sequence[Prompt],
         extractors: Mapping[str, FeatureNetwork],
-        scorers: Mapping[str, ImageScore | GenEval],
+        scorers: Mapping[str, ImageScore | GenEval | TextReader],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return features [N, D] by network and scores [N] by metric, for all images; a collective call."""
+        """Return features [N, D] by network, and scores [N] or counts [N, 4] by scorer; a collective call."""
         features: dict[str, list[Tensor]] = {name: [] for name in extractors}
         scores: dict[str, list[Tensor]] = {name: [] for name in scorers}
         indices: list[int] = []
@@ -249,16 +261,26 @@ class ImageMetrics:
                     for name, network in extractors.items():
                         features[name].append(network.features(images).cpu())
                     for name, scorer in scorers.items():
+                        asked, files = [prompts[each] for each in own], [*map(generated.path, own)]
                         if isinstance(scorer, GenEval):
-                            rows, files = [prompts[each].metadata for each in own], [*map(generated.path, own)]
-                            found = scorer.scores(images, rows, files)
+                            found = scorer.scores(images, [each.metadata for each in asked], files)
+                        elif isinstance(scorer, TextReader):
+                            found = scorer.counts(images, asked, files)
                         else:
-                            found = scorer.scores(images, [prompts[each].text for each in own])
-                        scores[name].append(found.cpu()[:, None])
+                            found = scorer.scores(images, [each.text for each in asked])
+                        scores[name].append(found.cpu().view(len(own), -1))
         return (
             {name: gather_rows(rows, indices) for name, rows in features.items()},
-            {name: gather_rows(rows, indices)[:, 0] for name, rows in scores.items()},
+            {name: gather_rows(rows, indices).squeeze(1) for name, rows in scores.items()},
         )
+
+    def _benchmarks(self, scores: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> dict[str, BenchmarkScore]:
+        found = {}
+        if 'geneval_hf' in scores:
+            found['geneval_hf'] = geneval_score(scores['geneval_hf'], prompts)
+        if 'rapidocr' in scores:
+            found |= text_scores(scores['rapidocr'], prompts)
+        return {name: each for name, each in found.items() if name in self.metrics}
 
     def _values(
         self,

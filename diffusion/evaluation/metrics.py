@@ -22,6 +22,7 @@ from diffusion.evaluation.image_scores import (
     TextImageScore,
     split_source,
 )
+from diffusion.evaluation.rendered_text import TextReader
 
 BLOCK_ROWS = 4096
 """Rows and columns per block when a matrix of distances or kernel values is computed: 134 MB per block."""
@@ -160,7 +161,7 @@ DISTANCES: dict[str, Distance] = {
     'efficientnet_distance': frechet_distance,
 }
 """Metrics computed on features; all other metrics are means of per-image scores."""
-MetricNetwork = FeatureNetwork | ImageScore | GenEval
+MetricNetwork = FeatureNetwork | ImageScore | GenEval | TextReader
 
 
 def build_network(name: str, sources: Mapping[str, str]) -> MetricNetwork:
@@ -178,6 +179,8 @@ def build_network(name: str, sources: Mapping[str, str]) -> MetricNetwork:
             return Inception(source)
         if name == 'efficientnet':
             return EfficientNetLite0()
+        if name == 'rapidocr':
+            return TextReader()
         if source is None:
             raise UserError("has no default; set it to a folder, or to a repository's ORG/NAME@COMMIT")
         if name == 'hpsv2':

@@ -30,7 +30,7 @@ class Prompt:
 
     Args:
         category: Category within the prompt set, or an empty string.
-        metadata: The prompt's whole row in a JSONL file, needed by GenEval's scorer; empty for other file types.
+        metadata: The prompt's whole row in a JSON or JSONL file, needed by scorers; empty for other file types.
     """
 
     text: str
@@ -46,22 +46,26 @@ def own_prompts() -> list[Prompt]:
 def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
     """Read prompts from a file.
 
-    A `.txt` file has one prompt per line. A `.csv` or `.tsv` file starts with a line of column names, and a `.jsonl`
-    file has one object per line; prompts are in `column`, or the first existing one of `PROMPT_COLUMNS`, and categories
-    in the first one of `CATEGORY_COLUMNS`. DrawBench, PartiPrompts and GenEval can be read as published.
+    A `.txt` file has one prompt per line. A `.csv` or `.tsv` file starts with a line of column names, a `.jsonl` file
+    has one object per line, and a `.json` file a list of objects as `data_list`; prompts are in `column`, or the first
+    existing one of `PROMPT_COLUMNS`, and categories in the first one of `CATEGORY_COLUMNS`. DrawBench, PartiPrompts,
+    GenEval, LongText-Bench and CVTG-2K can be read as published. Of CVTG-2K, `file` can be the folder: its prompts are
+    in `CVTG/2.json` and the like, and `CVTG/2` is their category.
 
     Raises:
         UserError: The file does not exist, has another type, lacks the column, or has an empty prompt.
     """
-    if not file.is_file():
-        raise UserError(f'{file}: does not exist; give a .txt, .csv, .tsv or .jsonl with prompts')
-    readers = {'.txt': _text_rows, '.jsonl': _json_rows, **dict.fromkeys(DELIMITERS, _table_rows)}
-    if file.suffix.lower() not in readers:
-        raise UserError(f'{file}: is not a .txt, .csv, .tsv or .jsonl')
+    files = sorted(file.glob('*/[0-9].json')) if file.is_dir() else [file] if file.is_file() else []
+    if not files:
+        raise UserError(f'{file}: does not exist; give a .txt, .csv, .tsv or .jsonl with prompts, or CVTG-2K')
+    readers = {'.txt': _text_rows, '.jsonl': _json_rows, '.json': _list_rows, **dict.fromkeys(DELIMITERS, _table_rows)}
+    if files[0].suffix.lower() not in readers:
+        raise UserError(f'{file}: is not a .txt, .csv, .tsv, .jsonl or .json')
     try:
-        prompts = [_prompt(where, row, column) for where, row in readers[file.suffix.lower()](file)]
+        rows = [row for each in files for row in readers[each.suffix.lower()](each)]
     except UnicodeDecodeError as error:
         raise UserError(f'{file}: is not UTF-8 ({error}); save it as UTF-8') from error
+    prompts = [_prompt(where, row, column) for where, row in rows]
     if not prompts:
         raise UserError(f'{file}: has no prompts')
     return prompts
@@ -92,7 +96,7 @@ def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
     if is_misread(text):
         raise UserError(f'{where}: its {names[0]} {text[:40]!r} is not UTF-8 text; save the file as UTF-8')
     category = next((row[named[name]] for name in CATEGORY_COLUMNS if name in named), '')
-    metadata = row if where.rpartition(' line ')[0].endswith('.jsonl') else {}
+    metadata = row if Path(where.rpartition(' line ')[0]).suffix in ('.json', '.jsonl') else {}
     return Prompt(text.strip(), category.strip() if isinstance(category, str) else '', metadata)
 
 
@@ -121,6 +125,18 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise UserError(f'{where}: is {type(row).__name__}, not an object with a prompt')
         yield where, row
+
+
+def _list_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        content = json.loads(file.read_text(encoding='utf-8-sig'))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f'{file}: is not JSON ({error}); download it again') from error
+    rows = content.get('data_list') if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f'{file}: has no list of prompts under "data_list", as the files of CVTG-2K; write a .jsonl')
+    for number, row in enumerate(rows, start=1):
+        yield f'{file} line {number}', {'category': f'{file.parent.name}/{file.stem}', **row}
 
 
 def categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:

@@ -169,12 +169,13 @@ class EvaluationOptions:
 
     metrics: Annotated[list[str] | None, Option('NAMES', commas=True)] = None
     """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score, hpsv2,
-    image_reward, aesthetic, geneval_hf, efficientnet_distance (default: the evaluators of the run's recipe)."""
+    image_reward, aesthetic, geneval_hf, word_accuracy_rapidocr, ned_rapidocr, efficientnet_distance (default: the
+    evaluators of the run's recipe)."""
     guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
     """Comma-separated guidance scales; the metrics at the first one are the checkpoint's results (default: 7.5)."""
     prompts: Annotated[str | None, FILE] = None
-    """File of prompts (.txt, .csv, .tsv or .jsonl), or "own" for this package's 120 prompts (default: captions of the
-    evaluation data)."""
+    """File of prompts (.txt, .csv, .tsv or .jsonl), folder of CVTG-2K, or "own" for this package's 120 prompts
+    (default: captions of the evaluation data)."""
     prompt_column: Annotated[str | None, Option('NAME')] = None
     """Column with the prompts (default: found by its name)."""
     num_images: Annotated[Count | None, Option(flag='--images')] = None

@@ -62,7 +62,7 @@ def test_column_can_be_named(tmp_path):
         ('a.txt', '\n \n', None, 'a.txt: has no prompts'),
         ('a.jsonl', '{"prompt": "x"}\n{"prompt"', None, 'a.jsonl line 2: is not JSON'),
         ('a.jsonl', '{"prompt": 7}', None, 'a.jsonl line 1: its prompt is 7, not a prompt'),
-        ('a.parquet', 'PAR1', None, 'a.parquet: is not a .txt, .csv, .tsv or .jsonl'),
+        ('a.parquet', 'PAR1', None, 'a.parquet: is not a .txt, .csv, .tsv, .jsonl or .json'),
     ],
 )
 def test_mistakes_are_named(tmp_path, name, content, column, message):

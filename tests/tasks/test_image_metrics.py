@@ -196,6 +196,10 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
         ({'num_inference_steps': [2, 2000]}, '2000 is out of range; use 1 to 1000'),
         ({'noise_scheduler': ['ddim', 'dimm']}, "'dimm' is unknown; did you mean 'ddim'"),
         ({'metrics': ['geneval_hf']}, 'prompts: geneval_hf needs the path of evaluation_metadata.jsonl .*, not None'),
+        (
+            {'metrics': ['ned_rapidocr']},
+            'prompts: ned_rapidocr needs the path of prompts that ask for text, .*, not None',
+        ),
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
         pytest.param(
             {'layout': 'geneval', 'metrics': ['efficientnet_distance']},
@@ -313,6 +317,37 @@ def test_geneval_is_equal_on_1_and_2_ranks_and_is_judged_again_from_kept_answers
         re.match(r'geneval_hf +1\.0000  higher is better.* \(95% interval 0\..* to 1.0000\)', each) for each in lines
     )
     assert any(re.match(r'  colors +1\.0000  \(95% interval', each) for each in lines)
+
+
+@pytest.mark.slow
+def test_text_metrics_are_equal_on_1_and_2_ranks_and_are_scored_again_from_kept_text(prepared, ranks, tmp_path):
+    pytest.importorskip('rapidocr', reason='the extra `ocr` is not installed')
+    lines = [
+        {'category': 'sign', 'prompt': 'a sign', 'text': ['Open Daily']},
+        {'category': 'poster', 'prompt': 'a poster', 'text': ['Fresh', 'brews', 'now']},
+    ]
+    (tmp_path / 'text_prompts.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    changes = {'metrics': ['word_accuracy_rapidocr'], 'num_images': None, 'images_per_prompt': 2, 'batch_size': 1}
+    changes |= {'guidance_scales': [2], 'prompts': str(tmp_path / 'text_prompts.jsonl')}
+    recipe, run = prepared('one', **changes)
+    other, other_run = prepared('two', **changes)
+    jobs = [ranks.start(1, recipe), ranks.start(2, other)]
+    for job in jobs:
+        assert not any(job.wait()), job.output()
+    found = results(run)['guidance'][0]
+    assert results(other_run)['guidance'][0] == found
+    assert found['metrics'] == {'word_accuracy_rapidocr': 0}
+    assert found['ocr'].startswith('rapidocr 3.') and set(found['examples']) == {'word_accuracy_rapidocr'}
+
+    answers = sorted(run.rglob('*.rapidocr.json'))
+    assert len(answers) == 4
+    for path in answers:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {'lines': ['OPEN', 'fresh brews']}))
+    evaluate(load(recipe, ['evaluators.image_metrics.metrics=[word_accuracy_rapidocr,ned_rapidocr]']))
+    found = results(run)['guidance'][0]
+    assert found['categories']['word_accuracy_rapidocr'] == pytest.approx({'sign': 1 / 2, 'poster': 2 / 3})
+    assert found['metrics']['word_accuracy_rapidocr'] == pytest.approx(6 / 10)
+    assert set(found['intervals']['ned_rapidocr']) == {'', 'sign', 'poster'}
 
 
 def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_path):

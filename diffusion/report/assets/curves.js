@@ -269,6 +269,8 @@ const METRIC_TITLES = {
   image_reward: 'ImageReward',
   aesthetic: 'aesthetic score',
   geneval_hf: 'GenEval (HF)',
+  word_accuracy_rapidocr: 'word accuracy (RapidOCR)',
+  ned_rapidocr: 'similarity of words (RapidOCR)',
   retrieval_top1: 'retrieval top-1',
   efficientnet_distance: 'EfficientNet distance',
 };

@@ -73,11 +73,12 @@ def test_run_stops_before_the_update_reports_the_sample_and_resumes_at_this_batc
     assert all_equal(run_to_end(repaired), clean)
 
 
-def test_run_saves_and_resumes_although_its_first_batches_were_skipped(tmp_path):
+def test_run_saves_and_resumes_although_its_first_batches_were_skipped(tmp_path, caplog):
     """The optimizer has no state at that point."""
     settings: dict[str, Any] = {'action': 'skip', 'max_skips': 1, 'folder': str(tmp_path)}
     trainer = make_trainer(make_data(bad=[100, 108]), [LossGuard(**settings)], folder=tmp_path)
     assert_stops(trainer, 'batch 1: loss is nan, after 1 skipped updates .*ba1.pt')
+    assert 'batch 0: loss is nan; update skipped' in caplog.text
     assert len(run_to_end(make_trainer(make_data(), [], load_path=str(tmp_path / 'ba1.pt')))) == 4
 
 

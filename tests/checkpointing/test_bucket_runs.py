@@ -67,19 +67,22 @@ def run_nodes(ranks: Ranks, recipe: Path, tmp_path: Path, store: Store, *overrid
 
 @pytest.mark.cpu_seconds(15)
 def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
+    """The newest checkpoint is damaged, so the run resumes from the one before."""
     path = write('moved', runs_dir=bucket)
     train(load(path, ['trainer.max_duration=4ba'])).close()
     shutil.rmtree(tmp_path / 'node0')
+    store.put(f'{bucket}/moved/ba4', 'state.pt', b'nothing')
     use_node(1, tmp_path, monkeypatch)
     with caplog.at_level('INFO'):
         recipe = load(path)
         train(recipe).close()
-    assert re.search(r'moved/ba4: 0 files from the local disk, 2 \(\S+ GB\) downloaded', caplog.text)
+    assert 'moved/ba4: damaged, its receipt is renamed to receipt.damaged.json' in caplog.text
+    assert re.search(r'moved/ba2: 0 files from the local disk, 2 \(\S+ GB\) downloaded', caplog.text)
     assert_same_end(recipe.run_dir, undisturbed, recipe.run_place)
     names = {key.removeprefix('runs/moved/') for key in store.objects('bucket')}
     saved = {f'ba{batch}/{name}' for batch in (2, 4, 6, 8) for name in ('receipt.json', 'recipe.yaml', 'state.pt')}
     assert saved <= names
-    assert {'run.json', 'latest', 'recipe.yaml', 'metrics.jsonl'} <= names
+    assert {'run.json', 'latest', 'recipe.yaml', 'metrics.jsonl', 'ba4/receipt.damaged.json'} <= names
     assert store.objects('bucket')['runs/moved/latest'] == b'ba8'
     verify_checkpoint(find_checkpoint(recipe.run_place))
     assert [path.name for path in recipe.run_dir.glob('*ba*')] == ['ba8'], 'one local copy, for a quick restart'

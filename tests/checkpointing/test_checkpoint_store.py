@@ -127,12 +127,13 @@ def test_checkpoint_of_another_format_is_refused_and_not_skipped(tmp_path, found
     assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba10', 'ba5']
 
 
-def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path):
+def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path, caplog):
     for batch in (5, 10, 15):
         write(tmp_path, batch)
     for batch in (10, 15):
         os.truncate(tmp_path / f'ba{batch}' / 'state.pt', 3)
     checkpoint_store.set_aside(tmp_path / 'ba5')
+    assert 'ba10: damaged, renamed to ba10.damaged' in caplog.text
     assert os.readlink(tmp_path / 'latest') == 'ba5'
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba10.damaged', 'ba15.damaged', 'latest'}
 

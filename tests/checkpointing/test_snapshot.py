@@ -104,12 +104,14 @@ def test_snapshot_is_saved_like_the_state(tmp_path):
 
 def test_memory_is_used_again_and_grows_with_the_state():
     buffers, state = SnapshotBuffers(), {'w': torch.ones(1000)}
-    places = []
+    copies = []
     for number in range(3):
         state['w'].fill_(number)
         assert buffers.reserve(StateTensors(state).nbytes)
-        places.append(buffers.copy(state)['w'].data_ptr())
-    assert len(set(places)) == 1 and buffers.nbytes == 4032 == -(-4000 // ALIGNMENT) * ALIGNMENT
+        copies.append(buffers.copy(state)['w'])
+    assert (
+        len({each.data_ptr() for each in copies}) == 1 and buffers.nbytes == 4032 == -(-4000 // ALIGNMENT) * ALIGNMENT
+    )
     small = buffers.copy(state)
     state['average'] = torch.full((1000,), 7.0)
     assert buffers.reserve(StateTensors(state).nbytes) and buffers.nbytes == 2 * 4032

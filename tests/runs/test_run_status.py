@@ -106,16 +106,16 @@ def test_running_job_shows_speed_time_left_and_each_node(run):
         append_attempt(run, 'progress', Attempt(0, time.time() - 100, 0.0, 0, time.time() - 90, 3000, time.time()))
         write_status(run, training(0, 3001), since_batch=0.1)
         write_status(run, training(1, 3000), since_batch=0.3)
-        write_status(run, training(7, 999, nodes=8, written=1.0), since_batch=900.0)
-        os.utime(run / 'status' / 'node-7.json', (1e9, 1e9))
-        stale = json.loads((run / 'status' / 'node-7.json').read_text()) | {'written': 1.0}
-        (run / 'status' / 'node-7.json').write_text(json.dumps(stale))
+        write_status(run, training(2, 999, nodes=3, written=1.0), since_batch=900.0)
+        os.utime(run / 'status' / 'node-2.json', (1e9, 1e9))
+        stale = json.loads((run / 'status' / 'node-2.json').read_text()) | {'written': 1.0}
+        (run / 'status' / 'node-2.json').write_text(json.dumps(stale))
         text, found = report(run), inspect_run(run)
     assert text.startswith(f'{run}: running\n  batch              3001 of 5000\n  speed              4.00 batches/s\n')
     assert '  time left          8.3 min\n' in text
     assert '  node 0             training on gpu0, last batch 0.1 s ago\n' in text
     assert '  node 1             training on gpu1, last batch 0.3 s ago\n' in text
-    assert 'node 7' not in text, 'an earlier attempt had more nodes'
+    assert 'node 2' not in text, 'an earlier attempt had one node more'
     assert 'batches 0 to 3000; running\ngoodput 0.9' in text
     assert (found.state, found.batch, found.total_batches, found.cause) == ('running', 3001, 5000, None)
     assert found.attempts[-1]['cause'] == 'running' and found.seconds_left == pytest.approx(499.75)

@@ -195,6 +195,7 @@ def test_failed_evaluation_is_tried_again_and_given_up_in_the_end(site, caplog):
     assert site.started().count('ba10') == 2
     assert site.started().count('ba20') == MAX_TRIES
     assert 'no luck with ba20' in caplog.text
+    assert f'the evaluation failed {MAX_TRIES} times; giving up' in caplog.text
 
 
 def test_mistake_in_the_settings_ends_the_watcher(site):

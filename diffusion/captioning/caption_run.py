@@ -7,9 +7,9 @@ every shard has its table, the column is listed in captions.json, from which tra
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,21 @@ import xxhash
 from tqdm import tqdm
 
 from diffusion.captioning.settings import CaptionSettings
-from diffusion.captioning.shard_task import ShardTask, fetched_shards
+from diffusion.captioning.shard_task import ShardTask
 from diffusion.errors import UserError
 from diffusion.language_models.engine import Engine, Question
-from diffusion.prepare.shard_rewriting import indexed_folders
-from diffusion.prepare.work_dir import LOCK, Share
-from diffusion.storage import locks
+from diffusion.prepare.shard_rewriting import check_shard, encoded_samples, indexed_folders
+from diffusion.prepare.work_dir import Share, share_lock
 from diffusion.storage.atomic import remove
-from diffusion.storage.caption_tables import FOLDER, Receipt, finished, plan_hash, publish, read_receipts, stem_of
+from diffusion.storage.caption_tables import FOLDER, Receipt, finished, plan_hash, publish, read_receipts
 from diffusion.storage.local_files import working_folder
-from diffusion.storage.mds import INDEX
-from diffusion.storage.places import is_url, place_at
+from diffusion.storage.mds import INDEX, ShardFormat
+from diffusion.storage.places import LocalPlace, is_url, place_at
 from diffusion.storage.shard_writer import PLAN, pin_plan
 
-JOURNALS = 'answers'
-NO_SHARE = Share(0, 1)
+BUSY = 'another process is captioning this share of the dataset; wait until it ends'
+READABLE = frozenset({'bytes', 'str', 'int', 'json'})
+"""Encodings of columns that `ShardFormat.decode` supports."""
 
 
 class CaptionRun:
@@ -48,8 +48,10 @@ class CaptionRun:
     ) -> None:
         self.place = place.rstrip('/')
         self.settings = settings
-        self.share = share_of_rank(share or NO_SHARE, os.environ)
-        self.work = work_folder(self.place) if work is None else Path(work).resolve()
+        self.share = share_of_rank(share or Share(0, 1), os.environ)
+        path = Path(self.place).resolve()
+        default = working_folder(place, 'captions') if is_url(place) else path.with_name(f'{path.name}.captions-work')
+        self.work = default if work is None else Path(work, 'captions-work').resolve()
         self.dataset = place_at(self.place, self.work / f'fetched-{self.share.index}-of-{self.share.of}')
         self.plans = {column: settings.plan(column) for column in settings.columns}
         self.written: dict[str, list[Receipt]] = {column: [] for column in settings.columns}
@@ -64,6 +66,28 @@ class CaptionRun:
             raise UserError(f'{self.place}: has no {INDEX}; give a dataset that diffusion prepare has written')
         return found
 
+    def samples(self, tasks: Sequence[ShardTask]) -> Iterator[tuple[ShardTask, Iterator[dict[str, Any]]]]:
+        """Yield each task with its decoded samples, downloading one shard ahead; all samples must then be read.
+
+        Raises:
+            UserError: A shard does not have images as `diffusion prepare` writes them.
+            DataError: A shard is damaged.
+        """
+        with ThreadPoolExecutor(1) as thread:
+            fetches = chain((thread.submit(self.dataset.fetch, task.name) for task in tasks), [None])
+            for task, (fetch, _) in zip(tasks, pairwise(fetches), strict=True):
+                assert fetch is not None
+                path, shards = fetch.result(), ShardFormat.of_entry(task.entry)
+                check_shard(path, task.entry, task.name)
+                if 'image' not in shards.columns or not READABLE.issuperset(shards.columns.values()):
+                    raise UserError(
+                        f'{task.name}: has columns {", ".join(shards.columns)}, which are not those of images from '
+                        'diffusion prepare; caption the dataset of images'
+                    )
+                yield task, map(shards.decode, encoded_samples(path))
+                if not isinstance(self.dataset, LocalPlace):
+                    path.unlink()
+
     def check_plans(self, *, record: bool) -> None:
         """Raise UserError if the dataset has another plan of a column; with `record`, record plans that it lacks."""
         for column, plan in self.plans.items():
@@ -71,34 +95,35 @@ class CaptionRun:
             if record or folder.read(PLAN) is not None:
                 pin_plan(folder, plan, where=f'columns.{column}', alone=False)
 
-    def remaining(self) -> list[ShardTask]:
-        """Return this share's shards without a table for one of the columns."""
+    def tasks(self) -> list[ShardTask]:
+        """Return all shards with the receipts of their tables, and the columns that they lack."""
         tasks: list[ShardTask] = []
         for bucket, entries in self.indexes().items():
-            entries = [entry for entry in entries if self.share.includes(shard_number(bucket, entry))]
             receipts = {column: read_receipts(self.dataset, bucket, column) for column in self.plans}
             for entry in entries:
-                stem = stem_of(entry['raw_data']['basename'])
-                columns = {
-                    column: self.settings.prompts[column]
-                    for column, plan in self.plans.items()
-                    if not finished(receipts[column].get(stem), plan_hash(plan), entry)
+                file = entry['raw_data']['basename']
+                found = ((column, plan_hash(plan), receipts[column].get(file)) for column, plan in self.plans.items())
+                done = {
+                    column: receipt for column, plan, receipt in found if receipt and finished(receipt, plan, entry)
                 }
-                if columns:
-                    folder = self.work / JOURNALS
-                    tasks.append(ShardTask(len(tasks), bucket, entry, columns, self.plans, folder))
+                missing = {column: prompt for column, prompt in self.settings.prompts.items() if column not in done}
+                folder = self.work / 'answers'
+                tasks.append(ShardTask(len(tasks), bucket, entry, done, missing, self.plans, folder))
         return tasks
+
+    def remaining(self) -> list[ShardTask]:
+        """Return this share's shards without a table for one of the columns."""
+        return [task for task in self.tasks() if task.columns and self.share.includes(shard_number(task))]
 
     def execute(self, engine: Engine) -> None:
         """Caption the remaining images, write their tables, and list the columns that are complete then."""
-        with self.locked():
+        with share_lock(self.work, None if self.share.of == 1 else self.share, BUSY):
             self.dataset.check_conditions()
             self.check_plans(record=False)
-            tasks = self.remaining()
-            total = sum(task.entry['samples'] * len(task.columns) for task in tasks)
-            with tqdm(total=total, desc='captions', unit='', disable=None) as bar:
-                questions = self._questions(tasks, bar)
-                for number, answer in enumerate(engine.answers(questions)):
+            tasks = {task.number: task for task in self.remaining()}
+            total = sum(task.entry['samples'] * len(task.columns) for task in tasks.values())
+            with tqdm(total=total or None, desc='captions', unit='', disable=None) as bar:
+                for number, answer in enumerate(engine.answers(self._questions([*tasks.values()], bar))):
                     if number == 0:  # before the first answer, the model or the endpoint may be misspelled
                         self.check_plans(record=True)
                     task = tasks[answer.question.shard]
@@ -110,47 +135,29 @@ class CaptionRun:
                 listed = [publish(self.dataset, name, column, plan, entries) for name, entries in indexes.items()]
                 self.listed += [column] if all(listed) else []
             if self.share.of == 1 and len(self.listed) == len(self.plans):
-                self._remove_work()
+                remove(self.work)
+
+    def usage(self) -> str:
+        """Return text on how to train with the listed columns."""
+        weights = ', '.join(f'{column}: {0.8 / len(self.listed):.2g}' for column in self.listed)
+        return f'to draw captions from these columns in training: dataset.caption_weights={{original: 0.2, {weights}}}'
 
     def sample_questions(self, count: int) -> Iterator[Question]:
         """Yield questions about up to `count` of the remaining images, for a measurement; record nothing."""
         with tempfile.TemporaryDirectory() as folder:
-            tasks = [replace(task, folder=Path(folder)) for task in self.remaining()[:1]]
-            for task, path in fetched_shards(self.dataset, tasks):
-                yield from islice(task.questions(path), count * len(task.columns))
+            for task, samples in self.samples([replace(task, folder=Path(folder)) for task in self.remaining()[:1]]):
+                yield from islice(task.questions(samples), count * len(task.columns))
 
     def _questions(self, tasks: Sequence[ShardTask], bar: Any) -> Iterator[Question]:
-        for task, path in fetched_shards(self.dataset, tasks):
-            yield from task.questions(path, on_known=bar.update)
+        for task, samples in self.samples(tasks):
+            bar.update(task.read_journal())
+            yield from task.questions(samples)
             # All answers may have been in the journal, or may have come while the last image was read.
             self._finish_if_complete(task)
 
     def _finish_if_complete(self, task: ShardTask) -> None:
         for column, receipt in task.finish(self.dataset).items() if task.is_complete else ():
             self.written[column].append(receipt)
-
-    def _remove_work(self) -> None:
-        """Remove this program's files from the work folder, and the folder if it is empty then."""
-        for path in [self.work / JOURNALS, *self.work.glob('fetched-*'), *self.work.glob(f'{LOCK}*')]:
-            remove(path)
-        with suppress(OSError):
-            self.work.rmdir()
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the work folder: different shares may run together, but none twice, nor beside a run of everything."""
-
-        def fail() -> None:
-            raise UserError(
-                f'{self.work}: another process is captioning share {self.share} of this dataset; wait until it ends'
-            )
-
-        self.work.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            for name, shared in ((LOCK, self.share.of > 1), (f'{LOCK}-{self.share.index}-of-{self.share.of}', False)):
-                if not stack.enter_context(locks.hold_lock(self.work / name, fail, shared=shared)):
-                    raise UserError(f'{self.work}: the file system has no locks (flock); give another one with --work')
-            yield
 
 
 def share_of_rank(share: Share, environ: Mapping[str, str]) -> Share:
@@ -159,16 +166,8 @@ def share_of_rank(share: Share, environ: Mapping[str, str]) -> Share:
     return Share(share.index * ranks + rank, share.of * ranks)
 
 
-def shard_number(bucket: str, entry: Mapping[str, Any]) -> int:
+def shard_number(task: ShardTask) -> int:
     """Return a number of a shard that appends do not change, by which machines divide the shards."""
     # Add the bucket's hash: if every bucket has few shards, their numbers alone would put them into one share.
-    number = entry['raw_data']['basename'].split('.')[1]
-    return xxhash.xxh32_intdigest(bucket) + (int(number) if number.isdecimal() else xxhash.xxh32_intdigest(number))
-
-
-def work_folder(place: str) -> Path:
-    """Return the default folder for unfinished work on the dataset at a path or URL."""
-    if is_url(place):
-        return working_folder(place, 'captions')
-    path = Path(place).resolve()
-    return path.with_name(f'{path.name}.captions-work')
+    number = task.entry['raw_data']['basename'].split('.')[1]
+    return xxhash.xxh32_intdigest(task.bucket) + (int(number) if number.isdecimal() else xxhash.xxh32_intdigest(number))

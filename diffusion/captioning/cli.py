@@ -25,7 +25,8 @@ class CaptionOptions:
     """Options of `diffusion caption`."""
 
     dataset: Annotated[str, Option('DIR_OR_URL', positional=True, files=True)]
-    """Dataset that diffusion prepare has written."""
+    """Dataset that diffusion prepare has written, or its YAML file to caption the source before: the tables are then in
+    OUT-captions, and `prepare FILE.yaml source.captions=OUT-captions` joins them."""
     settings: Annotated[str, Option('FILE.yaml', flag='--with', files=True)]
     """YAML file with the model, the columns of captions and their prompts, and the engine."""
     overrides: Overrides = field(default_factory=list)
@@ -62,11 +63,23 @@ def run_caption(options: CaptionOptions) -> int:
     settings = load_settings(options.settings, options.overrides)
     share = None if options.share is None else Share.parse(options.share)
     from diffusion.captioning.caption_run import CaptionRun
+    from diffusion.captioning.source_run import SourceRun
 
-    run = CaptionRun(options.dataset, settings, share=share, work=options.work)
+    kind = SourceRun if options.dataset.endswith(('.yaml', '.yml')) else CaptionRun
+    if kind is SourceRun and options.report is not None:
+        raise UserError('--report: needs a prepared dataset; prepare it with these captions first')
+    run = kind(options.dataset, settings, share=share, work=options.work)
     run.indexes()  # a mistake in the path is reported before a model is loaded
     if options.report is not None:
-        _write_report(run, options.report, options.recipe, options.networks if options.clip_score else None)
+        from diffusion.captioning.report import report_page
+        from diffusion.config.load import load
+        from diffusion.storage.atomic import write_atomically
+
+        if options.recipe is None:
+            raise UserError('--report: counts the tokens of a text encoder; name the recipe of its model with --recipe')
+        page = report_page(run, load(options.recipe), networks=options.networks if options.clip_score else None)
+        write_atomically(Path(options.report), page)
+        print(f'wrote {options.report}')
         return 0
     engine = _engine(settings)
     if options.plan:
@@ -79,17 +92,6 @@ def run_caption(options: CaptionOptions) -> int:
         return 130
     print(printable('\n'.join(_report(run))))
     return 0
-
-
-def _write_report(run: 'CaptionRun', path: str, recipe: str | None, networks: dict[str, str] | None) -> None:
-    from diffusion.captioning.report import report_page
-    from diffusion.config.load import load
-    from diffusion.storage.atomic import write_atomically
-
-    if recipe is None:
-        raise UserError('--report: counts the tokens of a text encoder; name the recipe of its model with --recipe')
-    write_atomically(Path(path), report_page(run, load(recipe), networks=networks))
-    print(f'wrote {path}')
 
 
 def _engine(settings: 'CaptionSettings') -> 'Engine':
@@ -115,15 +117,16 @@ def _report(run: 'CaptionRun') -> Iterator[str]:
             f'{rules.total():,} rejected{f" ({named})" if named else ""}'
         )
         if column not in run.listed:
-            yield f'{column}: other shards have no captions yet; training can use the column after the last share'
+            yield f'{column}: other shards have no captions yet; use the column after the last share'
     if len(run.listed) == len(run.written):
-        weights = ', '.join(f'{column}: {0.8 / len(run.listed):.2g}' for column in run.listed)
-        yield f'to draw captions from these columns in training: dataset.caption_weights={{original: 0.2, {weights}}}'
+        yield run.usage()
 
 
 def _print_plan(run: 'CaptionRun', engine: 'Engine', dollars_per_hour: float | None) -> None:
-    remaining = sum(task.entry['samples'] for task in run.remaining())
-    if not remaining:
+    tasks = run.remaining()
+    # The parts of a source do not know the number of their images.
+    remaining = sum(task.entry['samples'] for task in tasks)
+    if not tasks:
         print('every image has its captions; nothing to do')
         return
     questions: list[Question] = list(run.sample_questions(MEASURED_IMAGES))
@@ -134,9 +137,11 @@ def _print_plan(run: 'CaptionRun', engine: 'Engine', dollars_per_hour: float | N
         raise UserError('--plan: no image of the first shard is left to measure; caption the dataset without --plan')
     measured = len({question.row for question in questions})
     rate = measured / max(seconds, 1e-6)
-    hours = remaining / rate / 3600
-    size = sum(len(answer.text.encode()) for answer in answers) / measured * remaining
+    count = remaining or 1_000_000
+    hours = count / rate / 3600
+    size = sum(len(answer.text.encode()) for answer in answers) / measured * count
     cost = '' if dollars_per_hour is None else f', ${hours * dollars_per_hour:,.2f}'
     rejected = sum(answer.rejected is not None for answer in answers)
     print(f'{rate:.2f} images/s, measured on {measured} images; {rejected} of {len(answers)} answers were rejected')
-    print(f'{remaining:,} images to caption: {hours:,.1f} hours{cost}, at most {bytes_text(size)} of tables')
+    what = f'{remaining:,} images to caption' if remaining else 'each million images of this source'
+    print(f'{what}: {hours:,.1f} hours{cost}, at most {bytes_text(size)} of tables')

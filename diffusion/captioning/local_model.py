@@ -7,6 +7,7 @@ number of processes.
 import io
 import os
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,18 +42,14 @@ class LocalModel:
         self.model = model.to(self.device).eval()
 
     def answers(self, questions: Iterable[Question]) -> Iterator[Answer]:
-        waiting: dict[str, list[Question]] = {}
-        shard = None
-        for question in questions:
-            if question.shard != shard:
-                for batch in waiting.values():
-                    yield from self._answered(batch)
-                waiting, shard = {}, question.shard
-            waiting.setdefault(question.column, []).append(question)
-            if len(waiting[question.column]) == self.settings.batch_size:
-                yield from self._answered(waiting.pop(question.column))
-        for batch in waiting.values():
-            yield from self._answered(batch)
+        for _, of_shard in groupby(questions, lambda question: question.shard):
+            waiting: dict[str, list[Question]] = {}
+            for question in of_shard:
+                waiting.setdefault(question.column, []).append(question)
+                if len(waiting[question.column]) == self.settings.batch_size:
+                    yield from self._answered(waiting.pop(question.column))
+            for batch in waiting.values():
+                yield from self._answered(batch)
 
     @torch.inference_mode()
     def _answered(self, batch: list[Question]) -> list[Answer]:
@@ -75,20 +72,15 @@ class LocalModel:
         length = inputs['input_ids'].shape[1]
         tokens = self.model.generate(**inputs, **sampling, max_new_tokens=self.settings.max_tokens)[:, length:].cpu()
         answers = self.processor.batch_decode(tokens, skip_special_tokens=True)
-        ends = self._ends(tokens)
-        prompt_tokens = inputs['attention_mask'].sum(1).tolist()
-        found = []
-        for question, text, end, of_prompt in zip(batch, answers, ends, prompt_tokens, strict=True):
-            rule = rejection(text.strip(), question.prompt, cut_off=end is None)
-            found.append(Answer(question, text.strip(), rule, tokens.shape[1] if end is None else end, of_prompt))
-        return found
-
-    def _ends(self, tokens: torch.Tensor) -> list[int | None]:
-        """Return the number of tokens up to the end of each answer, int64 [B, L]; None if it was cut off."""
         end = self.model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [] if end is None else [end]
-        is_end = torch.isin(tokens, torch.tensor(ends, dtype=torch.int64))
-        return [int(row.int().argmax()) + 1 if row.any() else None for row in is_end]
+        ends = torch.tensor(end if isinstance(end, list) else [] if end is None else [end], dtype=torch.int64)
+        found = []
+        of_prompts = inputs['attention_mask'].sum(1).tolist()
+        for question, text, is_end, of_prompt in zip(batch, answers, torch.isin(tokens, ends), of_prompts, strict=True):
+            rule = rejection(text.strip(), question.prompt, cut_off=not is_end.any())
+            count = int(is_end.int().argmax()) + 1 if is_end.any() else len(is_end)
+            found.append(Answer(question, text.strip(), rule, count, of_prompt))
+        return found
 
 
 def _conversation(question: Question) -> list[dict[str, Any]]:

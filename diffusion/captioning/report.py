@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from diffusion.captioning.caption_run import CaptionRun
+from diffusion.captioning.shard_task import ShardTask
 from diffusion.config.load import Recipe
 from diffusion.data.image_reading import UnreadableImage, read_image
 from diffusion.data.image_sheet import Figure, html_figures, html_page
@@ -21,11 +22,7 @@ from diffusion.prepare.counts_report import STYLE, bars, histogram
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.report_content import TOKENS
 from diffusion.prepare.report_content import histogram as histogram_of
-from diffusion.prepare.shard_rewriting import encoded_samples
-from diffusion.storage import caption_tables
-from diffusion.storage.caption_tables import ORIGINAL, Receipt, read_table, stem_of, table_name
-from diffusion.storage.mds import ShardFormat
-from diffusion.storage.places import LocalPlace
+from diffusion.storage.caption_tables import ORIGINAL, read_table
 from diffusion.training.components import build_tokenizers
 
 IMAGES = 50
@@ -33,11 +30,9 @@ SHARDS_SHOWN = 10
 """Maximum number of shards from which images are shown: a shard must be downloaded for them."""
 MAX_CAPTIONS = 20_000
 """Maximum number of captions of a column, from random shards, for lengths and repeats."""
-REPEATS_SHOWN = 10
-LOWEST_SHOWN = 10
+ITEMS_SHOWN = 10
+"""Number of most frequent captions of a column, and of lowest CLIP scores."""
 TABLE_STYLE = 'tr.images td { padding: .6em; border-top: 1px solid #ddd; width: 30em } td p { margin: 0 0 .5em }'
-Tables = dict[str, Receipt]
-"""Receipts by path of the table."""
 
 
 class ClipScores:
@@ -63,7 +58,7 @@ class ClipScores:
         for column, found in self.found.items():
             mean = np.mean([score for score, _, _ in found])
             yield f'<h2>CLIP score, {html.escape(column)}</h2><p>{mean:.2f}, the mean of {len(found)}. The lowest:</p>'
-            lowest = (f'{score:.1f} {key}: {caption}' for score, key, caption in sorted(found)[:LOWEST_SHOWN])
+            lowest = (f'{score:.1f} {key}: {caption}' for score, key, caption in sorted(found)[:ITEMS_SHOWN])
             yield f'<ul>{"".join(f"<li>{html.escape(line)}</li>" for line in lowest)}</ul>'
 
 
@@ -78,32 +73,20 @@ def report_page(run: CaptionRun, recipe: Recipe, *, networks: Mapping[str, str] 
     tokenizer: Any = max(build_tokenizers(recipe), key=lambda each: each.model_max_length, default=None)
     if tokenizer is None:
         raise UserError(f'--recipe: the model {recipe.model.name} takes no text; give the recipe of one that does')
-    draws = np.random.default_rng(seed)
-    shards = [(bucket, entry) for bucket, entries in run.indexes().items() for entry in entries]
-    shards = [shards[index] for index in draws.permutation(len(shards))]
-    tables = {column: _tables(run, column, shards) for column in run.plans}
-    parts = [part for column, found in tables.items() for part in _column_section(run, column, found, tokenizer)]
+    draws, tasks = np.random.default_rng(seed), run.tasks()
+    tasks = [tasks[index] for index in draws.permutation(len(tasks))]
+    parts = [part for column in run.plans for part in _column_section(run, column, tasks, tokenizer)]
     scores = None if networks is None else ClipScores(networks)
-    rows = [_image_row(*each, scores) for each in _shown_images(run, shards[:SHARDS_SHOWN], tables, draws)]
+    rows = [_image_row(*each, scores) for each in _shown_images(run, tasks[:SHARDS_SHOWN], draws)]
     parts += [*(() if scores is None else scores.section()), '<h2>Images</h2>', '<table>', *rows, '</table>']
     title = f'{run.place}: captions'
     return html_page(title, '\n'.join([f'<h1>{html.escape(title)}</h1>', *parts]), style=STYLE + TABLE_STYLE)
 
 
-def _tables(run: CaptionRun, column: str, shards: Sequence[tuple[str, Any]]) -> Tables:
-    receipts = {bucket: caption_tables.read_receipts(run.dataset, bucket, column) for bucket in dict(shards)}
-    found, plan = {}, caption_tables.plan_hash(run.plans[column])
-    for bucket, entry in shards:
-        stem = stem_of(entry['raw_data']['basename'])
-        receipt = receipts[bucket].get(stem)
-        if receipt is not None and caption_tables.finished(receipt, plan, entry):
-            found[table_name(bucket, column, stem)] = receipt
-    if not found:
+def _column_section(run: CaptionRun, column: str, tasks: Sequence[ShardTask], tokenizer: Any) -> Iterator[str]:
+    tables = {task.table_name(column): task.receipts[column] for task in tasks if column in task.receipts}
+    if not tables:
         raise UserError(f'columns.{column}: {run.place} has no captions of this column yet; caption images first')
-    return found
-
-
-def _column_section(run: CaptionRun, column: str, tables: Tables, tokenizer: Any) -> Iterator[str]:
     rules = sum((Counter(each.rejected) for each in tables.values()), Counter[str]())
     samples, rejected = sum(each.samples for each in tables.values()), rules.total()
     yield f'<h2>{html.escape(column)}</h2><p>{samples:,} images, {rejected:,} rejected ({rejected / samples:.2%}).</p>'
@@ -123,33 +106,26 @@ def _column_section(run: CaptionRun, column: str, tables: Tables, tokenizer: Any
         f'<p>{len({word for each in words for word in each}):,} different words. {again:,} of {len(captions):,} '
         'captions equal an earlier one but for numbers, capitals and punctuation. Most frequent:</p>'
     )
-    yield bars({text[:200]: (count, '') for text, count in repeats.most_common(REPEATS_SHOWN) if count > 1})
+    yield bars({text[:200]: (count, '') for text, count in repeats.most_common(ITEMS_SHOWN) if count > 1})
 
 
 def _shown_images(
-    run: CaptionRun, shards: Sequence[tuple[str, Any]], tables: Mapping[str, Tables], draws: np.random.Generator
-) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
-    """Yield random samples, the tables of their shard by column, and their rows in it."""
-    for bucket, entry in shards:
-        file, columns = entry['raw_data']['basename'], {}
-        for column, found in tables.items():
-            name = table_name(bucket, column, stem_of(file))
-            if name in found:
-                columns[column] = read_table(run.dataset, name, found[name])
-        path = run.dataset.fetch(f'{bucket}/{file}'.lstrip('/'))
-        count = min(-(-IMAGES // len(shards)), entry['samples'])
-        rows = set(draws.choice(entry['samples'], count, replace=False).tolist())
-        for row, encoded in enumerate(encoded_samples(path)):
-            if row in rows:
-                yield ShardFormat.of_entry(entry).decode(encoded), columns, row
-        if not isinstance(run.dataset, LocalPlace):
-            path.unlink()
+    run: CaptionRun, tasks: Sequence[ShardTask], draws: np.random.Generator
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield random samples, and their rows in the tables by column."""
+    for task, samples in run.samples(tasks):
+        tables = {name: read_table(run.dataset, task.table_name(name), of) for name, of in task.receipts.items()}
+        count = min(-(-IMAGES // len(tasks)), task.entry['samples'])
+        chosen = set(draws.choice(task.entry['samples'], count, replace=False).tolist())
+        for row, sample in enumerate(samples):
+            if row in chosen:
+                yield sample, {column: table.slice(row, 1).to_pylist()[0] for column, table in tables.items()}
 
 
-def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], row: int, scores: ClipScores | None) -> str:
+def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], scores: ClipScores | None) -> str:
     """Return a table row: the image, the captions in its shard, and its captions in the columns."""
     old = [str(text) for text in sample.get('captions') or [sample.get('caption') or '']]
-    captions = {ORIGINAL: old[0], **{column: table['caption'][row].as_py() for column, table in columns.items()}}
+    captions = {ORIGINAL: old[0], **{column: line['caption'] for column, line in columns.items()}}
     shown = dict.fromkeys(captions, '')
     try:
         picture = read_image(sample['image'], first_frame=True).image
@@ -159,10 +135,11 @@ def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], row: int, 
     except UnreadableImage as error:
         image = html.escape(f'{sample["key"]}: {error}')
     old[0] += shown[ORIGINAL]
-    new = []
-    for column, table in columns.items():
-        rule, answer = (table[name][row].as_py() for name in ('rejected', 'answer'))
-        text = f'{column}: {captions[column]}{shown[column]}'
-        new.append(text if rule is None else f'{column}, rejected ({rule}): {answer}')
+    new = [
+        f'{column}: {line["caption"]}{shown[column]}'
+        if line['rejected'] is None
+        else f'{column}, rejected ({line["rejected"]}): {line["answer"]}'
+        for column, line in columns.items()
+    ]
     cells = [image, *(''.join(f'<p>{html.escape(text)}</p>' for text in each) for each in (old, new))]
     return f'<tr class="images">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'

@@ -1,9 +1,9 @@
-"""Settings of `diffusion caption`, from a YAML file, and the checks that need neither images nor a model."""
+"""Settings of `diffusion caption`, from a YAML file, checked without images and models."""
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -38,17 +38,11 @@ class CaptionSettings(EndpointConfig):
     """Images per batch with transformers."""
     dtype: Literal['bfloat16', 'float16', 'float32'] = 'bfloat16'
     """Data type of the weights with transformers."""
-    directory: Path = field(default_factory=Path, repr=False)  # a field without repr is not a key of the file
-    """Folder of the YAML file, from which paths of prompts are relative; set by `load_settings`."""
 
     @cached_property
     def prompts(self) -> dict[str, Prompt]:
         """The prompt of each column."""
-        found = {}
-        for column, prompt in self.columns.items():
-            is_path = prompt.endswith(('.yaml', '.yml'))
-            found[column] = load_prompt(str(self.directory / prompt) if is_path else prompt, f'columns.{column}')
-        return found
+        return {column: load_prompt(prompt, f'columns.{column}') for column, prompt in self.columns.items()}
 
     def plan(self, column: str) -> dict[str, Any]:
         """Return all settings that decide the captions of a column, as JSON types; others may change on resume."""
@@ -72,24 +66,17 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> CaptionSet
     settings = build_dataclass(CaptionSettings, values, '', gather)
     problems = secret_problems(values) + gather.problems + gather.missing
     if not problems:
-        settings.directory = Path(path).parent
-        problems = check_settings(settings)
+        for column, prompt in settings.columns.items():
+            if prompt.endswith(('.yaml', '.yml')):
+                settings.columns[column] = str(Path(path).parent / prompt)
+        _check(settings, gather)
+        problems = gather.problems
     if problems:
         raise RecipeError(problems, path)
     return settings
 
 
-def check_settings(settings: CaptionSettings) -> list[Problem]:
-    """Return all mistakes in the settings; types must already be validated."""
-    gather = Gatherer()
-    _check_columns(settings, gather)
-    _check_engine(settings, gather)
-    if not 1 <= settings.batch_size <= 4096:
-        gather.problem('batch_size', f'{settings.batch_size} is out of range; give 1 to 4096')
-    return gather.problems
-
-
-def _check_columns(settings: CaptionSettings, gather: Gatherer) -> None:
+def _check(settings: CaptionSettings, gather: Gatherer) -> None:
     if not settings.columns:
         gather.problem('columns', 'is empty; name a column and its prompt, such as {qwen3vl_long: long}')
     for column in settings.columns:
@@ -100,9 +87,6 @@ def _check_columns(settings: CaptionSettings, gather: Gatherer) -> None:
         _ = settings.prompts
     except UserError as error:
         gather.problem('', str(error))
-
-
-def _check_engine(settings: CaptionSettings, gather: Gatherer) -> None:
     if settings.engine == 'transformers':
         for name in ('endpoint', 'token_variable', 'served_as'):
             if getattr(settings, name) is not None:

@@ -19,6 +19,7 @@ RANGES: dict[str, tuple[float, float]] = {
     'concurrency': (1, 4096),
     'timeout_seconds': (0.1, 3600),
     'patience_seconds': (0, 86_400),
+    'batch_size': (1, 4096),
 }
 
 
@@ -72,7 +73,7 @@ class RewriteConfig(EndpointConfig):
 def endpoint_problems(settings: EndpointConfig) -> Iterator[Problem]:
     """Yield a problem for each wrong setting of an endpoint; types must already be validated."""
     for name, (low, high) in RANGES.items():
-        if not low <= (value := getattr(settings, name)) <= high:
+        if not low <= (value := getattr(settings, name, low)) <= high:
             yield Problem(name, f'{value} is out of range; give {low} to {high}')
     parts = urlsplit(settings.endpoint or '')
     if parts.scheme not in ('http', 'https') or not parts.netloc:

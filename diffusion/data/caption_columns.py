@@ -1,10 +1,10 @@
 """Captions from the tables that `diffusion caption` writes beside the shards of a stream."""
 
-import hashlib
 import io
-import json
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from diffusion.data.verified_stream import RESTORE, VerifiedStream
 from diffusion.errors import DataError, UserError
-from diffusion.storage.caption_tables import LIST, Receipt, read_list, stem_of, table_name
+from diffusion.storage.caption_tables import LIST, Receipt, plan_hash, read_list, stem_of, table_name
 from diffusion.storage.mds import find_damage
 from diffusion.storage.retry import status_of
 
@@ -22,17 +22,13 @@ TABLES_IN_MEMORY = 64
 """Tables that a process keeps open; a table of 5,000 captions of 100 words takes 3 MB."""
 
 
+@dataclass
 class CaptionColumns:
-    """The columns of captions of one stream that training uses.
+    """The columns of captions of one stream that training uses."""
 
-    Args:
-        listed: Plan and receipts of the tables by column; see `caption_tables.read_list`.
-    """
-
-    def __init__(self, stream: VerifiedStream, listed: Mapping[str, Mapping[str, Any]]) -> None:
-        self.stream = stream
-        self.listed = listed
-        self._tables: dict[tuple[str, str], pa.Array] = {}
+    stream: VerifiedStream
+    listed: Mapping[str, Mapping[str, Any]]
+    """By column: `plan`, and `tables`, the receipts by file name of the shard."""
 
     @classmethod
     def open(cls, stream: VerifiedStream, columns: Collection[str], shards: Mapping[str, Any]) -> 'CaptionColumns':
@@ -60,7 +56,7 @@ class CaptionColumns:
                     'streams.%s: %d of %d shards have no captions %s; run diffusion caption on the dataset again',
                     *(stream.name, missing, len(shards), name),
                 )
-            column['tables'] = {stem_of(file): receipt for file, receipt in found.items()}
+            column['tables'] = found
         return cls(stream, chosen)
 
     def captions(self, file: str, row: int) -> list[tuple[str, str]]:
@@ -70,45 +66,33 @@ class CaptionColumns:
             DataError: A table cannot be downloaded, or is damaged.
         """
         found = []
-        for column in self.listed:
-            table = self._table(column, stem_of(file))
-            if table is not None and (text := table[row].as_py()) is not None:
-                found.append((column, text))
+        for column, listed in self.listed.items():
+            if (receipt := listed['tables'].get(file)) is not None:
+                text = _captions_in(self.stream, table_name('', column, file), receipt)[row].as_py()
+                found += [] if text is None else [(column, text)]
         return found
 
     def fingerprint(self) -> dict[str, str]:
         """Return model, prompt and a hash of the captions by column, to compare on resume."""
         found = {}
         for name, column in self.listed.items():
-            plan, tables = column['plan'], column['tables']
-            digest = hashlib.sha256(json.dumps({stem: tables[stem].xxh64 for stem in sorted(tables)}).encode())
-            prompt = plan['prompt']
+            plan, prompt = column['plan'], column['plan']['prompt']
+            digest = plan_hash({stem_of(file): receipt.xxh64 for file, receipt in column['tables'].items()})
             model = f'{plan["model"]}@{plan["revision"]}' if plan['revision'] else plan['model']
-            found[name] = f'{model}, {prompt["name"]} version {prompt["version"]}, {digest.hexdigest()[:16]}'
+            found[name] = f'{model}, {prompt["name"]} version {prompt["version"]}, {digest}'
         return found
 
-    def _table(self, column: str, stem: str) -> pa.Array | None:
-        """Return the captions of a shard's samples, null for rejected ones; None if the shard has no table."""
-        receipt = self.listed[column]['tables'].get(stem)
-        if receipt is None:
-            return None
-        table = self._tables.pop((column, stem), None)
-        if table is None:
-            table = self._read(table_name('', column, stem), receipt)
-        # Insert at the end; the first one is then the one that was not used for the longest time.
-        self._tables[column, stem] = table
-        if len(self._tables) > TABLES_IN_MEMORY:
-            del self._tables[next(iter(self._tables))]
-        return table
 
-    def _read(self, name: str, receipt: Receipt) -> pa.Array:
-        path = self.stream.folder / name
-        if find_damage(path, receipt) is not None:
-            self.stream.fetch_sidecar(name)
-            if damage := find_damage(path, receipt):
-                raise DataError(f'streams.{self.stream.name}: {path}: {damage}. To fix: {RESTORE}')
-        captions = pq.read_table(io.BytesIO(path.read_bytes()), columns=['caption'], use_threads=False)['caption']
-        return captions.combine_chunks()
+@lru_cache(TABLES_IN_MEMORY)
+def _captions_in(stream: VerifiedStream, name: str, receipt: Receipt) -> pa.Array:
+    """Return the captions of a shard's samples from a table, null for rejected ones."""
+    path = stream.folder / name
+    if find_damage(path, receipt) is not None:
+        stream.fetch_sidecar(name)
+        if damage := find_damage(path, receipt):
+            raise DataError(f'streams.{stream.name}: {path}: {damage}. To fix: {RESTORE}')
+    captions = pq.read_table(io.BytesIO(path.read_bytes()), columns=['caption'], use_threads=False)['caption']
+    return captions.combine_chunks()
 
 
 def _list_of(stream: VerifiedStream) -> bytes | None:

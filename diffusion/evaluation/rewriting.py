@@ -3,10 +3,9 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from diffusion.checkpointing.rank_agreement import from_rank_zero
 from diffusion.config.language_model import RewriteConfig, rewrite_problems
@@ -75,12 +74,20 @@ class Rewriter:
 
     def _rewritten(self, prompts: Sequence[str]) -> list[str]:
         check_writable(self.folder, 'rewrite: answers are kept below XDG_CACHE_HOME or ~/.cache')
-        names = {text: plan_hash({**self.plan, 'text': text}) for text in dict.fromkeys(prompts)}
-        paths = {text: self.folder / f'{name}.json' for text, name in names.items()}
+        paths = {text: self.folder / f'{plan_hash({**self.plan, "text": text})}.json' for text in {*prompts}}
         answers = {text: json.loads(path.read_bytes()) for text, path in paths.items() if path.exists()}
-        if missing := {text: path for text, path in paths.items() if text not in answers}:
+        if missing := [text for text in dict.fromkeys(prompts) if text not in answers]:
             log.info('asking %s to rewrite %d prompts', self.settings.model, len(missing))
-            answers |= self._asked(missing)
+            questions = [Question(0, row, 'rewrite', self.prompt, caption=text) for row, text in enumerate(missing)]
+            for answer in Endpoint(self.settings).answers(questions):
+                if answer.rejected == 'no_answer':
+                    raise GaveUp(f'rewrite: {self.settings.endpoint}: {answer.text}; start the same command again')
+                # Tokenizers and files refuse surrogates, which JSON can contain.
+                rewritten = ' '.join(answer.text.encode('utf-8', 'replace').decode().split())
+                text, content = answer.question.caption, {'text': rewritten, 'rejected': answer.rejected}
+                answers[text] = content
+                if answer.rejected not in ASKED_AGAIN:
+                    write_atomically(paths[text], json.dumps({'prompt': text, **content, 'made_with': self.plan}))
         rejected = {text: answer for text, answer in answers.items() if answer['rejected'] is not None}
         for text, answer in rejected.items():
             log.warning('the prompt %r is used as it is: %s (%.200s)', text, answer['rejected'], answer['text'])
@@ -88,18 +95,3 @@ class Rewriter:
             why = next(f'{answer["rejected"]}: {answer["text"]:.200}' for answer in rejected.values())
             raise UserError(f'rewrite: no answer of {self.settings.model} is usable ({why}); check model and prompt')
         return [text if text in rejected else answers[text]['text'] for text in prompts]
-
-    def _asked(self, paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-        """Ask for texts, given with the files for the answers; return text and rule of each answer by text."""
-        found = {}
-        questions = [Question(0, row, 'rewrite', self.prompt, caption=text) for row, text in enumerate(paths)]
-        for answer in Endpoint(self.settings).answers(questions):
-            if answer.rejected == 'no_answer':
-                raise GaveUp(f'rewrite: {self.settings.endpoint}: {answer.text}; start the same command again')
-            # Tokenizers and files refuse surrogates, which JSON can contain.
-            rewritten = ' '.join(answer.text.encode('utf-8', 'replace').decode().split())
-            text = answer.question.caption
-            found[text] = {'text': rewritten, 'rejected': answer.rejected}
-            if answer.rejected not in ASKED_AGAIN:
-                write_atomically(paths[text], json.dumps({'prompt': text, **found[text], 'made_with': self.plan}))
-        return found

@@ -171,13 +171,21 @@ class PackOptions:
     """Columns of captions to write into shards; original stands for all captions that are in the shards already."""
     out: Annotated[str, DIR_OR_URL]
     """Folder or URL of the new dataset."""
+    share: Annotated[str | None, Option('I/N')] = None
+    """Write only share I of N of the shards, counted from 0, such as 3/16, on N machines. Then finish the dataset with
+    the same command without --share (default: write all)."""
 
 
 def run_pack(options: PackOptions) -> int:
     check_dataset(options.dataset)
     from diffusion.prepare.caption_packing import pack
+    from diffusion.prepare.work_dir import Share
 
-    count, left_out = pack(options.dataset, options.out, options.captions)
+    share = None if options.share is None else Share.parse(options.share)
+    count, left_out = pack(options.dataset, options.out, options.captions, share=share)
+    if share is not None:
+        print(f'{options.out}: share {share} is done; after the last share, run the command without --share')
+        return 0
     print(f'{options.out}: {count:,} samples')
     if left_out:
         named = ', '.join(left_out[:10]) + (', ...' if left_out[10:] else '')

@@ -94,7 +94,8 @@ class Endpoint:
                         started += 1
                 if tasks:
                     has_room = not is_complete and len(tasks) < self.limit.value
-                    done, tasks = loop.run_until_complete(_first(tasks, 0 if has_room else None))
+                    first = asyncio.wait(tasks, timeout=0 if has_room else None, return_when=asyncio.FIRST_COMPLETED)
+                    done, tasks = loop.run_until_complete(first)
                     # Yield the answers before an error ends the command: nothing is asked again that was answered.
                     for task in sorted(done, key=lambda task: task.exception() is not None):
                         yield task.result()
@@ -122,7 +123,7 @@ class Endpoint:
             tokens, prompt_tokens = tokens + answer.tokens, prompt_tokens + answer.prompt_tokens
             if answer.rejected in (None, CUT_OFF) or attempt == self.settings.attempts:  # another would be as long
                 return replace(answer, tokens=tokens, prompt_tokens=prompt_tokens)
-        raise AssertionError(f'{self.settings.attempts} attempts')
+        raise AssertionError
 
     async def _reply(self, session: Any, question: Question, attempt: int) -> Answer:
         """Send a request, and again after faults. Raise Refused, UserError or GaveUp if there is no answer."""
@@ -209,24 +210,13 @@ class Endpoint:
 
     def _content(self, question: Question, attempt: int) -> bytes:
         """Return the JSON of a request."""
-        content: list[dict[str, Any]] = [{'type': 'text', 'text': question.instruction}]
+        settings, content = self.settings, list[dict[str, Any]]([{'type': 'text', 'text': question.instruction}])
         if question.image:
             url = f'data:{question.media_type};base64,{base64.b64encode(question.image).decode()}'
             content.insert(0, {'type': 'image_url', 'image_url': {'url': url}})
-        temperature = self.settings.temperature
-        return json.dumps(
-            {
-                'model': self.settings.model,
-                'max_tokens': self.settings.max_tokens,
-                'temperature': max(temperature, RETRY_TEMPERATURE) if attempt > 1 else temperature,
-                'seed': self.settings.seed + attempt - 1,
-                'messages': [{'role': 'user', 'content': content}],
-            }
-        ).encode()
-
-
-async def _first(tasks: set[Any], timeout: float | None) -> tuple[set[Any], set[Any]]:
-    return await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        values = {'model': settings.model, 'max_tokens': settings.max_tokens, 'seed': settings.seed + attempt - 1}
+        values |= {'temperature': max(settings.temperature, RETRY_TEMPERATURE if attempt > 1 else 0)}
+        return json.dumps(values | {'messages': [{'role': 'user', 'content': content}]}).encode()
 
 
 async def _cancel(tasks: set[Any]) -> None:

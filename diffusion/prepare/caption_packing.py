@@ -3,12 +3,12 @@
 Each shard is copied with its images in the same order. The indexes, which make a folder a dataset, are written last.
 """
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,17 @@ from typing import Any
 from tqdm import tqdm
 
 from diffusion.config.image_shapes import BUCKETS
-from diffusion.errors import DataError, UserError
+from diffusion.errors import UserError
 from diffusion.prepare.process_sample import CAPTION_COLUMNS
 from diffusion.prepare.shard_rewriting import check_shard, encoded_samples, indexed_folders, update_bucket_list
-from diffusion.storage import caption_tables
-from diffusion.storage.caption_tables import ORIGINAL, Receipt, listed_receipts, read_table, table_name
+from diffusion.prepare.work_dir import Share
+from diffusion.storage.caption_tables import ORIGINAL, Receipt, listed_receipts, plan_hash, read_table, table_name
 from diffusion.storage.mds import INDEX, ShardFormat, index_text
 from diffusion.storage.places import LocalPlace, Place, place_at
-from diffusion.storage.shard_writer import PLAN, ShardWriter, pin_plan
+from diffusion.storage.shard_writer import PLAN, pin_plan
 
 STATE = 'unfinished'
-"""Folder for the index entries of finished shards until all are finished."""
+"""Folder with a file per finished shard until all are finished: the new index entry, and the keys left out."""
 THREADS = 4
 """Shards to copy at a time: each takes about three times its size in memory, and most of the time is I/O."""
 
@@ -34,25 +34,22 @@ THREADS = 4
 @dataclass(frozen=True)
 class _Shard:
     bucket: str
-    number: int
     name: str
     """Path of the shard in the dataset."""
     entry: Mapping[str, Any]
     tables: Mapping[str, tuple[str, Receipt]]
     """Path and receipt of the table by column of captions."""
 
-    def captions(self, source: Place) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Return for each sample its key, and (column, caption) for each caption from tables that is not rejected."""
-        tables = [read_table(source, *table) for table in self.tables.values()]
-        rows = zip(*(table['caption'].to_pylist() for table in tables), strict=True)
-        pairs = [[pair for pair in zip(self.tables, row, strict=True) if pair[1] is not None] for row in rows]
-        return list(zip(tables[0]['key'].to_pylist(), pairs, strict=True))
+    @property
+    def state(self) -> str:
+        return f'{STATE}/{self.name}.json'
 
 
-def pack(place: str, out: str, columns: Sequence[str]) -> tuple[int, list[str]]:
+def pack(place: str, out: str, columns: Sequence[str], *, share: Share | None = None) -> tuple[int, list[str]]:
     """Write a dataset with captions of some columns in its shards, or resume.
 
     Return the number of samples, and the keys of the samples that were left out since they have none of the captions.
+    With a share, copy only its shards, and return (0, []); a later call without a share finishes the dataset.
 
     Args:
         columns: Columns of `diffusion caption`; `original` adds all captions of the shards under their own names.
@@ -63,68 +60,72 @@ def pack(place: str, out: str, columns: Sequence[str]) -> tuple[int, list[str]]:
     keep, named = ORIGINAL in columns, sorted({*columns} - {ORIGINAL})  # sorted as in captions.json: equal draws
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(THREADS) as threads, ExitStack() as stack:
         stack.callback(threads.shutdown, cancel_futures=True)  # or all shards would be copied after an error
-        source, target = place_at(place.rstrip('/'), Path(scratch, 'old')), place_at(out.rstrip('/'))
+        source, target = (place_at(at.rstrip('/'), Path(scratch, name)) for at, name in ((place, 'old'), (out, 'new')))
         folders, there = indexed_folders(source, place), target.sizes()
         if not folders:
             raise UserError(f'{place}: has no {INDEX}; give a dataset that diffusion prepare has written')
         if f'{target}/'.startswith(f'{source}/') or (there and PLAN not in there):
             raise UserError(f'--out: {out} is in the dataset or not empty; give another folder')
-        shards, writers = [], {}
+        shards = []
         for each in folders:
             receipts = {name: listed_receipts(source, each.name, name, each.entries) for name in named}
             listed = {name: found for name, found in receipts.items() if found is not None}
             if not named or len(listed) < len(named):
                 missing = ', '.join(sorted({*named} - {*listed})) or 'besides original'
                 raise UserError(f'--captions: {each.path(INDEX)}: no complete column {missing}; run diffusion caption')
-            for number, entry in enumerate(each.entries):
+            for entry in each.entries:
                 file = entry['raw_data']['basename']
-                stem = caption_tables.stem_of(file)
-                tables = {name: (table_name(each.name, name, stem), found[stem]) for name, found in listed.items()}
-                shards.append(_Shard(each.name, number, each.path(file), entry, tables))
-            data, state = place_at(target.locate(each.name), Path(scratch, 'new', each.name)), f'{STATE}/{each.name}'
-            writers[each.name] = ShardWriter(data, place_at(target.locate(state)), ShardFormat({}))
+                tables = {name: (table_name(each.name, name, file), found[file]) for name, found in listed.items()}
+                shards.append(_Shard(each.name, each.path(file), entry, tables))
         inputs = {each.name: [each.entry['raw_data'], [of.xxh64 for _, of in each.tables.values()]] for each in shards}
-        pin_plan(target, {'captions': sorted(columns), 'inputs': caption_tables.plan_hash(inputs)}, where='--out')
-        left_out = [] if keep else list(chain(*threads.map(partial(_without_captions, source), shards)))
-        count = sum(each.entry['samples'] for each in shards) - len(left_out)
-        if not all(each.path(INDEX) in there for each in folders):
-            done = {name: writer.done() for name, writer in writers.items()}
-            pending = [each for each in shards if each.number not in done[each.bucket]]
-            copies = threads.map(lambda shard: _copy(source, shard, writers[shard.bucket], keep_stored=keep), pending)
+        plan = {'captions': sorted(columns), 'inputs': plan_hash(inputs)}
+        pin_plan(target, plan, where='--out', alone=share is None)
+        entries, left_out = {each.name: each.entries for each in indexed_folders(target, out)}, list[str]()
+        if len(entries) < len(folders):
+            own = [each for number, each in enumerate(shards) if share is None or share.includes(number)]
+            pending = [each for each in own if each.state not in there]
+            copies = threads.map(lambda shard: _copy(source, target, shard, keep_stored=keep), pending)
             list(tqdm(copies, total=len(pending), desc='shards', unit='', disable=None))
-            entries = {name: writer.read_entries(sorted(writer.done())) for name, writer in writers.items()}
-            if sum(entry['samples'] for entry in chain(*entries.values())) != count:
-                raise DataError(f'{out}: shards have disappeared; run the same command again')
+            if share is not None:
+                return 0, []
+            states = list(threads.map(lambda shard: json.loads(target.read(shard.state) or b''), shards))
+            left_out = list(chain(*(keys for _, keys in states)))
             for name in [name for name in source.sizes() if name.rpartition('/')[2] == BUCKETS]:
                 target.write(name, source.read(name) or b'')
             for each in folders:
+                of_bucket = zip(shards, states, strict=True)
+                entries[each.name] = [new for shard, (new, _) in of_bucket if new and shard.bucket == each.name]
                 update_bucket_list(target, each, entries[each.name])
                 target.write(each.path(INDEX), index_text(entries[each.name]))
         target.remove_folder(STATE)
         target.clean()
-    return count, left_out
+    return sum(entry['samples'] for entry in chain(*entries.values())), left_out
 
 
-def _without_captions(source: Place, shard: _Shard) -> list[str]:
-    return [key for key, pairs in shard.captions(source) if not pairs]
-
-
-def _copy(source: Place, shard: _Shard, writer: ShardWriter, *, keep_stored: bool) -> None:
-    """Write a new shard without the samples that have no captions; write nothing if no sample is left."""
+def _copy(source: Place, target: Place, shard: _Shard, *, keep_stored: bool) -> None:
+    """Write a new shard without the samples that have no captions, none if no sample is left, and its state."""
     path = source.fetch(shard.name)
     check_shard(path, shard.entry, source.locate(shard.name))
-    old, samples = ShardFormat.of_entry(shard.entry), []
+    old, samples, left_out = ShardFormat.of_entry(shard.entry), [], []
     columns = {name: kind for name, kind in old.columns.items() if name != 'caption'}
     new = replace(old, columns={**columns, 'captions': 'json', CAPTION_COLUMNS: 'json'})
-    for (_, pairs), encoded in zip(shard.captions(source), encoded_samples(path), strict=True):
+    tables = [read_table(source, *table)['caption'].to_pylist() for table in shard.tables.values()]
+    for texts, encoded in zip(zip(*tables, strict=True), encoded_samples(path), strict=True):
         sample = old.decode(encoded)
+        pairs = [pair for pair in zip(shard.tables, texts, strict=True) if pair[1] is not None]
         if keep_stored:
             stored = sample.get('captions') or [sample['caption']]
             pairs = [*zip(sample.get(CAPTION_COLUMNS) or [ORIGINAL] * len(stored), stored, strict=True), *pairs]
         if pairs:
             sample[CAPTION_COLUMNS], sample['captions'] = zip(*pairs, strict=True)
             samples.append(new.encode(sample))
+        else:
+            left_out.append(sample['key'])
+    entry = None
     if samples:
-        replace(writer, format=new).write(shard.number, samples, list(map(len, samples)))
+        with target.writing(shard.name) as unfinished:
+            name = shard.entry['raw_data']['basename']
+            entry = new.write_shard(unfinished, samples, list(map(len, samples)), name=name)
+    target.write(shard.state, json.dumps([entry, left_out]))
     if not isinstance(source, LocalPlace):
         path.unlink()

@@ -28,7 +28,7 @@ from diffusion.prepare.source import (
     count_named,
 )
 from diffusion.storage.atomic import atomic_file
-from diffusion.storage.caption_tables import FOLDER
+from diffusion.storage.caption_tables import FOLDER, ORIGINAL
 from diffusion.storage.locks import hold_path_lock
 
 KEYS = ('key', '__key__', 'image_id', 'id', 'file_name', 'file')
@@ -74,6 +74,11 @@ class CaptionTable:
             columns = ', '.join(self.columns) or 'captions'
             raise UserError(f'captions: {self.location} has no {", ".join(TABLES)} files; give tables with {columns}')
         return tables
+
+    @property
+    def keeps_own(self) -> bool:
+        """True if the column `original` means the source's own captions: all tables are of `diffusion caption`."""
+        return ORIGINAL in self.columns and None not in self.files.values()
 
     @cached_property
     def stamp(self) -> str:
@@ -140,6 +145,8 @@ class CaptionTable:
         if column in self.metadata:
             return [], [], {column: [json_value(row.get('caption')), row.get('rejected')]}
         metadata = {name: [json_value(row[name]), None] for name in self.metadata if name in row}
+        if column is not None and row.get('rejected') is not None:
+            metadata[column] = [None, row['rejected']]
         return captions, names if column is None else [column] * len(captions), metadata
 
 
@@ -150,7 +157,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 @dataclass(frozen=True)
 class CaptionedSource:
-    """Source whose captions are replaced by those of a table; an image without a row is rejected."""
+    """Source whose captions are replaced by those of a table, or added to them; an image without a row is rejected."""
 
     source: Source
     table: CaptionTable
@@ -177,12 +184,16 @@ class CaptionedSource:
         for entry in self.source.read(part):
             if isinstance(entry, Entry) and entry.problem in (None, *CAPTION_PROBLEMS):
                 found = [json.loads(content) for _, content in self.table.rows(entry.key)]
-                entry.captions = [text for texts, *_ in found for text in texts]
-                names = [name for _, names, _ in found for name in names]
+                own = entry.captions if self.table.keeps_own else []
+                entry.captions = [*own, *(text for texts, *_ in found for text in texts)]
+                names = [*[ORIGINAL] * len(own), *(name for _, names, _ in found for name in names)]
                 entry.caption_columns = names if len(self.table.columns) > 1 else []
                 entry.problem = None if found else 'not_in_captions'
+                has_caption = any(isinstance(text, str) for text in entry.captions)
                 for column, (value, rule) in (item for *_, metadata in found for item in metadata.items()):
-                    if rule is not None:
+                    if column not in self.table.metadata:  # a rejected answer in place of a caption
+                        entry.problem = entry.problem if has_caption else rule
+                    elif rule is not None:
                         entry.problem = f'{column}_{rule}'
                     elif entry.metadata.setdefault(column, value) != value:
                         entry.problem = f'{column}_ambiguous'

@@ -69,9 +69,10 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
             f'{where}: column {image!r} has type {kind}; set --image-column to a column of encoded images, or of paths '
             'of image files in the dataset'
         )
+    has_none = names.caption == () and _find_column(schema, CAPTION_COLUMNS) is None
     captions = tuple(
         _resolve_column(schema, name, CAPTION_COLUMNS, where, '--caption-column')
-        for name in column_list(names.caption) or ([] if names.caption == () else [None])
+        for name in column_list(names.caption) or ([] if has_none else [None])
     )
     key = _find_column(schema, (KEY_COLUMN,))
     if names.key is not None:

@@ -224,8 +224,9 @@ def _keys_where(place: str, condition: str) -> list[str]:
     """Return the keys of images whose answers fulfill a condition such as score<5; yes is 1 and no is 0."""
     from diffusion.prepare.filters import number_in
     from diffusion.prepare.shard_rewriting import indexed_folders
-    from diffusion.storage.caption_tables import FETCHES, Receipt, listed_receipts, read_table, table_name
+    from diffusion.storage.caption_tables import Receipt, listed_receipts, read_table, table_name
     from diffusion.storage.places import place_at
+    from diffusion.storage.shard_writer import FETCHES
 
     parts = re.fullmatch(r'([\w.-]+)([=<>])(.+)', condition)
     limit = number_in(parts[3]) if parts else None
@@ -237,7 +238,7 @@ def _keys_where(place: str, condition: str) -> list[str]:
         receipts = listed_receipts(folder, each.name, column, each.entries)
         if receipts is None:
             print(f'{folder.locate(each.name)}: no complete column {column}; no image is selected here')
-        tables |= {table_name(each.name, column, stem): receipt for stem, receipt in (receipts or {}).items()}
+        tables |= {table_name(each.name, column, file): receipt for file, receipt in (receipts or {}).items()}
     if not tables:
         raise UserError(f'--where: {place} has no answers {column!r}; ask for them with diffusion caption')
 

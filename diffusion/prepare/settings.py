@@ -76,10 +76,11 @@ class SourceSettings:
     captions: Annotated[str | None, FILE] = None
     """folder: a .csv file with columns file and caption, or a .jsonl file with file and caption or captions; the names
     file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
-    metadata.jsonl or metadata.csv in the folder). Other sources: tables with a key and captions in each row, which
-    replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern of them, in an object store
-    too, or a dataset on the Hub, such as hf://datasets/org/captions. Their columns in `filters.columns`, such as
-    answers to questions of `diffusion caption`, become metadata."""
+    metadata.jsonl or metadata.csv in the folder). Other sources, and a folder or URL for folder: tables with a key and
+    captions in each row, which replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern
+    of them, in an object store too, or a dataset on the Hub, such as hf://datasets/org/captions. Their columns in
+    `filters.columns`, such as answers to questions of `diffusion caption`, become metadata. With tables of `diffusion
+    caption`, the column original in `caption_column` keeps the source's own captions too."""
     captions_key: Annotated[str | None, Option('NAME')] = None
     """Column of the tables in `captions` with the key of an image (default: key, __key__, image_id, id, file_name or
     file)."""
@@ -124,6 +125,12 @@ class SourceSettings:
         return named if len(named) > 1 else []
 
     @property
+    def joins_by_key(self) -> bool:
+        """True if `captions` are tables to join by key; False if there are none, or a file with paths in a folder."""
+        given = self.captions or ''
+        return bool(given) and (self.kind != 'folder' or is_url(given) or Path(given).is_dir())
+
+    @property
     def title(self) -> str:
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
@@ -139,19 +146,27 @@ class SourceSettings:
 
         The folder `work` (default: TMPDIR) gets an index of the tables in `captions`, with their columns `metadata`.
         """
-        if self.captions is None or self.kind == 'folder':
+        if self.captions is None or not self.joins_by_key:
             return self._open(sizes, formats, self.caption_column)
         from diffusion.prepare.caption_table import CaptionedSource, CaptionTable
 
         columns, folder = tuple(column_list(self.caption_column)), work or Path(tempfile.gettempdir())
         table = CaptionTable(self.captions, columns, self.captions_key, self.token_variable, folder, tuple(metadata))
-        return CaptionedSource(self._open(sizes, formats, ()), table)
+        return CaptionedSource(self.open_images(sizes=sizes, formats=formats), table)
+
+    def open_images(self, *, sizes: Sequence[int], formats: Sequence[str]) -> Source:
+        """Return the source with its own captions alone; images without a caption are read too."""
+        return self._open(sizes, formats, () if self.joins_by_key else self.caption_column or ())
 
     def _open(self, sizes: Sequence[int], formats: Sequence[str], caption_column: str | Sequence[str] | None) -> Source:
         given: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS_OF_SOURCE[self.kind]}
-        if self.kind not in ('folder', 'openmoji'):
+        if self.kind != 'openmoji':
             given['caption_column'] = caption_column
-            del given['captions'], given['captions_key']
+            given.pop('captions_key', None)
+            if self.kind != 'folder':
+                del given['captions']
+            elif self.joins_by_key:
+                given['captions'] = None
         if 'caption_suffix' in given:
             given |= {'caption_suffix': self.caption_suffix.lower(), 'image_suffixes': image_suffixes(formats)}
         if self.kind == 'openmoji':
@@ -301,7 +316,7 @@ class PrepareSettings:
             del values[name]
         # Leave out settings without effect, or give them a fixed value, so that they may change too.
         accepted = {'kind', *SETTINGS_OF_SOURCE[self.source.kind]} - {'token_variable'}
-        if self.source.captions is not None:
+        if self.source.captions is not None and 'original' not in column_list(self.source.caption_column):
             accepted -= {'caption_text', 'caption_suffix'}
         if self.source.caption is None:  # datasets of version 0.1.0 do not have this setting
             accepted -= {'caption'}

@@ -135,7 +135,7 @@ def _found(features: dict[str, Any], given: str | None, common: Sequence[str]) -
 
 
 def _caption_names(features: dict[str, Any], names: ColumnNames) -> list[str]:
-    if names.caption is not None:
+    if names.caption:
         return column_list(names.caption)
     found = _found(features, None, CAPTIONS)
     return [] if found is None else [found]

@@ -17,6 +17,7 @@ from diffusion.storage.places import StorePlace
 from diffusion.storage.retry import DISK_FULL_ERRORS
 
 LOCK = 'lock'
+BUSY = 'another process is preparing this dataset; wait until it ends, or give another --out'
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,29 @@ class Share:
 
     def includes(self, number: int) -> bool:
         return number % self.of == self.index
+
+
+@contextmanager
+def share_lock(folder: Path, share: Share | None, busy: str) -> Iterator[None]:
+    """Lock a work folder in the `with` block: different shares may run together, but none twice, nor beside a full run.
+
+    If the folder is locked, raise UserError with the text `busy`.
+    """
+
+    def fail() -> None:
+        raise UserError(f'{folder}: {busy}')
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        # A share takes the main lock in shared mode, which excludes full runs but not other shares, and its own lock in
+        # exclusive mode.
+        own = [] if share is None else [f'{LOCK}-{share.index}-of-{share.of}']
+        for name in (LOCK, *own):
+            if not stack.enter_context(locks.hold_lock(folder / name, fail, shared=name == LOCK and share is not None)):
+                raise UserError(
+                    f'{folder}: the file system does not support locks (flock); give another one with --work DIR'
+                )
+        yield
 
 
 class Staging:
@@ -97,13 +121,7 @@ class WorkFolder:
             ExternalError: In place of an OSError for a store that does not respond, or a full disk.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                # A share takes the main lock in shared mode, which excludes full runs but not other shares, and its own
-                # lock in exclusive mode, so that the same share cannot run twice.
-                self._lock(LOCK, stack, shared=share is not None)
-                if share is not None:
-                    self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)
+            with share_lock(self.path, share, BUSY):
                 try:
                     yield
                 finally:
@@ -114,17 +132,6 @@ class WorkFolder:
             if isinstance(error, GaveUp) or error.errno in DISK_FULL_ERRORS:
                 raise ExternalError(what) from error
             raise OSError(what) from error
-
-    def _lock(self, name: str, stack: ExitStack, *, shared: bool = False) -> None:
-        def fail() -> None:
-            raise UserError(
-                f'{self.path}: another process is preparing this dataset; wait until it ends, or give another --out'
-            )
-
-        if not stack.enter_context(locks.hold_lock(self.path / name, fail, shared=shared)):
-            raise UserError(
-                f'{self.path}: the file system does not support locks (flock); give another one with --work DIR'
-            )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
         """Remove unfinished files of killed processes, or only a share's; the caller must hold the lock."""

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,13 +25,13 @@ import xxhash
 from diffusion.errors import DataError, UserError
 from diffusion.storage.places import Place
 from diffusion.storage.retry import PreconditionFailed
+from diffusion.storage.shard_writer import FETCHES
 
 LIST = 'captions.json'
 FOLDER = 'captions'
 VERSION = 1
 ORIGINAL = 'original'
 """Name for the captions in the shards, if the dataset was prepared from a single column."""
-FETCHES = 16
 ROWS = pa.schema(
     {
         'key': pa.string(),
@@ -49,7 +50,7 @@ ROWS = pa.schema(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashable as a key of a cache
 class Receipt:
     """Size, hash and counts of a table, and the shard and plan that it was made for."""
 
@@ -75,9 +76,9 @@ def stem_of(shard_file: str) -> str:
     return shard_file.removesuffix('.mds')
 
 
-def table_name(bucket: str, column: str, stem: str) -> str:
+def table_name(bucket: str, column: str, shard_file: str) -> str:
     """Return the path of a shard's table relative to the dataset; `bucket` is empty for the dataset's own folder."""
-    return joined(bucket, f'{FOLDER}/{column}/{stem}.parquet')
+    return joined(bucket, f'{FOLDER}/{column}/{stem_of(shard_file)}.parquet')
 
 
 def shard_identity(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,8 +92,7 @@ def plan_hash(plan: Mapping[str, Any]) -> str:
 
 def write_table(folder: Place, name: str, table: pa.Table, *, plan: str, shard: Mapping[str, Any]) -> Receipt:
     """Write a table and its receipt; if there is one for the same plan and shard, keep that one."""
-    made_for = {'made_for': json.dumps([plan, shard], sort_keys=True)}
-    table = table.cast(ROWS).replace_schema_metadata(made_for)
+    table = table.cast(ROWS).replace_schema_metadata({'made_for': json.dumps([plan, shard], sort_keys=True)})
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression='zstd')
     content = buffer.getvalue()
@@ -103,19 +103,29 @@ def write_table(folder: Place, name: str, table: pa.Table, *, plan: str, shard: 
             table, content = there, found
             break
         folder.delete([name])
-    receipt = _receipt(table, content, plan, shard)
+    receipt = Receipt(
+        plan=plan,
+        shard=dict(shard),
+        samples=len(table),
+        captions=len(table) - table['caption'].null_count,
+        tokens=sum(table['tokens'].drop_null().to_pylist()),
+        bytes=len(content),
+        xxh64=xxhash.xxh64(content).hexdigest(),
+        rejected=dict(sorted(Counter(table['rejected'].drop_null().to_pylist()).items())),
+    )
     folder.write(_receipt_name(name), json.dumps(asdict(receipt)))
     return receipt
 
 
 def read_receipts(folder: Place, bucket: str, column: str) -> dict[str, Receipt]:
-    """Return the receipts of a column's tables by the stems of their shards; unreadable ones are left out."""
-    below = joined(bucket, f'{FOLDER}/{column}')
+    """Return the receipts of a column's tables by the file names of their shards; unreadable ones are left out."""
+    below, found = joined(bucket, f'{FOLDER}/{column}'), {}
     names = sorted(name for name in folder.list(below).files if name.endswith('.json'))
     with ThreadPoolExecutor(FETCHES) as threads:
-        contents = threads.map(lambda name: folder.read(f'{below}/{name}'), names)
-        found = {name.removesuffix('.json'): _parsed(content) for name, content in zip(names, contents, strict=True)}
-    return {stem: receipt for stem, receipt in found.items() if receipt is not None}
+        for name, content in zip(names, threads.map(lambda name: folder.read(f'{below}/{name}'), names), strict=True):
+            with suppress(ValueError, TypeError):
+                found[name.removesuffix('.json') + '.mds'] = Receipt(**json.loads(content or b''))
+    return found
 
 
 def finished(receipt: Receipt | None, plan: str, entry: Mapping[str, Any]) -> bool:
@@ -131,12 +141,12 @@ def publish(
     Tables of shards that are no longer in the index are deleted.
     """
     receipts = read_receipts(folder, bucket, column)
-    stems = {stem_of(entry['raw_data']['basename']): entry for entry in entries}
-    if not all(finished(receipts.get(stem), plan_hash(plan), entry) for stem, entry in stems.items()):
+    files = {entry['raw_data']['basename']: entry for entry in entries}
+    if not all(finished(receipts.get(file), plan_hash(plan), entry) for file, entry in files.items()):
         return False
-    listed = {'plan': dict(plan), 'tables': {stem: asdict(receipts[stem]) for stem in stems}}
+    listed = {'plan': dict(plan), 'tables': {stem_of(file): asdict(receipts[file]) for file in files}}
     _update_list(folder, bucket, lambda columns: columns | {column: listed})
-    names = [table_name(bucket, column, stem) for stem in receipts.keys() - stems]
+    names = [table_name(bucket, column, file) for file in receipts.keys() - files]
     folder.delete([*map(_receipt_name, names), *names])
     return True
 
@@ -164,7 +174,7 @@ def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
 def listed_receipts(
     folder: Place, bucket: str, column: str, entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, Receipt] | None:
-    """Return the receipts of a column's tables by the stems of a bucket's shards; None if the column is not listed.
+    """Return the receipts of a column's tables by the file names of shards; None if the column is not listed.
 
     Raises:
         UserError: A shard has no table, or only that of an older version of the shard.
@@ -174,11 +184,11 @@ def listed_receipts(
     if listed is None:
         return None
     for entry in entries:
-        stem = stem_of(entry['raw_data']['basename'])
-        found = listed['tables'].get(stem)
+        file = entry['raw_data']['basename']
+        found = listed['tables'].get(stem_of(file))
         if found is None or found['shard'] != shard_identity(entry):
-            raise UserError(f'{where}: has no captions {column} of the present {stem}; run diffusion caption again')
-        receipts[stem] = Receipt(**found)
+            raise UserError(f'{where}: has no captions {column} of the present {file}; run diffusion caption again')
+        receipts[file] = Receipt(**found)
     return receipts
 
 
@@ -192,32 +202,29 @@ def rewrite_tables(
         new: The bucket's new index entries; the new shard of shard.00003.mds is shard.00003.TOKEN.mds.
         keys: Keys of the removed images.
     """
-    replaced: list[str] = []
-    added: dict[str, dict[str, Any]] = {}
+    replaced, added = list[str](), dict[str, dict[str, Any]]()
     renewed = {number_of(entry['raw_data']['basename']): entry for entry in new}
     for column in sorted(folder.list(joined(bucket, FOLDER)).folders) if old else ():
         receipts = read_receipts(folder, bucket, column)
-        for stem in sorted({stem_of(file) for file in old} & receipts.keys()):
-            name = table_name(bucket, column, stem)
+        for file in sorted({*old} & receipts.keys()):
+            name = table_name(bucket, column, file)
             replaced += [name, _receipt_name(name)]
-            entry = renewed.get(number_of(stem))
+            entry = renewed.get(number_of(file))
             if entry is None:  # no sample of the shard is left
                 continue
-            table = read_table(folder, name, receipts[stem])
+            table = read_table(folder, name, receipts[file])
             kept = table.filter(pa.array([key not in keys for key in table['key'].to_pylist()], pa.bool_()))
-            target = stem_of(entry['raw_data']['basename'])
-            plan, shard = receipts[stem].plan, shard_identity(entry)
-            receipt = write_table(folder, table_name(bucket, column, target), kept, plan=plan, shard=shard)
-            added.setdefault(column, {})[target] = asdict(receipt)
+            plan, new_file = receipts[file].plan, entry['raw_data']['basename']
+            name = table_name(bucket, column, new_file)
+            receipt = write_table(folder, name, kept, plan=plan, shard=shard_identity(entry))
+            added.setdefault(column, {})[stem_of(new_file)] = asdict(receipt)
 
-    def change(columns: dict[str, Any]) -> dict[str, Any]:
-        for column in columns.keys() & added.keys():
-            columns[column]['tables'] |= added[column]
-        return columns
+    def add(columns: dict[str, Any]) -> dict[str, Any]:
+        return {name: each | {'tables': each['tables'] | added.get(name, {})} for name, each in columns.items()}
 
     if added:
         # Add the new tables before the index lists their shards; entries of old tables are harmless.
-        _update_list(folder, bucket, change)
+        _update_list(folder, bucket, add)
     return replaced
 
 
@@ -235,34 +242,10 @@ def _update_list(folder: Place, bucket: str, change: Callable[[dict[str, Any]], 
         found = folder.read_version(name)
         columns = change(read_list(None if found is None else found.content, folder.locate(name)))
         content = json.dumps({'version': VERSION, 'columns': columns}, sort_keys=True).encode()
-        if found is not None and found.content == content:
+        with suppress(PreconditionFailed):  # another process has listed its column
+            if found is None or found.content != content:
+                folder.replace(name, content, None if found is None else found.version)
             return
-        try:
-            folder.replace(name, content, None if found is None else found.version)
-            return
-        except PreconditionFailed:
-            continue  # another process has listed its column
-
-
-def _receipt(table: pa.Table, content: bytes, plan: str, shard: Mapping[str, Any]) -> Receipt:
-    rejected = Counter(rule for rule in table['rejected'].to_pylist() if rule is not None)
-    return Receipt(
-        plan=plan,
-        shard=dict(shard),
-        samples=len(table),
-        captions=len(table) - table['caption'].null_count,
-        tokens=sum(count or 0 for count in table['tokens'].to_pylist()),
-        bytes=len(content),
-        xxh64=xxhash.xxh64(content).hexdigest(),
-        rejected=dict(sorted(rejected.items())),
-    )
-
-
-def _parsed(content: bytes | None) -> Receipt | None:
-    try:
-        return Receipt(**json.loads(content or b''))
-    except (ValueError, TypeError):
-        return None
 
 
 def _receipt_name(table: str) -> str:

@@ -317,3 +317,20 @@ def test_two_shares_that_are_killed_caption_every_image_once(
         for index, text in enumerate(texts):
             assert text in (f'caption {index}', *(caption_of(column, picture(index)) for column in ('brief', 'full')))
         assert {text.split()[0] for text in texts} == {'caption', 'brief', 'full'}
+
+
+@pytest.mark.slow
+def test_the_script_of_the_documentation_runs_shares_on_ray(server: VlmServer, tmp_path: Path) -> None:
+    pytest.importorskip('ray')
+    page = (Path(__file__).parents[2] / 'docs/captions.md').read_text()
+    script = page.partition('$ cat caption_on_ray.py\n')[2].partition('$ ray job submit')[0]
+    data = write_images(tmp_path / 'data', shards=6, each=3)
+    write_settings(tmp_path / 'qwen3vl.yaml', server.url)
+    for old, new in (('s3://bucket/mds', str(data)), ('qwen3vl.yaml', str(tmp_path / 'qwen3vl.yaml')), ('16', '2')):
+        assert old in script
+        script = script.replace(old, new)
+    environment = os.environ | {'RAY_USAGE_STATS_ENABLED': '0', 'RAY_AUTH_MODE': 'disabled'}
+    subprocess.run([sys.executable, '-c', script], check=True, env=environment, timeout=120)
+    assert check_tables(data, 18) == 36
+    assert set(server.good.values()) == {1}
+    assert json.loads((data / 'captions.json').read_text())['columns'].keys() == {'brief', 'full'}

@@ -46,9 +46,17 @@ def test_shards_get_captions_and_keep_everything_else(data: Path, tmp_path: Path
     assert not [path for path in out.rglob('*') if 'unfinished' in path.name or path.suffixes[-2:] == ['.mds', '.json']]
 
 
-def test_images_without_captions_are_left_out_and_named(data: Path, tmp_path: Path, capsys: Any) -> None:
+def test_shares_write_shards_and_images_without_captions_are_left_out_and_named(
+    data: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / 'out'
-    printed = output_of(capsys, 'data', 'pack', data, '--captions', 'short', '--out', out)
+    words = ('data', 'pack', data, '--captions', 'short', '--out', out)
+    for share in ('1/2', '0/2'):
+        assert f'share {share} is done' in output_of(capsys, *words, '--share', share)
+    assert not [*out.rglob('index.json')]
+    written = {path: path.stat().st_mtime_ns for path in out.rglob('*.mds')}
+    printed = output_of(capsys, *words)
+    assert written and {path: path.stat().st_mtime_ns for path in out.rglob('*.mds')} == written
     of_image = [bucket for bucket, of in keys(data).items() if 'image-3' in of]
     left_out = sum(map(len, keys(data).values())) - len(of_image)
     assert f'left out {left_out} samples' in printed and 'image-0, ' in printed
@@ -104,5 +112,5 @@ def test_damaged_and_outdated_tables_stop_the_packing(data: Path, tmp_path: Path
     with pytest.raises(DataError, match='differs from its receipt'):
         pack(str(copy), str(tmp_path / 'out'), ['long'])
     captions.write_text(captions.read_text().replace('"sha1": "', '"sha1": "0'))
-    with pytest.raises(UserError, match='has no captions long of the present shard.00000; run diffusion caption'):
+    with pytest.raises(UserError, match='has no captions long of the present shard.00000.mds; run diffusion caption'):
         pack(str(copy), str(tmp_path / 'out'), ['long'])

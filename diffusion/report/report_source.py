@@ -28,8 +28,8 @@ IMPORTANT_POINTS = 2000
 
 PUBLISHED = Path(__file__).with_name('published_scores.csv')
 """Scores of published models, each with its source."""
-BENCHMARKS = {'geneval_hf': 'GenEval'}
-"""Benchmarks in `PUBLISHED` that are drawn beside a metric of this package."""
+BENCHMARKS = {'geneval': 'GenEval', 'dpg': 'DPG-Bench'}
+"""Benchmarks in `PUBLISHED` by the beginning of the names of metrics that they are drawn beside."""
 
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:
@@ -47,13 +47,15 @@ def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -
 
 
 def published_scores(metrics: set[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return models and scores of `PUBLISHED` by metric, for those of the metrics in `BENCHMARKS`."""
+    """Return rows of `PUBLISHED` by metric, highest scores first, for those of the metrics in `BENCHMARKS`."""
     with open(PUBLISHED, encoding='utf-8', newline='') as file:
         rows = list(csv.DictReader(file))
+    rows = sorted(({**row, 'score': float(row['score'])} for row in rows), key=lambda row: -row['score'])
     return {
-        metric: [{'model': row['model'], 'score': float(row['score'])} for row in rows if row['benchmark'] == benchmark]
-        for metric, benchmark in BENCHMARKS.items()
-        if metric in metrics
+        metric: [row for row in rows if row['benchmark'] == benchmark]
+        for metric in sorted(metrics)
+        for start, benchmark in BENCHMARKS.items()
+        if metric.startswith(start)
     }
 
 

@@ -95,6 +95,7 @@ def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
 
 
 _RESULTS = re.compile(r'ba\d{1,15}\.json')
+_IMAGE = re.compile(rf'{EVALUATIONS}(/\w[^/]*)+\.png')
 
 
 def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
@@ -118,32 +119,69 @@ def _results(content: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(given, dict) or not isinstance(given.get('metrics', {}), dict):
         return None
-    guidance = given.get('guidance')
+    guidance, metrics = given.get('guidance'), _numbers(given.get('metrics'))
     sweep = [each for each in guidance if isinstance(each, dict)] if isinstance(guidance, list) else []
+
+    def of_own_setting(key: str) -> dict[str, tuple[dict[str, Any], Any]]:
+        """Return, by metric, the sampling settings that gave the checkpoint's value, and their entry of `key`."""
+        rows = [each for each in sweep[::-1] if isinstance(each.get(key), dict)]
+        return {
+            str(name): (row, entry)
+            for row in rows
+            for name, entry in row[key].items()
+            if isinstance(entry, dict) and _numbers(row.get('metrics')).get(name, name) == metrics.get(name)
+        }
+
     return {
         'weights': str(given.get('weights', '')),
         'images': _number(given.get('images')),
         'prompts': str(given.get('prompts', '')),
         'finished': _number(given.get('finished')),
         'seconds': _number(given.get('seconds')),
-        'metrics': _numbers(given.get('metrics')),
+        'metrics': metrics,
         'losses': _numbers(given.get('losses')),
         'guidance': [
             {
                 'scale': _number(each.get('guidance_scale')),
                 'method': guidance_text(each.get('guidance')),
+                'steps': _number(each.get('num_inference_steps')),
+                'sampler': str(each.get('noise_scheduler') or ''),
+                'shift': _number(each.get('snr_shift')),
                 'metrics': _numbers(each.get('metrics')),
+                'intervals': {name: _intervals(ends).get('') for name, ends in _mapping(each.get('intervals')).items()},
             }
             for each in sweep
             if _number(each.get('guidance_scale')) is not None
         ],
-        'categories': {
-            str(metric): _numbers(values)
-            for each in sweep[:1]
-            if isinstance(each.get('categories'), dict)
-            for metric, values in each['categories'].items()
+        'categories': {name: _numbers(values) for name, (_, values) in of_own_setting('categories').items()},
+        'intervals': {name: _intervals(values) for name, (_, values) in of_own_setting('intervals').items()},
+        'examples': {
+            name: {str(kind): _examples(row.get('folder'), both) for kind, both in kinds.items()}
+            for name, (row, kinds) in of_own_setting('examples').items()
         },
     }
+
+
+def _intervals(values: Any) -> dict[str, list[float]]:
+    """Return 95% intervals by category; that of the whole metric has an empty name."""
+    given = {str(kind): ends for kind, ends in _mapping(values).items() if isinstance(ends, list) and len(ends) == 2}
+    pairs = {kind: [end for end in map(_number, ends) if end is not None] for kind, ends in given.items()}
+    return {kind: ends for kind, ends in pairs.items() if len(ends) == 2}
+
+
+def _examples(folder: Any, both: Any) -> dict[str, list[dict[str, Any]]]:
+    """Return the `worst` and `best` images of a category: path in the run, prompt and score."""
+    found: dict[str, list[dict[str, Any]]] = {'worst': [], 'best': []}
+    for side, images in found.items():
+        given = _mapping(both).get(side)
+        for each in map(_mapping, given if isinstance(given, list) else ()):
+            if _IMAGE.fullmatch(file := f'{folder}/{each.get("file")}'):
+                images.append({'file': file, 'prompt': str(each.get('prompt')), 'score': _number(each.get('score'))})
+    return found
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> float | int | None:

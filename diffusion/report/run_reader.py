@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from diffusion.config.resume_rules import past_changes
 from diffusion.errors import ExternalError, UserError
+from diffusion.report.example_images import SHARE, ExampleReader
 from diffusion.report.metric_reader import MetricReader, Series
 from diffusion.report.run_parts import (
     CheckpointReader,
@@ -96,6 +97,7 @@ class RunReader:
         self._metrics_version: FileVersion | tuple[int, int] | None = None
         self._checkpoints = CheckpointReader(self._files)
         self._sheets = SheetReader(self._files, image_bytes) if image_bytes else None
+        self._examples = ExampleReader(self._files, round(image_bytes * SHARE))
 
     @property
     def name(self) -> str:
@@ -136,7 +138,10 @@ class RunReader:
         content.saves = saves_by_place(content.series)
         self._add_recipe(content, tried(RECIPE, lambda: self._files.read(RECIPE), None) or b'')
         if (sheets := self._sheets) is not None:
-            content.images = tried('The images', lambda: sheets.read(listing.files, notes), SampledImages())
+            examples = tried('The images', lambda: self._examples.read(content.evaluations, notes), {})
+            reserved = sum(map(len, examples.values()))
+            content.images = tried('The images', lambda: sheets.read(listing.files, notes, reserved), SampledImages())
+            content.images.encoded |= examples
         tried('The status of the nodes', lambda: self._complete_status(content), None)
         self._add_attempts(content)
         return content

@@ -25,7 +25,7 @@ MAX_FIGURES = 64
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
 """Fraction of the size limit for a run's images that the sheet of the last evaluation may use."""
-_DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError, Image.DecompressionBombError)
+DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,20 @@ class SheetReader:
         self._content = ('', '', b'')  # name, version and content of the sheet read last, to encode it in other sizes
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
 
-    def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:
-        """Return as many sheets as fit, evenly spaced, with first and last; add a note for each unreadable one."""
+    def read(self, root_files: dict[str, FileVersion], notes: list[str], reserved: int = 0) -> SampledImages:
+        """Return as many sheets as fit, evenly spaced, with first and last; add a note for each unreadable one.
+
+        `reserved`: Number of the bytes that other images use.
+        """
         found = SampledImages()
-        used = 0
+        used = reserved
         if GENERATED in root_files:
             limit = round(self.max_bytes * _GENERATED_SHARE)
             for side in SIDES[2:]:
                 figures, images = self._encoded(GENERATED, root_files[GENERATED], side, notes)
                 size = _bytes(images)
                 if figures and size <= limit:
-                    found.generated, used = Sheet(None, figures), size
+                    found.generated, used = Sheet(None, figures), used + size
                     found.encoded |= images
                     break
         versions = {
@@ -110,7 +113,7 @@ class SheetReader:
                 self._content = (name, version.tag, self.files.read(name) or b'')
             try:
                 self._known[known] = encode_sheet(self._content[2], side)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 notes.append(f'{name} is not an image that can be shown ({type(error).__name__}).')
                 self._known[known] = ([], {})
         return self._known[known]
@@ -123,14 +126,6 @@ def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[
         text = getattr(opened, 'text', {})[FIGURES]
         sheet = opened.convert('RGB')
 
-    def keep(image: Image.Image) -> dict[str, Any]:
-        image.thumbnail((side, side), Image.Resampling.LANCZOS)
-        buffer = io.BytesIO()
-        image.save(buffer, 'WEBP', quality=80, method=4)
-        key = xxh3_64_hexdigest(buffer.getvalue())
-        encoded[key] = buffer.getvalue()
-        return {'key': key, 'width': image.width, 'height': image.height}
-
     figures = []
     for figure in json.loads(text)[:MAX_FIGURES]:
         images = []
@@ -138,9 +133,20 @@ def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[
             image = sheet.crop((left, top, left + width, top + height))
             if 0 < real_width < width and 0 < real_height < height:
                 image = image.resize((real_width, real_height), Image.Resampling.NEAREST)  # undo the enlargement
-            images.append(keep(image))
+            images.append(webp(image, side, encoded))
         figures.append({'caption': str(figure['caption']), 'images': images})
     return figures, encoded
+
+
+def webp(image: Image.Image, side: int, encoded: dict[str, bytes]) -> dict[str, Any]:
+    """Add an image of up to `side` pixels to `encoded`, and return its key and size."""
+    image = image.copy()
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, 'WEBP', quality=80, method=4)
+    key = xxh3_64_hexdigest(buffer.getvalue())
+    encoded[key] = buffer.getvalue()
+    return {'key': key, 'width': image.width, 'height': image.height}
 
 
 def evenly_chosen(items: Sequence[int], count: int) -> list[int]:

@@ -15,6 +15,7 @@ from diffusion.runs.attempts import Attempt
 
 STAGES = ('data_wait', 'h2d', 'encode', 'forward', 'backward', 'optimizer', 'ema', 'logging', 'checkpoint', 'other')
 PROMPTS = ['a frog', 'a house at night', 'a racing car', 'a purple circle', 'a jellyfish', 'two teddy bears play chess']
+KINDS = {'single_object': -0.3, 'two_object': -0.1, 'counting': 0.1, 'colors': -0.2, 'position': 0.3, 'color_attr': 0.2}
 BEGIN = 1_795_000_000.0
 SECONDS_PER_BATCH = 0.5
 RECIPE = """name: {name}
@@ -118,22 +119,45 @@ def write_evaluation(folder: Path, batch: int, seed: int = 0) -> None:
     draw = random.Random(batch + seed)
     (folder / 'evaluations').mkdir(exist_ok=True)
     sweep = []
-    for scale in (1, 2, 3, 5, 7.5):
-        fid = 12 + 2000 / batch + (scale - 3) ** 2 / 2 + draw.random()
-        metrics = {'fid': fid, 'clip_score': 0.2 + 0.08 * (1 - math.exp(-scale / 3)), 'geneval_hf': 0.4}
-        categories = {'clip_score': {'animals': 0.31, 'text': 0.22}}
-        result = {'guidance_scale': scale, 'metrics': metrics, 'categories': categories}
-        sweep.append(result | {'folder': f'evaluations/ba{batch}/{scale}'})
+    for scale, steps in ((7.5, 50), (1, 50), (2, 50), (3, 50), (5, 50), (7.5, 10), (7.5, 20)):
+        fid = 12 + 2000 / batch + (scale - 3) ** 2 / 2 + draw.random() + 100 / steps
+        kinds = {kind: max(0, 0.6 - 30 / batch - level - 1 / steps) for kind, level in KINDS.items()}
+        score = sum(kinds.values()) / len(kinds)
+        metrics = {'fid': fid, 'clip_score': 0.2 + 0.08 * (1 - math.exp(-scale / 3)), 'geneval_hf': score}
+        categories = {'clip_score': dict.fromkeys(kinds, 0.31), 'geneval_hf': kinds}
+        intervals = {name: [max(0, mean - 0.06), mean + 0.07] for name, mean in kinds.items()}
+        result = {'guidance_scale': scale, 'num_inference_steps': steps, 'noise_scheduler': 'ddim', 'metrics': metrics}
+        result |= {'categories': categories, 'folder': f'evaluations/ba{batch}/{scale}-{steps}'}
+        result['intervals'] = {'geneval_hf': {'': [score - 0.03, score + 0.04], **intervals}}
+        sweep.append(result)
         if scale == 3:  # a sweep of intervals too
             sweep += [
                 result
                 | {'guidance': {'name': 'interval', 'low': low, 'high': 0.8}, 'folder': f'evaluations/ba{batch}/{low}'}
                 for low in (0.1, 0.3)
             ]
+    sweep[0]['examples'] = {'geneval_hf': write_examples(folder / sweep[0]['folder'])}
     results = {'checkpoint': f'ba{batch}', 'batch': batch, 'weights': 'ema', 'images': 30000, 'prompts': 'captions'}
-    results |= {'losses': {'loss': 0.15 + 10 / batch}, 'metrics': sweep[-1]['metrics'], 'guidance': sweep}
+    results |= {'losses': {'loss': 0.15 + 10 / batch}, 'metrics': sweep[0]['metrics'], 'guidance': sweep}
     text = json.dumps(results | {'seconds': 600.0, 'finished': BEGIN + batch})
     (folder / 'evaluations' / f'ba{batch}.json').write_text(text)
+
+
+def write_examples(folder: Path) -> dict[str, Any]:
+    """Write images of three failing and three passing prompts of each kind, and return their names."""
+    examples: dict[str, Any] = {}
+    for number, kind in enumerate(KINDS):
+        examples[kind] = {'worst': [], 'best': []}
+        for index in range(6):
+            file, side = f'batch-00000/{6 * number + index:06d}.png', 'best' if index > 2 else 'worst'
+            prompt = f'a photo of a red {kind.replace("_", " ")} number {index}'
+            examples[kind][side].append({'file': file, 'prompt': prompt, 'score': float(side == 'best')})
+            image = Image.new('RGB', (64, 64), (30 + 35 * index, 90 + 20 * number, 140))
+            ImageDraw.Draw(image).ellipse((12, 12, 52, 52), fill='white' if side == 'best' else 'black')
+            save_image(image, folder / file)
+            why = '1 of 2 dog found' if side == 'worst' else None
+            (folder / file).with_suffix('.geneval.json').write_text(json.dumps({'failure': why}))
+    return examples
 
 
 def write_sheet(folder: Path, batch: int, prompts: list[str], *, side: int = 96, noise: bool = False) -> None:

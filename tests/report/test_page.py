@@ -47,6 +47,8 @@ def visit(context: BrowserContext) -> Iterator[Callable[[Path], Page]]:
 def report(tmp_path_factory) -> Path:
     run = write_run(tmp_path_factory.mktemp('page') / 'sd2')
     append_metrics(run, {'step': 400, 'loss/train/total': math.nan})
+    for image in run.glob('evaluations/ba400/*/*/00003?.png'):
+        image.unlink()
     path = run / 'report.html'
     path.write_text(RunsSource([str(run)]).write())
     return path
@@ -144,7 +146,9 @@ def test_charts_have_a_cursor_tables_and_notes_and_show_any_metric(visit, report
     expect(rows).to_have_count(7)
     assert rows.first.inner_text().split()[0] == '50'
     assert card(page, 'levels').locator('thead th').count() == 9
-    assert 'FLUX.1 [dev] (published)' in card(page, 'metric-geneval_hf').inner_text()
+    before = pixels(page, 'metric-geneval_hf')
+    card(page, 'metric-geneval_hf').get_by_role('button', name='published scores').click()
+    assert pixels(page, 'metric-geneval_hf') != before
     page.get_by_label('Metric').select_option('checkpoint/memory_save_seconds')
     assert card(page, 'explorer').locator('h3').inner_text() == 'checkpoint/memory_save_seconds'
     assert 'the first one is NaN, at batch 400' in page.locator('.notes').inner_text()
@@ -168,17 +172,45 @@ def test_slider_shows_the_images_of_a_batch_and_evaluations_are_sorted(visit, re
     assert images.evaluate_all('images => images.every(image => image.complete && image.naturalWidth === 96)')
     table = page.locator('#evaluations table').first
     best = table.locator('td.best').filter(has_text='★')
-    assert best.count() == 2, 'of FID and of the loss; the CLIP scores are equal'
+    assert best.count() == 3, 'of FID, GenEval and the loss; the CLIP scores are equal'
     fid = table.locator('tbody tr td:nth-child(4)')
     table.get_by_role('button', name='FID').click()
     values = [float(text.split()[0]) for text in fid.all_inner_texts()]
     assert values == sorted(values) and table.locator('th[aria-sort=ascending]').inner_text().startswith('FID')
     table.get_by_role('button', name='FID').press('Enter')
     assert [float(text.split()[0]) for text in fid.all_inner_texts()] == values[::-1]
-    assert 'animals' in page.locator('#evaluations').inner_text()
+    assert 'single_object' in page.locator('#evaluations').inner_text()
     assert 'interval low=0.3 high=0.8' in page.locator('#evaluations').inner_text()
-    sweep = page.locator('#evaluations svg')
-    assert sweep.locator('circle').count() == 20 and '7.5' in (sweep.text_content() or '')
+    over_scales, over_steps = page.locator('#evaluations svg').all()
+    assert over_scales.locator('circle').count() == 20 and '7.5' in (over_scales.text_content() or '')
+    assert over_steps.locator('circle').count() == 4 * 3
+    assert over_steps.locator('line:not(.gridline)').count() == 4 * 3, 'intervals'
+
+
+@pytest.mark.slow
+def test_benchmarks_have_examples_cost_and_published_scores(visit, report):
+    page = visit(report)
+
+    def part(title: str):
+        return page.locator('#evaluations .card').filter(has=page.get_by_role('heading', name=title))
+
+    examples = part('Worst and best prompts by GenEval (HF), batch 400')
+    assert examples.locator('img').count() == 5 * 6 and examples.get_by_text('no image').count() == 6
+    assert 'counting 0.4050 (0.3450 to 0.4750)' in examples.inner_text()
+    assert examples.locator('figcaption').first.inner_text().split('\n') == [
+        *('a photo of a red single object number 0', '1 of 2 dog found')
+    ]
+    assert 'evaluations/ba400/7.5-50/batch-00000/000030.png and 5 more' in page.locator('.notes').inner_text()
+    swept = [row.split('\t')[:5] for row in part('Settings of sampling').locator('tbody tr').all_inner_texts()]
+    assert swept[8] == ['400', 'cfg', '7.5', 'ddim', '20'], 'the last of the 9 settings of the newest checkpoint'
+    cost = [row.split('\t') for row in part('Training cost of GenEval (HF)').locator('tbody tr').all_inner_texts()]
+    hours, dollars, gain = float(cost[2][1]), float(cost[2][2][1:]), float(cost[2][4][1:])
+    assert gain == pytest.approx((dollars - float(cost[1][2][1:])) / 5, abs=0.02), 'the score rose by 5 points of 0.01'
+    assert hours > float(cost[1][1]) and float(cost[2][5][1:]) == pytest.approx(dollars / 48, abs=0.02)
+    published = part('Published scores beside GenEval (HF)').locator('tbody tr').all_inner_texts()
+    scores = [float(row.split('\t')[0]) for row in published]
+    assert scores == sorted(scores, reverse=True) and scores.index(0.505) > 0
+    assert all('https://' in row or 'sd2, batch 400' in row for row in published)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_everything_of_a_run_is_read(run):
     assert (content.name, status.state, status.batch, status.total_batches) == ('sd2', 'ended', 400, 1000)
     assert len(content.series['loss/train/total'].steps) == 400, 'the repeated batches count once'
     assert [each['batch'] for each in content.evaluations] == [100, 200, 300, 400]
-    assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 7
+    assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 9
     assert [sheet.batch for sheet in content.images.sheets] == [100, 200, 300, 400]
     assert [figure['caption'] for figure in content.images.sheets[0].figures] == PROMPTS
     assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 100]
@@ -133,6 +133,30 @@ def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run):
     assert '1 lines are damaged' in text and 'last line is not complete' in text
 
 
+def test_examples_are_small_images_of_the_last_evaluation_and_only_files_of_the_run(run):
+    path = run / 'evaluations' / 'ba400.json'
+    results = json.loads(path.read_text())
+    named = results['guidance'][0]['examples']['geneval_hf']
+    named['counting']['worst'][0]['file'] = '../../../secret.png'
+    (run.parent / 'secret.png').write_bytes((run / 'images' / 'ba000400.png').read_bytes())
+    path.write_text(json.dumps(results))
+    damaged = f'{results["guidance"][0]["folder"]}/{named["colors"]["best"][1]["file"]}'
+    (run / damaged).write_bytes(b'cut')
+    content = read(run)
+    assert content.evaluations[3]['intervals']['geneval_hf'][''] == pytest.approx([0.475, 0.545])
+    assert [len(each['examples']) for each in content.evaluations] == [0, 0, 0, 1]
+    examples = content.evaluations[3]['examples']['geneval_hf']
+    assert len(examples['counting']['worst']) == 2 and examples['position']['worst'][0]['why'] == '1 of 2 dog found'
+    assert examples['position']['worst'][0]['image']['key'] in content.images.encoded
+    assert any(note.startswith(f'{damaged}: images of the worst and best prompts') for note in content.notes)
+
+    small = RunReader(str(run), image_bytes=30_000).read()
+    both = small.evaluations[3]['examples']['geneval_hf'].values()
+    shown = [each['image'] for kind in both for each in (*kind['worst'], *kind['best']) if each.get('image')]
+    assert 0 < len(shown) < 35 and {each['width'] for each in shown} == {64}
+    assert sum(map(len, small.images.encoded.values())) < 35_000
+
+
 @pytest.mark.parametrize('content', [b'{', b'{"metrics": 3}'])
 def test_a_result_file_that_is_none_is_a_note(run, content):
     (run / 'evaluations' / 'ba300.json').write_bytes(content)
@@ -143,7 +167,12 @@ def test_a_result_file_that_is_none_is_a_note(run, content):
 
 def test_results_with_strange_values_show_what_can_be_shown(run):
     metrics = {'fid': 'low', 'kid': float('nan'), 'cmmd': 0.5, 'x': 10**400}
-    strange = {'metrics': metrics, 'guidance': [3, {'guidance_scale': None}]}
+    row = {'guidance_scale': 1, 'metrics': {'cmmd': 0.5}, 'folder': 3, 'intervals': {'cmmd': {'': [1, 'x'], 'a': 3}}}
+    row['examples'] = {'cmmd': {'a': {'worst': 3}, 'b': [], 'c': {'best': [None, {'file': 'x.png'}]}}, 'kid': 3}
+    strange = {
+        'metrics': metrics,
+        'guidance': [3, {'guidance_scale': None}, row, {'guidance_scale': 2, 'intervals': 3}],
+    }
     (run / 'evaluations' / 'ba300.json').write_text(json.dumps(strange))
     assert read(run).evaluations[2]['metrics'] == {'cmmd': 0.5}
 
@@ -236,7 +265,8 @@ def test_published_scores_have_sources_and_stand_beside_their_metric(tmp_path):
     assert len({(row['benchmark'], row['model']) for row in rows}) == len(rows)
     evaluated, other = (write_run(tmp_path / name, batches=40, evaluations=name == 'a', sheets=0) for name in 'ab')
     published = page_data([RunReader(str(evaluated)).read()])['published']
-    assert {'model': 'FLUX.1 [dev]', 'score': 0.66} in published['geneval_hf']
+    assert [(each['model'], each['score']) for each in published['geneval_hf']][1] == ('Qwen-Image with RL', 0.91)
+    assert report_source.published_scores({'dpg/Qwen3-VL'})['dpg/Qwen3-VL'][0]['model'] == 'Qwen-Image'
     assert page_data([RunReader(str(other)).read()])['published'] == {}
 
 

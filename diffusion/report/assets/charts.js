@@ -7,7 +7,8 @@ class Chart {
   /** Args:
         spec: `title`, `series`, and optionally `format`, `log`, `stacked`, `xTitle`, `yTitle`, `note`, `marks`. A series has `label`,
           `color` (function), `curve` (x, y, mx, my), and optionally `run`, `dash`, `points` and `rough`; the curve of a
-          rough series is drawn faintly behind its average.
+          rough series is drawn faintly behind its average. `ends` has the interval of each point, and `levels` has
+          values with labels that are drawn as dashed lines.
   */
   constructor(id, spec) {
     this.id = id;
@@ -220,7 +221,7 @@ class Chart {
         },
         series: [{}, ...lines],
         bands,
-        hooks: {draw: [plot => this.drawMarks(plot)], setCursor: [plot => this.showCursor(plot)]},
+        hooks: {drawAxes: [plot => this.drawLevels(plot)], draw: [plot => this.drawMarks(plot)], setCursor: [plot => this.showCursor(plot)]},
       },
       data,
       this.box,
@@ -240,6 +241,8 @@ class Chart {
   range(_, low, high) {
     if (!known(low) || !known(high)) return [0, 1];
     // Averages of equal values differ by rounding, which is not to fill the chart.
+    const more = this.shown.flatMap(({ends = [], levels = []}) => [...ends.flat(), ...levels.map(each => each.score)]);
+    [low, high] = [Math.min(low, ...more), Math.max(high, ...more)];
     const margin = high - low > 1e-6 * Math.abs(high) ? 0.05 * (high - low) : Math.abs(high) * 0.1 || 1;
     const top = this.spec.format === formatPercent && high <= 1 ? Math.min(1, high + margin) : high + margin;
     return [low >= 0 && low - margin < 0.15 * high ? Math.min(0, low) : low - margin, top];
@@ -255,7 +258,7 @@ class Chart {
   }
 
   height() {
-    return this.box.clientWidth < 420 ? 215 : 265;
+    return (this.box.clientWidth < 420 ? 215 : 265) + (this.shown.some(series => series.levels) ? 75 : 0);
   }
 
   resize() {
@@ -285,6 +288,7 @@ class Chart {
       ctx.stroke();
     }
     ctx.setLineDash([]);
+    for (const series of this.shown) this.drawIntervals(plot, series);
     ctx.fillStyle = cssColor('--bad');
     for (const series of this.shown) {
       for (const batch of series.curve.nonfinite || []) {
@@ -299,6 +303,57 @@ class Chart {
         ctx.fill();
       }
     }
+    ctx.restore();
+  }
+
+  drawIntervals({ctx, valToPos}, series) {
+    const cap = 4 * devicePixelRatio;
+    ctx.strokeStyle = series.color();
+    ctx.lineWidth = 1.25 * devicePixelRatio;
+    ctx.beginPath();
+    this.axisOf(series, series.curve.x).forEach((at, i) => {
+      if (at === null || !series.ends?.[i]?.length) return;
+      const x = valToPos(at, 'x', true),
+        [low, high] = series.ends[i].map(end => valToPos(end, 'y', true));
+      for (const [x0, y0, x1, y1] of [[x, low, x, high], [x - cap, low, x + cap, low], [x - cap, high, x + cap, high]]) {
+        ctx.moveTo(x0, y0);
+        ctx.lineTo(x1, y1);
+      }
+    });
+    ctx.stroke();
+  }
+
+  /** Draw dashed lines with labels, in two columns; equal values share one, and labels that do not fit are left out. */
+  drawLevels({ctx, bbox, valToPos}) {
+    const levels = this.shown.flatMap(series => series.levels || []),
+      ratio = devicePixelRatio,
+      columns = [[bbox.left + 6 * ratio, -Infinity], [bbox.left + bbox.width * 0.55, -Infinity]];
+    ctx.save();
+    ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+    ctx.textAlign = 'left';
+    ctx.strokeStyle = cssColor('--muted');
+    ctx.setLineDash([2 * ratio, 3 * ratio]);
+    ctx.lineWidth = ratio;
+    const scores = [...new Set(levels.map(each => each.score))].sort((a, b) => b - a),
+      heights = scores.map(score => valToPos(score, 'y', true));
+    ctx.beginPath();
+    for (const y of heights) {
+      ctx.moveTo(bbox.left, y);
+      ctx.lineTo(bbox.left + bbox.width, y);
+    }
+    ctx.stroke();
+    scores.forEach((score, i) => {
+      const [first, ...others] = levels.filter(each => each.score === score).map(each => each.model),
+        text = `${first}${others.length ? ` +${others.length}` : ''} ${trimmed(score)}`,
+        width = ctx.measureText(text).width,
+        column = columns.find(([x, above]) => heights[i] - above >= 14 * ratio && x + width < bbox.left + bbox.width);
+      if (!column) return;
+      column[1] = heights[i];
+      ctx.fillStyle = cssColor('--card');
+      ctx.fillRect(column[0] - 2 * ratio, heights[i] - 6 * ratio, width + 4 * ratio, 12 * ratio);
+      ctx.fillStyle = cssColor('--muted');
+      ctx.fillText(text, column[0], heights[i] + 4 * ratio);
+    });
     ctx.restore();
   }
 
@@ -340,7 +395,7 @@ class Chart {
       : '';
     let stackedBelow = 0;
     for (const [series, box] of this.values) {
-      if (this.hidden.has(series.label)) {
+      if (this.hidden.has(series.label) || series.levels) {
         box.textContent = '';
         continue;
       }
@@ -403,7 +458,7 @@ class Chart {
   fillTable() {
     if (!this.table.open || !this.plot) return;
     const {data} = this.plot;
-    const columns = this.shown.map(series => {
+    const columns = this.shown.filter(series => !series.levels).map(series => {
       const index = this.plot.series.reduce((found, each, i) => (i && each.label === series.label ? i : found), 0);
       return [series.label, data[index]];
     });

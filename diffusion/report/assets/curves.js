@@ -228,7 +228,8 @@ function evaluationCharts() {
             {
               run,
               curve,
-              label: several() ? run.label : name,
+              label: several() ? run.label : metricTitle(name),
+              ends: points.map(each => each.intervals[name]?.['']).map(ends => ends || []),
               color: () => colorOf(several() ? index : 0),
               dash: several() ? DASHES[index % 8] : [],
               points: true,
@@ -237,21 +238,14 @@ function evaluationCharts() {
         : [];
     });
     if (!series.some(each => each.curve.x.length > 1)) return [];
-    const batches = series.flatMap(each => each.curve.x),
-      ends = [Math.min(...batches), Math.max(...batches)],
-      published = (page.data.published[name] || []).map(each => ({
-        run: series[0].run,
-        curve: {x: ends, y: [each.score, each.score]},
-        label: `${each.model} (published)`,
-        color: () => cssColor('--muted'),
-        dash: [2, 3],
-      }));
+    const levels = page.data.published[name],
+      published = {levels, curve: {x: [], y: []}, label: 'published scores', color: () => cssColor('--muted'), dash: [2, 3]};
     const better = page.data.better[name];
     const spec = {
       title: `${metricTitle(name)}${better ? `, ${better} is better` : ''}`,
       yTitle: metricTitle(name),
-      series: [...series, ...published],
-      note: published.length ? 'Published scores: with the detector of MMDetection and, for some models, with rewritten prompts.' : '',
+      series: levels ? [...series, published] : series,
+      note: series.some(each => each.ends.flat().length) ? 'Bars are 95% intervals.' : '',
     };
     return [[`metric-${name}`, spec]];
   });
@@ -274,7 +268,9 @@ const METRIC_TITLES = {
   retrieval_top1: 'retrieval top-1',
   efficientnet_distance: 'EfficientNet distance',
 };
-const metricTitle = name => METRIC_TITLES[name] || name;
+/** Return the title of a metric; that of a judge's metric has the model without its organization, and a short commit. */
+const metricTitle = name =>
+  METRIC_TITLES[name] || name.replace(/([[/])[\w.-]+\//, '$1').replace(/(@[0-9a-f]{7})[0-9a-f]+/, '$1');
 
 /** Return the card that shows any metric of the runs. */
 function explorer() {

@@ -78,7 +78,7 @@ const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '
       caption: Description of the table, for screen readers.
       columns: `{title, kind}` with kind `text`, `long` (text of several lines) or `number`.
       order: Object with the `column` by which rows are sorted, -1 for none, and the `sign`; it is changed by clicks.
-      rows: Arrays of cells; a cell is a text, a number, or `{sort, content, best}`, whose content may be an element.
+      rows: Arrays of cells; a cell is a text, a number, or `{sort, content, best, below}`, whose content may be an element.
 */
 function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
   const body = element('tbody');
@@ -153,6 +153,7 @@ function tableCell(cell, column) {
     rich && cell.best
       ? element('span', {class: 'star', title: 'best'}, ' ★', element('span', {class: 'hidden'}, ' best'))
       : null,
+    rich ? cell.below : null,
   );
 }
 

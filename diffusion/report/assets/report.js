@@ -21,7 +21,15 @@ const SECTIONS = [
     'No GPU or data health was logged: the callback node_health logs that of GPUs, and replaced samples are logged when there are any.',
   ],
   ['samples', 'Samples', () => [card('', samplesOverTime()), ...generatedImages()], []],
-  ['evaluations', 'Evaluations', () => [evaluationTable(), ...guidanceSweep(), ...categoryTables()], evaluationCharts],
+  [
+    'evaluations',
+    'Evaluations',
+    () => {
+      const [table, ...plots] = samplingSweep();
+      return [evaluationTable(), ...plots, ...categoryTables(), ...costCards(), table, ...publishedCards(), ...exampleCards()];
+    },
+    evaluationCharts,
+  ],
   ['attempts', 'Attempts and goodput', () => page.data.runs.map(attemptsOf), []],
   ['cost', 'Cost', () => [costTable()], []],
   ['recipe', 'Recipe', () => [recipeSection()], []],

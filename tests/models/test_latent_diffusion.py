@@ -145,7 +145,7 @@ def test_sampled_latents_of_a_flow_follow_the_equations(make_model, monkeypatch,
         rescaled = guided * factors[:, None, None, None]
         x = x + (after - time) * (rescale * rescaled + (1 - rescale) * guided)
     sampling = {'guidance_scale': scale, 'guidance_rescale': rescale, 'snr_shift': shift, 'noise_scheduler': 'euler'}
-    found = model.generate(prompts, latents=start, num_inference_steps=steps, **sampling)
+    found = model.generate(prompts, latents=start, size=(64, 64), num_inference_steps=steps, **sampling)
     torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
 
 

@@ -322,6 +322,9 @@ def test_save_longer_than_the_notice_is_a_warning(recipe, alone, monkeypatch):
     expected = r'GB/s; a save of 10\.0 GB takes about \d+ s, longer than the (scheduler.s notice|limit for a save)'
     assert re.search(expected, speed.detail) and 'parallelism.checkpoints: sharded' in speed.detail
     assert 'WARN write speed' in findings_table([speed])
+    times, limits = (30.0, 60.0, 61.0), (30.0, 60.0, 'trainer.dist_timeout')
+    none, lost, ends = (storage_checks.SaveTime(each, 10**10, *limits, False).risk() for each in times)
+    assert not none and "the scheduler's notice (30 s)" in lost and 'the limit for a save (60 s)' in ends
 
 
 def test_missing_ranks_are_listed(write_recipe, monkeypatch, capsys, alone):

@@ -259,6 +259,8 @@ def _component(kind: str, name: str) -> Iterator[str]:
     module, attribute = registry.TARGETS[kind][name].split(':')
     node = _definition(module, attribute)
     summary, meanings = parse_docstring(node)
+    if not meanings and (base := _imported_base(module, node)) is not None:
+        node, meanings = base, parse_docstring(base)[1]
     if BUILDERS.match(module):  # the builders pass the other keywords on
         meanings = parse_docstring(_definition(*LATENT_DIFFUSION))[1] | meanings
     defaults = _defaults(node) | _resolved_defaults(module, node)
@@ -322,6 +324,14 @@ def _definition(module: str, attribute: str) -> ast.FunctionDef | ast.ClassDef:
         for node in _tree(module).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute
     )
+
+
+def _imported_base(module: str, node: ast.FunctionDef | ast.ClassDef) -> ast.FunctionDef | ast.ClassDef | None:
+    """Return the base class of a class without keywords of its own, if it is imported from this package."""
+    names = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else {*()}
+    imports = (each for each in _tree(module).body if isinstance(each, ast.ImportFrom))
+    found = [(each.module, name.name) for each in imports for name in each.names if name.name in names]
+    return next((_definition(home, name) for home, name in found if home and home.startswith('diffusion.')), None)
 
 
 def parse_docstring(node: ast.FunctionDef | ast.ClassDef) -> tuple[str, dict[str, str]]:

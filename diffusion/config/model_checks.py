@@ -25,6 +25,7 @@ def check_model(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong or unsupported setting of a recipe's model, LoRA and algorithms."""
     model = recipe.model
     found = _check_lora(recipe) + _check_objective(model) + _check_algorithms(recipe) + _check_alignment(model)
+    found += _check_dpo(recipe)
     return found + _check_perceptual_losses(model) + _check_width_transfer(recipe) + _check_sprint(model)
 
 
@@ -260,6 +261,44 @@ def _check_lora(recipe: Recipe) -> list[Problem]:
     elif registry.settings_of('model', recipe.model).get('train_text_encoder') is True:
         what = 'lora trains the denoiser alone, and the text encoder is frozen; set false'
         found.append(Problem('model.train_text_encoder', what))
+    return found
+
+
+def trains_on_pairs(recipe: Recipe) -> bool:
+    """Return True if a recipe trains on preference pairs by Diffusion-DPO."""
+    return any(component.name == 'diffusion_dpo' for _, component in _algorithms(recipe))
+
+
+def copies_reference(recipe: Recipe) -> bool:
+    """Return True if training needs a copy of the initial weights as a frozen reference, also after a resume."""
+    return trains_on_pairs(recipe) and recipe.lora is None
+
+
+def dpo_problem(settings: Mapping[str, Any]) -> str | None:
+    """Return an error message if a model has a setting with which Diffusion-DPO does not work, else None."""
+    for key in (ALIGNMENT, 'perceptual_losses', SPRINT):
+        if settings.get(key):
+            return f'cannot be combined with model.{key}, which changes the training loss; set it to null'
+    return None
+
+
+def _check_dpo(recipe: Recipe) -> list[Problem]:
+    is_pairs = isinstance(recipe.dataset, Component) and recipe.dataset.name == 'preference_pairs'
+    if not trains_on_pairs(recipe):
+        if recipe.task != 'train' or not is_pairs:
+            return []
+        what = 'preference_pairs is for algorithms.diffusion_dpo; image_text trains on the preferred images alone'
+        return [Problem('dataset.name', what)]
+    where = next(where for where, component in _algorithms(recipe) if component.name == 'diffusion_dpo')
+    others = sorted({component.name for _, component in _algorithms(recipe)} & {'tread', 'contrastive_flow_matching'})
+    problems = [f'cannot be combined with {", ".join(others)}; remove one of them'] if others else []
+    if recipe.init_from is None:
+        problems.append('keeps the model close to its initial weights; set init_from to those of a trained model')
+    problem = dpo_problem(registry.settings_of('model', recipe.model))
+    found = [Problem(where, each) for each in (*problems, problem) if each is not None]
+    if isinstance(recipe.dataset, Component) and recipe.dataset.name in ('image_text', 'latents'):
+        what = f'{recipe.dataset.name} has no pairs of images for algorithms.diffusion_dpo; use preference_pairs'
+        found.append(Problem('dataset.name', what))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusion.config.checkpointing_checks import credentials_problem
 from diffusion.config.checks import stream_sections
 from diffusion.config.image_shapes import BUCKETS, STEP, Shape, read_buckets, resolution_problem
-from diffusion.config.model_checks import ALIGNMENT, no_features_problem
+from diffusion.config.model_checks import ALIGNMENT, copies_reference, no_features_problem
 from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.config.weight_sources import path_problem
@@ -37,7 +37,8 @@ def reads_initial_weights(recipe: Recipe) -> bool:
     """Return True if a recipe's task would read `init_from` if it were set."""
     # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since. A
     # run in an object store is not checked here: only a request would show if it has checkpoints.
-    return recipe.task == 'train' and recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
+    starts = recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
+    return recipe.task == 'train' and (starts or copies_reference(recipe))
 
 
 def check_stream_folders(

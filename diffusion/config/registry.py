@@ -36,6 +36,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     'dataset': {
         'image_text': 'diffusion.data.image_text:ImageTextDataset',
         'latents': 'diffusion.data.latents:LatentsDataset',
+        'preference_pairs': 'diffusion.data.preference_pairs:PreferencePairsDataset',
     },
     'optimizer': {
         'adamw': 'diffusion.training.adamw:AdamW',
@@ -57,6 +58,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'low_precision_groupnorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionGroupNorm',
         'low_precision_layernorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionLayerNorm',
         'contrastive_flow_matching': 'diffusion.algorithms.contrastive_flow_matching:ContrastiveFlowMatching',
+        'diffusion_dpo': 'diffusion.algorithms.diffusion_dpo:DiffusionDPO',
         'tread': 'diffusion.algorithms.tread:TREAD',
         'gradient_clipping': 'diffusion.algorithms.gradient_clipping:GradientClipping',
     },

@@ -72,7 +72,11 @@ SECTION_RULES = (
         'loader.cache_limit loader.max_bad_samples',
     ),
     _rule(Effect.APPLIED, 'the evaluations after the resume', 'eval_dataset.* eval_streams.*'),
-    _rule(Effect.FIXED, 'the weights that the run has started from; not read on resume', 'init_from'),
+    _rule(
+        Effect.FIXED,
+        'the weights that the run has started from; on resume, only a reference of diffusion_dpo is read',
+        'init_from',
+    ),
     # -- trainer --
     _rule(
         Effect.APPLIED,

@@ -12,7 +12,7 @@ from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice
 from diffusion.data.image_reading import UnreadableImage
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, CropBox, decode_crop, resize_and_flip, to_planar
+from diffusion.data.transforms import Crop, CropBox, DecodedCrop, Pixels, decode_crop, resize_and_flip, to_planar
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
 from diffusion.models.text_conditioner import tokenize
@@ -107,22 +107,27 @@ class ImageTextDataset(BucketedDataset):
 
     def _image(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         """Return a sample's image, uint8 [3, H, W], cropped and resized to its bucket's shape; its sizes if used."""
+        decoded, pixels, crop = self.cropped(sample['image'], index)
         shape = self.bucket_of(index).shape
-        draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
-        flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5
-        crop = Crop(self.crop, self.min_crop_scale, draw, flip)
-        try:
-            decoded = decode_crop(sample['image'], shape, crop)
-            pixels = resize_and_flip(decoded.pixels, shape, crop)
-        except UnreadableImage as error:
-            raise BadSample(
-                f'{self.where(index)}: the image cannot be decoded ({error}); prepare the data again'
-            ) from error
         item: dict[str, Any] = {
             batch_keys.IMAGE: to_planar(pixels, self.image_block.place((3, shape.height, shape.width)))
         }
         if self.image_sizes:
             item[batch_keys.IMAGE_SIZES] = image_sizes(
-                decoded.box, shape, image=decoded.image, original=original_size(sample), flipped=flip
+                decoded.box, shape, image=decoded.image, original=original_size(sample), flipped=crop.flip
             )
         return item
+
+    def cropped(self, encoded: bytes, index: int) -> tuple[DecodedCrop, Pixels, Crop]:
+        """Decode, crop, resize and flip an image by the draws of sample `index`; raise BadSample if it is damaged."""
+        shape = self.bucket_of(index).shape
+        draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
+        flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5
+        crop = Crop(self.crop, self.min_crop_scale, draw, flip)
+        try:
+            decoded = decode_crop(encoded, shape, crop)
+            return decoded, resize_and_flip(decoded.pixels, shape, crop), crop
+        except UnreadableImage as error:
+            raise BadSample(
+                f'{self.where(index)}: the image cannot be decoded ({error}); prepare the data again'
+            ) from error

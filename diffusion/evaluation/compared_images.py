@@ -13,6 +13,8 @@ from diffusion.errors import UserError
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp')
 MANIFEST = 'images.json'
 """Name of the manifest of generated images. Do not import `generated_images.MANIFEST`: that module needs torch."""
+SCORES = 'scores.json'
+"""File beside generated images with the prompt and scores of each, which the evaluator `image_metrics` writes."""
 _LEADING, _TRAILING = re.compile(r'^\d+'), re.compile(r'\d+$')
 
 

@@ -20,6 +20,7 @@ from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.config.language_model import RewriteConfig
 from diffusion.config.sampling_checks import guidances_of, swept
 from diffusion.errors import UserError
+from diffusion.evaluation.compared_images import SCORES
 from diffusion.evaluation.evaluated_checkpoint import (
     EvaluatedCheckpoint,
     EvaluationResult,
@@ -38,7 +39,7 @@ from diffusion.evaluation.reference_images import DatasetImages, FolderImages, R
 from diffusion.evaluation.rendered_text import TextReader, check_text, image_scores, text_scores
 from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
 from diffusion.runs.evaluation_claims import EVALUATIONS
-from diffusion.storage.atomic import atomic_folder
+from diffusion.storage.atomic import atomic_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +173,11 @@ class ImageMetrics:
             generated = GeneratedImages.below(checkpoint.folder, given.texts, sampling, checkpoint.label)
             generated.given = given
             features, scores = self._measure(checkpoint, generated, prompts, extractors, scorers)
+            with checkpoint.raise_together('image_metrics: scores'):
+                if scores and dist.get_global_rank() == 0:
+                    path, by_image = generated.folder / SCORES, {name: rows.tolist() for name, rows in scores.items()}
+                    earlier = json.loads(path.read_bytes())['scores'] if path.exists() else {}
+                    write_atomically(path, json.dumps({'prompts': texts, 'scores': earlier | by_image}))
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
             details = {**setting, 'metrics': values, 'folder': folder}

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from diffusion.config.checks import image_streams
 from diffusion.config.declarations import AtLeast, Fraction
 from diffusion.config.load import Recipe, RecipeError, load
-from diffusion.config.options import DIR_OR_URL, Count, Option, RecipeFile, add_command
+from diffusion.config.options import DIR, DIR_OR_URL, Count, Option, RecipeFile, add_command
 from diffusion.config.path_checks import check_stream_folders
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.schema import MISSING, Problem, did_you_mean
@@ -30,7 +30,7 @@ LOOK_NEEDS = {
 
 
 def add_arguments(parser: Any) -> None:
-    """Add the subcommands `verify`, `look`, `bench`, `measure-latents`, `pack` and `remove` to a parser."""
+    """Add the subcommands `verify`, `look`, `bench`, `measure-latents`, `pack`, `pairs` and `remove` to a parser."""
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     for name, (function, text) in COMMANDS.items():
         commands.add_parser(name, partial(add_command, function=function), help=text)
@@ -193,12 +193,40 @@ def run_pack(options: PackOptions) -> int:
     return 0
 
 
+@dataclass(kw_only=True)
+class PairsOptions:
+    """Options of `diffusion data pairs`."""
+
+    places: Annotated[list[str], Option('PLACE', positional=True, files=True)]
+    """Folders of diffusion compare with answers, folders of generated images with --score, or .parquet or .jsonl files
+    with two images per row."""
+    out: Annotated[Path, DIR]
+    """Folder of the new dataset, for dataset.name: preference_pairs."""
+    score: str | None = None
+    """Score of generated images: the best image of a prompt is preferred over the worst one."""
+    min_difference: float = 0.0
+    """Smallest difference of the scores, or of two images' shares of the answers; other pairs are left out."""
+
+
+def run_pairs(options: PairsOptions) -> int:
+    if options.out.exists():
+        raise UserError(f'--out: {options.out} exists; give another folder')
+    from diffusion.prepare.preference_pairs import write_pairs
+
+    counts = write_pairs(options.places, options.out, score=options.score, min_difference=options.min_difference)
+    print(printable(f'{options.out}: {counts.pop("written"):,} pairs'))
+    for reason, count in sorted(counts.items()):
+        print(f'left out {count:,} pairs {reason}')
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     'verify': (run_verify, 'check shards: sizes, hashes, every image, caption and latent'),
     'look': (run_look, 'draw samples of each bucket as the model sees them'),
     'bench': (run_bench, 'measure loading speed and compare it with the demand of a GPU'),
     'measure-latents': (run_measure, "check that an autoencoder's latents have mean 0 and variance 1"),
     'pack': (run_pack, 'write a dataset again with captions of diffusion caption in its shards'),
+    'pairs': (run_pairs, 'write pairs of a preferred and a rejected image from answers, scores or a table'),
     'remove': (run_remove, 'remove images from a dataset, by key or by their pixels'),
 }
 

@@ -10,6 +10,9 @@ from diffusion.errors import UserError
 IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""
 
+REJECTED_IMAGE = 'rejected_image'
+"""Images to which people prefer those of IMAGE, in the same format; present in batches of preference pairs."""
+
 LATENT_MOMENTS = 'latent_moments'
 """Output of the VAE's encoder before any scaling, [B, C or 2C, H, W]: the mean, or the mean and log-variance."""
 

@@ -3,6 +3,8 @@
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
 
+import contextlib
+import copy
 import functools
 import itertools
 import logging
@@ -28,6 +30,7 @@ from diffusion.models.families.adapter import Condition, adapter_of, check_parts
 from diffusion.models.flops import TrainingFlops
 from diffusion.models.frozen_parts import at_least_float32, encoder_precision, evaluating, for_autograd, freeze
 from diffusion.models.guidance import Guidance, WithWeights, guidance_of
+from diffusion.models.lora import without_lora
 from diffusion.models.objective import (
     Objective,
     diffuse,
@@ -95,6 +98,8 @@ class Denoised(NamedTuple):
     weight: Tensor
     alignment: Tensor | None = None
     perceptual: Tensor | None = None
+    inputs: tuple[Tensor, Tensor, Condition] | None = None
+    """Noisy latents [B, C, H, W], timesteps [B] and condition of the prediction."""
 
 
 class ValidationLoss(MeanMetric):
@@ -357,14 +362,42 @@ class LatentDiffusion(ComposerModel):
         if self.objective.is_flow:
             noise = noise * self.objective.noise_scale
             time = timesteps / self.objective.num_train_timesteps
-            prediction = self._predict(interpolate(latents, noise, time=time), timesteps, condition)
+            inputs = interpolate(latents, noise, time=time), timesteps, condition
+            prediction = self._predict(*inputs)
             weight = flow_loss_weight(self.objective, time=time).to(torch.float32)
-            return Denoised(prediction, target(self.objective, latents, noise), weight)
+            return Denoised(prediction, target(self.objective, latents, noise), weight, inputs=inputs)
         alpha_bar = self.alpha_bars[timesteps]
-        noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
-        prediction = self._predict(noisy, timesteps, condition)
+        inputs = diffuse(latents, noise, alpha_bar=alpha_bar), timesteps, condition
+        prediction = self._predict(*inputs)
         expected = target(self.objective, latents, noise, alpha_bar=alpha_bar)
-        return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
+        return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar), inputs=inputs)
+
+    def keep_reference(self) -> None:
+        """Keep a frozen copy of the denoiser for `reference_outputs`, and freeze the text encoder, which both share.
+
+        Call this before the denoiser is compiled or sharded, and before the optimizer is built.
+        """
+        self._frozen['reference'] = copy.deepcopy(self.denoiser).requires_grad_(False).eval()
+        self.text.requires_grad_(False)
+
+    def reference_digest(self) -> float | None:
+        """Return the sum of the absolute weights of the copy that `keep_reference` kept; None if there is none."""
+        if (reference := self._frozen.get('reference')) is None:
+            return None
+        return sum(float(each.abs().sum(dtype=torch.float64)) for each in reference.parameters())
+
+    @property
+    def has_reference(self) -> bool:
+        """True if `reference_outputs` has a frozen denoiser: a copy that was kept, or the one under a LoRA."""
+        return self.denoiser_is_frozen or 'reference' in self._frozen
+
+    @torch.no_grad()
+    def reference_outputs(self, outputs: Denoised) -> Denoised:
+        """Return outputs with the frozen reference's predictions: of the copy that was kept, else without the LoRA."""
+        assert self.has_reference and outputs.inputs is not None
+        reference = self._frozen.get('reference')
+        with contextlib.nullcontext() if reference is not None else without_lora(self.denoiser):
+            return outputs._replace(prediction=self._predict(*outputs.inputs, reference))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean squared error plus alignment and perceptual losses, float32; set `sample_losses`."""

@@ -6,12 +6,15 @@ layers; only A and B are trained.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from peft import LoraConfig as PeftConfig
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict  # type: ignore[reportPrivateImportUsage]
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -40,6 +43,20 @@ def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
             PeftConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=settings.targets),  # type: ignore[arg-type]
             NAME,
         )
+
+
+@contextmanager
+def without_lora(denoiser: nn.Module) -> Iterator[None]:
+    """Context in which a denoiser predicts as it would without its LoRA, whose factor alpha / rank is set to 0."""
+    # peft's own switch also changes requires_grad of the LoRA, on which DDP and FSDP rely.
+    layers = [(each, dict(each.scaling)) for each in denoiser.modules() if isinstance(each, LoraLayer)]
+    try:
+        for layer, scaling in layers:
+            layer.scaling.update(dict.fromkeys(scaling, 0.0))
+        yield
+    finally:
+        for layer, scaling in layers:
+            layer.scaling.update(scaling)
 
 
 def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]:

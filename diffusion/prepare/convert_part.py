@@ -135,7 +135,7 @@ class PartJob:
     def _write(self, folder: Path, note: Note) -> PartCounts:
         counts = PartCounts(self.part.size)
         format_ = mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)
-        shards = _ShardBuffer(ShardPlace(folder, self.url), format_)
+        shards = ShardBuffer(ShardPlace(folder, self.url), format_)
         inputs: list[InputRow] = []
         stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
@@ -258,7 +258,7 @@ class _Unreadable(Exception):
     """Raised when the source raised an OSError while reading a part; `__cause__` is the OSError."""
 
 
-class _ShardBuffer:
+class ShardBuffer:
     """Writes a part's shards; buffers one shard in memory, and writes it when full."""
 
     def __init__(self, place: ShardPlace, format_: mds.ShardFormat) -> None:

@@ -71,14 +71,20 @@ def build_page(settings: CompareSettings) -> None:
 def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequence[Path], dict[str, Any]]:
     """Return the image file of each prompt for one side, and a description of this side for the key."""
     if model.files:
-        return model.files, {'source': model.source}
+        return model.files, {'source': model.source, 'files': _paths(model.files, settings.out)}
     # Import torch and Composer, which takes 15 s, only if images must be generated.
     from diffusion.tasks.compared_models import generate_images
 
     folder = settings.out / IMAGES / model.name.lower()
     generated = generate_images(model, settings, folder)
     files = [generated.path(index) for index in range(len(settings.prompts))]
-    return files, {'source': generated.checkpoint, 'sampling': generated.sampling.settings}
+    about = {'source': generated.checkpoint, 'sampling': generated.sampling.settings}
+    return files, about | {'files': _paths(files, settings.out)}
+
+
+def _paths(files: Sequence[Path], out: Path) -> list[str]:
+    """Return paths for the key: relative to its folder if the files are inside of it, which may be moved."""
+    return [str(file.relative_to(out) if file.is_relative_to(out) else file.resolve()) for file in files]
 
 
 def serve_page(folder: Path, *, host: str, port: int) -> None:

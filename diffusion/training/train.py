@@ -36,6 +36,7 @@ from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
+from diffusion.config.model_checks import copies_reference
 from diffusion.config.recipe import SPEED_PARTS, Component
 from diffusion.data.bad_samples import ReplacedSamples
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
@@ -145,8 +146,10 @@ def build_trainer(recipe: Recipe) -> Trainer:
     loader = _train_loader(recipe, model, copy_ahead=bool(parts.copy_ahead))
     # If Composer saves the checkpoints, `resume` is None here; if the Trainer later resumes from one, it replaces
     # these initial weights.
-    if recipe.initial_weights is not None and resume is None:
+    if recipe.initial_weights is not None and (resume is None or copies_reference(recipe)):
         start_from(model, recipe.initial_weights)
+    if copies_reference(recipe) and isinstance(model, LatentDiffusion):
+        model.keep_reference()
     if recipe.lora is not None:
         components.add_lora(recipe, model)
     if recipe.parallelism.activation_checkpointing:

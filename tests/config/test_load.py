@@ -113,6 +113,11 @@ REQUIRED = {
     **{name: {'revision': '0123456789' * 4} for name in ('prx', 'mmdit', 'i1')},
 }
 """Keywords without which a component cannot be loaded."""
+OTHERS: dict[str, dict] = {
+    'diffusion_dpo': {'dataset': {'name': 'preference_pairs'}, 'init_from': 'runs/base/ba1'},
+    'preference_pairs': {'algorithms': {'diffusion_dpo': None}, 'init_from': 'runs/base/ba1'},
+}
+"""Sections without which a component cannot be used."""
 
 
 @pytest.mark.parametrize('kind', sorted(registry.TARGETS.keys() - {'trainer', 'guidance'}))
@@ -122,7 +127,7 @@ def test_saved_recipe_has_the_defaults_of_each_component_and_loads(kind, write, 
     for name in shipped:
         component = {'name': name} | REQUIRED.get(name, {})
         model = {'model': {'name': 'tiny_prx'}} if kind == 'algorithm' else {}
-        path = write(model | {section: component if section == kind else {'any': component}})
+        path = write(model | OTHERS.get(name, {}) | {section: component if section == kind else {'any': component}})
         saved.write_text(to_yaml(load(path)))
         found = parse_yaml(saved.read_text())[section]
         found = found if section == kind else found['any']

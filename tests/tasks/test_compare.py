@@ -59,7 +59,8 @@ def test_page_answers_and_result(folders, capsys):
     )
     assert sorted(path.name for path in Path('page').iterdir()) == ['index.html', 'key.json']
     key = read_key(Path('page/key.json'))
-    assert (key.a, key.b, key.prompts) == ({'source': 'a'}, {'source': 'b'}, 'prompts.txt')
+    assert (key.a['source'], key.b['source'], key.prompts) == ('a', 'b', 'prompts.txt')
+    assert key.b['files'] == [str(path) for path in sorted(Path('b').resolve().iterdir())]
     html = Path('page/index.html').read_text()
     assert key.comparison in html and key.token not in html
 

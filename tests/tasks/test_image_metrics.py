@@ -23,6 +23,7 @@ from diffusion.evaluation.feature_networks import Inception
 from diffusion.evaluation.generated_images import MANIFEST, GeneratedImages, Sampling
 from diffusion.evaluation.image_metrics import examples
 from diffusion.evaluation.prompts import Prompt
+from diffusion.storage.mds import first_samples
 from diffusion.tasks.evaluate import evaluate
 from diffusion.training.train import train
 
@@ -172,7 +173,8 @@ def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks
 def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepared):
     recipe, run = prepared(metrics=['cmmd'], num_images=4, num_references=4)
     evaluate(load(recipe))
-    files = {path: path.stat().st_mtime_ns for path in run.glob('evaluations/**/*.*') if path.suffix != '.json'}
+    kept = (path for path in run.glob('evaluations/**/*.*') if path.suffix != '.json' and path.is_file())
+    files = {path: path.stat().st_mtime_ns for path in kept}
     evaluate(load(recipe, ['evaluators.image_metrics.metrics=[clip_score]']))
     assert set(results(run)['metrics']) == set(sweep(run)[1]) == {'cmmd', 'clip_score'}
     assert {path: path.stat().st_mtime_ns for path in files} == files
@@ -240,6 +242,14 @@ def test_prompt_file_with_categories_and_scorer_layouts(prepared, tmp_path):
     evaluate(load(recipe, ['evaluators.image_metrics.layout=t2i_compbench']))
     other = folder.with_name('t2i_compbench') / 'samples'
     assert (other / '1 ducks   geese_000003.png').read_bytes() == second
+    assert (
+        cli.main(['data', 'pairs', str(folder.parent), '--score', 'clip_score', '--out', str(tmp_path / 'pairs')]) == 0
+    )
+    scores = json.loads((folder.parent / 'scores.json').read_text())['scores']['clip_score']
+    for number, pair in enumerate(first_samples(tmp_path / 'pairs', 3)):
+        preferred = 2 * number + int(scores[2 * number] < scores[2 * number + 1])
+        assert pair['image'] == (folder / f'0000{number}' / 'samples' / f'000{preferred % 2}.png').read_bytes()
+        assert pair['captions'] == [lines[number]['prompt']]
 
     (tmp_path / 'p.csv').write_text('Prompts,Category\na cube,shape\na red ball,color\na ball,shape\n')
     changes = {'prompts': str(tmp_path / 'p.csv'), 'layout': None, 'images_per_prompt': 1}

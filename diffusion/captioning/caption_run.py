@@ -23,7 +23,7 @@ from diffusion.language_models.engine import Engine, Question
 from diffusion.prepare.shard_rewriting import check_shard, encoded_samples, indexed_folders
 from diffusion.prepare.work_dir import Share, share_lock
 from diffusion.storage.atomic import remove
-from diffusion.storage.caption_tables import FOLDER, Receipt, finished, plan_hash, publish, read_receipts
+from diffusion.storage.caption_tables import FOLDER, Receipt, is_finished, plan_hash, publish, read_receipts
 from diffusion.storage.local_files import working_folder
 from diffusion.storage.mds import INDEX, ShardFormat
 from diffusion.storage.places import LocalPlace, is_url, place_at
@@ -97,14 +97,13 @@ class CaptionRun:
 
     def tasks(self) -> list[ShardTask]:
         """Return all shards with the receipts of their tables, and the columns that they lack."""
-        tasks: list[ShardTask] = []
+        tasks, hashes = list[ShardTask](), {column: plan_hash(plan) for column, plan in self.plans.items()}
         for bucket, entries in self.indexes().items():
             receipts = {column: read_receipts(self.dataset, bucket, column) for column in self.plans}
             for entry in entries:
                 file = entry['raw_data']['basename']
-                found = ((column, plan_hash(plan), receipts[column].get(file)) for column, plan in self.plans.items())
                 done = {
-                    column: receipt for column, plan, receipt in found if receipt and finished(receipt, plan, entry)
+                    name: found[file] for name, found in receipts.items() if is_finished(found, hashes[name], entry)
                 }
                 missing = {column: prompt for column, prompt in self.settings.prompts.items() if column not in done}
                 folder = self.work / 'answers'

@@ -14,8 +14,7 @@ from diffusion.errors import UserError, printable
 
 if TYPE_CHECKING:
     from diffusion.captioning.caption_run import CaptionRun
-    from diffusion.captioning.settings import CaptionSettings
-    from diffusion.language_models.engine import Engine, Question
+    from diffusion.language_models.engine import Engine
 
 MEASURED_IMAGES = 32
 
@@ -53,7 +52,9 @@ class CaptionOptions:
 
 def run_caption(options: CaptionOptions) -> int:
     """Run `diffusion caption`: caption the images that have no captions yet, and print the counts."""
+    from diffusion.captioning.caption_run import CaptionRun
     from diffusion.captioning.settings import load_settings
+    from diffusion.captioning.source_run import SourceRun
     from diffusion.prepare.work_dir import Share
 
     if options.networks and not options.clip_score:
@@ -62,9 +63,6 @@ def run_caption(options: CaptionOptions) -> int:
         raise UserError('--clip-score needs --report FILE.html; add it')
     settings = load_settings(options.settings, options.overrides)
     share = None if options.share is None else Share.parse(options.share)
-    from diffusion.captioning.caption_run import CaptionRun
-    from diffusion.captioning.source_run import SourceRun
-
     kind = SourceRun if options.dataset.endswith(('.yaml', '.yml')) else CaptionRun
     if kind is SourceRun and options.report is not None:
         raise UserError('--report: needs a prepared dataset; prepare it with these captions first')
@@ -81,7 +79,14 @@ def run_caption(options: CaptionOptions) -> int:
         write_atomically(Path(options.report), page)
         print(f'wrote {options.report}')
         return 0
-    engine = _engine(settings)
+    if settings.engine == 'endpoint':
+        from diffusion.language_models.endpoint import Endpoint
+
+        engine = Endpoint(settings)
+    else:
+        from diffusion.captioning.local_model import LocalModel
+
+        engine = LocalModel(settings)
     if options.plan:
         _print_plan(run, engine, options.dollars_per_hour)
         return 0
@@ -92,16 +97,6 @@ def run_caption(options: CaptionOptions) -> int:
         return 130
     print(printable('\n'.join(_report(run))))
     return 0
-
-
-def _engine(settings: 'CaptionSettings') -> 'Engine':
-    if settings.engine == 'endpoint':
-        from diffusion.language_models.endpoint import Endpoint
-
-        return Endpoint(settings)
-    from diffusion.captioning.local_model import LocalModel
-
-    return LocalModel(settings)
 
 
 def _report(run: 'CaptionRun') -> Iterator[str]:
@@ -123,23 +118,18 @@ def _report(run: 'CaptionRun') -> Iterator[str]:
 
 
 def _print_plan(run: 'CaptionRun', engine: 'Engine', dollars_per_hour: float | None) -> None:
-    tasks = run.remaining()
-    # The parts of a source do not know the number of their images.
-    remaining = sum(task.entry['samples'] for task in tasks)
-    if not tasks:
+    if not (tasks := run.remaining()):
         print('every image has its captions; nothing to do')
         return
-    questions: list[Question] = list(run.sample_questions(MEASURED_IMAGES))
-    begin = time.monotonic()
+    # The parts of a source do not know the number of their images.
+    remaining = sum(task.entry['samples'] for task in tasks)
+    questions, begin = list(run.sample_questions(MEASURED_IMAGES)), time.monotonic()
     answers = list(engine.answers(questions))
-    seconds = time.monotonic() - begin
     if not answers:
         raise UserError('--plan: no image of the first shard is left to measure; caption the dataset without --plan')
-    measured = len({question.row for question in questions})
-    rate = measured / max(seconds, 1e-6)
-    count = remaining or 1_000_000
-    hours = count / rate / 3600
-    size = sum(len(answer.text.encode()) for answer in answers) / measured * count
+    measured, count = len({question.row for question in questions}), remaining or 1_000_000
+    rate = measured / max(time.monotonic() - begin, 1e-6)
+    hours, size = count / rate / 3600, sum(len(answer.text.encode()) for answer in answers) / measured * count
     cost = '' if dollars_per_hour is None else f', ${hours * dollars_per_hour:,.2f}'
     rejected = sum(answer.rejected is not None for answer in answers)
     print(f'{rate:.2f} images/s, measured on {measured} images; {rejected} of {len(answers)} answers were rejected')

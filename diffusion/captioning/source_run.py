@@ -28,6 +28,12 @@ class SourceRun(CaptionRun):
         self.prepared = replace(given, filters=filters, buckets='largest', fast_jpeg=True)
         self.source = given.source.open_images(sizes=given.sizes, formats=given.formats)
         self.parts = self.source.parts()
+        # Settings that decide which images are shown: if they change, tables would have reasons that no longer apply.
+        stored = given.content_settings()
+        shown = ('sizes', 'aspects', 'step', 'max_pixels', 'background', 'formats', 'filters')
+        self.plans = {
+            column: plan | {'prepare': {name: stored[name] for name in shown}} for column, plan in self.plans.items()
+        }
         # Entries like those of shards, with the parts' stamps in place of hashes; images are not counted yet.
         named = ((f'shard.{part.name}.mds', part) for part in self.parts)
         raw = ({'basename': name, 'bytes': part.size, 'hashes': {'stamp': part.stamp}} for name, part in named)

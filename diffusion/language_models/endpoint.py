@@ -100,7 +100,10 @@ class Endpoint:
                     for task in sorted(done, key=lambda task: task.exception() is not None):
                         yield task.result()
         finally:
-            loop.run_until_complete(_cancel(tasks))
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks))
             loop.run_until_complete(session.close())
             loop.close()
 
@@ -217,9 +220,3 @@ class Endpoint:
         values = {'model': settings.model, 'max_tokens': settings.max_tokens, 'seed': settings.seed + attempt - 1}
         values |= {'temperature': max(settings.temperature, RETRY_TEMPERATURE if attempt > 1 else 0)}
         return json.dumps(values | {'messages': [{'role': 'user', 'content': content}]}).encode()
-
-
-async def _cancel(tasks: set[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

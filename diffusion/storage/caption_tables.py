@@ -128,8 +128,9 @@ def read_receipts(folder: Place, bucket: str, column: str) -> dict[str, Receipt]
     return found
 
 
-def finished(receipt: Receipt | None, plan: str, entry: Mapping[str, Any]) -> bool:
-    """Return True if a receipt is for this plan and this version of the shard."""
+def is_finished(receipts: Mapping[str, Receipt], plan: str, entry: Mapping[str, Any]) -> bool:
+    """Return True if a shard has a receipt for this plan and its present version."""
+    receipt = receipts.get(entry['raw_data']['basename'])
     return receipt is not None and receipt.plan == plan and receipt.shard == shard_identity(entry)
 
 
@@ -141,8 +142,8 @@ def publish(
     Tables of shards that are no longer in the index are deleted.
     """
     receipts = read_receipts(folder, bucket, column)
-    files = {entry['raw_data']['basename']: entry for entry in entries}
-    if not all(finished(receipts.get(file), plan_hash(plan), entry) for file, entry in files.items()):
+    files = {entry['raw_data']['basename'] for entry in entries}
+    if not all(is_finished(receipts, plan_hash(plan), entry) for entry in entries):
         return False
     listed = {'plan': dict(plan), 'tables': {stem_of(file): asdict(receipts[file]) for file in files}}
     _update_list(folder, bucket, lambda columns: columns | {column: listed})
@@ -156,19 +157,13 @@ def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
 
     None (there is no such file) gives no columns. Raise UserError if the file is damaged or has another format.
     """
-    if content is None:
-        return {}
     try:
-        values = json.loads(content)
-        version, columns = values['version'], values['columns']
+        values = {'version': VERSION, 'columns': {}} if content is None else json.loads(content)
+        if values['version'] != VERSION:
+            raise ValueError(f'format {values["version"]} of another version of diffusion, not {VERSION}')
+        return values['columns']
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{where}: is damaged ({error}); run diffusion caption again') from error
-    if version != VERSION:
-        raise UserError(
-            f'{where}: has format {version}, and this version of diffusion reads format {VERSION}; use the version '
-            'that wrote the captions, or delete the file and run diffusion caption again'
-        )
-    return columns
+        raise UserError(f'{where}: cannot be read ({error}); delete it and run diffusion caption again') from error
 
 
 def listed_receipts(

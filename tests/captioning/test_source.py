@@ -81,6 +81,10 @@ def test_captions_of_a_source_are_joined_beside_its_own(
     usage = output_of(capsys, *words).splitlines()[-1].partition(': diffusion ')[2]
     assert server.good.total() == len(server.good) == 2 * 6
     assert 'captioned already' in output_of(capsys, *words)
+    changed = recipe.with_name('changed.yaml')
+    changed.write_text(recipe.read_text() + 'filters: {min_side: 40}\n')
+    message = refusal(capsys, 'caption', changed, '--with', settings)
+    assert 'prepare.filters.min_side: 1 at the start, 40 now' in message
     found = check_prepared(tmp_path / 'out/32px', usage)
     assert 'filtered 1, unusable 1 ' in capsys.readouterr().out, 'the reasons are too_small and truncated'
     assert len(found) == 6

@@ -248,6 +248,11 @@ def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, buck
     trainer.close()
     assert [*seen, published_batches(url)] == [[2, 1], [3]]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba3'}
+    # A full disk of the node is freed of the copies of checkpoints in the store.
+    storage = next(each.storage for each in trainer.state.callbacks if isinstance(each, checkpointer.Checkpointer))
+    assert [path.name for path in recipe.run_dir.glob('ba*')] == ['ba3']
+    assert storage.make_room(None, 4) and not [*recipe.run_dir.glob('ba*')]
+    assert not storage.make_room(None, 4), 'nothing is left to remove'
 
 
 @pytest.fixture

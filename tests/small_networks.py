@@ -1,12 +1,16 @@
 """Feature networks of image metrics with random weights, saved as their authors publish them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from transformers import (
     CLIPConfig,
@@ -19,11 +23,23 @@ from transformers import (
     Dinov2Model,
     Mask2FormerConfig,
     Mask2FormerForUniversalSegmentation,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
     SwinConfig,
 )
 
+from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.models.pretrained import clip_tokenizer
 
+QWEN_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ content['text'] }}"
+    '{% endif %}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+"""Chat template of Qwen2-VL-7B-Instruct, for text and images."""
 SMALL: dict[str, Any] = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'intermediate_size': 32}
 
 
@@ -130,6 +146,40 @@ def write_image_reward(folder: Path) -> Path:
     tensors |= {f'{text}.embeddings.position_ids': torch.arange(40)[None]}
     torch.save(tensors | {f'mlp.{name}': each for name, each in head_tensors(width).items()}, folder / 'ImageReward.pt')
     return folder / 'ImageReward.pt'
+
+
+def write_hpsv3(folder: Path) -> tuple[Path, Path]:
+    """Write the folder of a small Qwen2-VL without weights, and a small HPSv3 with the names of the authors' file."""
+    base, file = folder / 'qwen2-vl', folder / 'HPSv3.safetensors'
+    special = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|vision_start|>', '<|vision_end|>', '<|image_pad|>']
+    vocabulary = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast: Any = fast_tokenizer('Qwen2')(tokenizer_object=backend, additional_special_tokens=special[1:])
+    fast.chat_template = QWEN_TEMPLATE
+    fast.save_pretrained(base)
+    Qwen2VLImageProcessor().save_pretrained(base)
+    first = len(vocabulary)
+    config = {
+        **{'model_type': 'qwen2_vl', 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2},
+        **{'num_attention_heads': 2, 'num_key_value_heads': 1, 'rope_theta': 1e6, 'tie_word_embeddings': False},
+        **{'vocab_size': 1000, 'image_token_id': fast.convert_tokens_to_ids('<|image_pad|>'), 'bos_token_id': first},
+        **{'eos_token_id': first, 'rope_scaling': {'type': 'mrope', 'mrope_section': [2, 3, 3]}},
+        'vision_config': {'depth': 2, 'embed_dim': 32, 'hidden_size': 32, 'num_heads': 2, 'mlp_ratio': 2},
+    }
+    (base / 'config.json').write_text(json.dumps(config))
+    torch.manual_seed(10)
+    network = Qwen2VLForConditionalGeneration(Qwen2VLConfig.from_dict({**config, 'vocab_size': len(fast) + 1}))
+    tensors = {
+        re.sub('^model.(language_model|visual)', lambda found: {'visual': 'visual'}.get(found[1], 'model'), name): each
+        for name, each in network.state_dict().items()
+    }
+    sizes = {0: (1024, 32), 3: (16, 1024), 5: (2, 16)}
+    shapes = [_layer(f'rm_head.{number}', after, before) for number, (after, before) in sizes.items()]
+    tensors |= {name: torch.empty(size) for each in shapes for name, size in each.items()}
+    scaled = {name: (torch.randn(each.shape) * 0.3 + ('norm' in name)) for name, each in tensors.items()}
+    save_file({name: each if 'rm_head' in name else each.bfloat16() for name, each in scaled.items()}, file)
+    return base, file
 
 
 def _layer(name: str, *sizes: int) -> dict[str, list[int]]:

@@ -114,7 +114,7 @@ class HumanPreferenceScore(ImageScore):
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        path = _weights_file(source, HPS_FILE)
+        path = weights_file(source, HPS_FILE)
         with reading_weights(str(path), f'{HPS_FILE} of xswu/HPSv2'):
             network: Any = open_clip.create_model(HPS_ARCHITECTURE, pretrained=str(path), weights_only=True)
         self.network = network.eval().requires_grad_(False)
@@ -145,10 +145,10 @@ class ImageReward(ImageScore):
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        path = _weights_file(source, REWARD_FILE)
-        tensors = _read_tensors(path, f'{REWARD_FILE} of zai-org/ImageReward')
+        path = weights_file(source, REWARD_FILE)
+        tensors = read_tensors(path, f'{REWARD_FILE} of zai-org/ImageReward')
         where = f'{path}, which should be {REWARD_FILE},'
-        vision, text = _with_prefix(tensors, 'blip.visual_encoder.'), _with_prefix(tensors, 'blip.text_encoder.')
+        vision, text = with_prefix(tensors, 'blip.visual_encoder.'), with_prefix(tensors, 'blip.text_encoder.')
         if 'pos_embed' not in vision or 'embeddings.word_embeddings.weight' not in text:
             raise UserError(f'{where} has no encoders of BLIP (blip.visual_encoder...); download it again')
         width, patch = vision['patch_embed.proj.weight'].shape[0], vision['patch_embed.proj.weight'].shape[-1]
@@ -181,7 +181,7 @@ class ImageReward(ImageScore):
         with reading_weights(where, REWARD_FILE):
             self.vision.load_state_dict({_vision_name(name): tensor for name, tensor in vision.items()})
             self.text.load_state_dict(text)
-        self.head = _linear_layers(_with_prefix(tensors, 'mlp.'), text_width, where)
+        self.head = _linear_layers(with_prefix(tensors, 'mlp.'), text_width, where)
         beside = path.parent / 'vocab.txt'
         tokenizer, revision = (str(path.parent), None) if beside.is_file() else BERT
         self._tokenizer = load_pretrained(fast_tokenizer('Bert'), tokenizer, subfolder='', revision=revision)
@@ -213,7 +213,7 @@ class AestheticScore(ImageScore):
 
     def __init__(self, source: str, clip: TextImageScore) -> None:
         super().__init__()
-        tensors = _read_tensors(Path(source), 'sac+logos+ava1-l14-linearMSE.pth of its authors')
+        tensors = read_tensors(Path(source), 'sac+logos+ava1-l14-linearMSE.pth of its authors')
         width = cast(int, clip.network.config.projection_dim)
         self.head = _linear_layers(tensors, width, source).requires_grad_(False)
         self.clip = clip
@@ -236,7 +236,7 @@ def split_source(source: str) -> tuple[str, str | None]:
     return repository, revision
 
 
-def _weights_file(source: str, name: str) -> Path:
+def weights_file(source: str, name: str) -> Path:
     """Return the path of a local file, or of the file `name` in a folder or a repository `ORG/NAME@COMMIT`."""
     if Path(source).is_file():
         return Path(source)
@@ -244,7 +244,7 @@ def _weights_file(source: str, name: str) -> Path:
     return Path(source, name) if revision is None else fetch_file(repository, name, revision=revision)
 
 
-def _read_tensors(path: Path, weights: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, weights: str) -> dict[str, Tensor]:
     """Return the tensors in a file; UserError, with the advice to download `weights`, if that is not what it has."""
     with reading_weights(str(path), weights):
         found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
@@ -253,7 +253,7 @@ def _read_tensors(path: Path, weights: str) -> dict[str, Tensor]:
         return found
 
 
-def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 

@@ -14,6 +14,7 @@ from diffusion.config.image_metrics import IMAGE_METRICS, NETWORKS
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception
 from diffusion.evaluation.geneval import ColorClassifier, GenEval, ObjectDetector
+from diffusion.evaluation.hpsv3 import HPSv3
 from diffusion.evaluation.image_scores import (
     AestheticScore,
     HumanPreferenceScore,
@@ -167,7 +168,7 @@ MetricNetwork = FeatureNetwork | ImageScore | GenEval | TextReader
 def build_network(name: str, sources: Mapping[str, str]) -> MetricNetwork:
     """Load a network of `NETWORKS`; `sources` overrides the defaults by name, as a local path or `ORG/NAME@COMMIT`.
 
-    `aesthetic` and `geneval_hf` also load the network `clip_score`.
+    `aesthetic` and `geneval_hf` also load the network `clip_score`, and `hpsv3` reads parts of `qwen2_vl`.
 
     Raises:
         UserError: The network cannot be loaded; the message names the recipe key.
@@ -185,6 +186,8 @@ def build_network(name: str, sources: Mapping[str, str]) -> MetricNetwork:
             raise UserError("has no default; set it to a folder, or to a repository's ORG/NAME@COMMIT")
         if name == 'hpsv2':
             return HumanPreferenceScore(source)
+        if name == 'hpsv3':
+            return HPSv3(source, *split_source(sources.get('qwen2_vl', str(NETWORKS['qwen2_vl']))))
         if name == 'image_reward':
             return ImageReward(source)
         if name == 'aesthetic':

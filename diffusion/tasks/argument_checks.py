@@ -168,9 +168,9 @@ class EvaluationOptions:
     """Options of the evaluator `image_metrics`."""
 
     metrics: Annotated[list[str] | None, Option('NAMES', commas=True)] = None
-    """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score, hpsv2,
-    image_reward, aesthetic, geneval_hf, word_accuracy_rapidocr, ned_rapidocr, efficientnet_distance (default: the
-    evaluators of the run's recipe)."""
+    """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score, hpsv3,
+    hpsv2, image_reward, aesthetic, geneval_hf, word_accuracy_rapidocr, ned_rapidocr, efficientnet_distance
+    (default: the evaluators of the run's recipe)."""
     guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
     """Comma-separated guidance scales; the metrics at the first one are the checkpoint's results (default: 7.5)."""
     prompts: Annotated[str | None, FILE] = None
@@ -189,8 +189,8 @@ class EvaluationOptions:
     batch_size: Count | None = None
     """Images per batch and device (default: 32)."""
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
-    """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score, hpsv2,
-    image_reward, aesthetic, geneval_hf; can be repeated (default: the published networks)."""
+    """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score, hpsv3,
+    qwen2_vl, hpsv2, image_reward, aesthetic, geneval_hf; can be repeated (default: the published networks)."""
     layout: Annotated[str | None, Option('NAME')] = None
     """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 

@@ -1,21 +1,29 @@
 """Scores of images by CLIP, PickScore, HPSv2, ImageReward and the aesthetic predictor against the published steps."""
 
+import json
+import math
 import pickle
+import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import pytest
 import torch
-from small_networks import head_tensors, write_clip, write_image_reward, write_open_clip
+from PIL import Image
+from safetensors.torch import load_file
+from small_networks import head_tensors, write_clip, write_hpsv3, write_image_reward, write_open_clip
 from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import v2
-from transformers import CLIPModel, CLIPProcessor
+from transformers import CLIPModel, CLIPProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from diffusion.compatibility.transformers_versions import clip_features, fast_tokenizer
 from diffusion.errors import UserError
 from diffusion.evaluation import image_scores
+from diffusion.evaluation.hpsv3 import PROMPT, HPSv3
 from diffusion.evaluation.image_scores import AestheticScore, HumanPreferenceScore, ImageReward, TextImageScore
 from diffusion.evaluation.metrics import build_network, build_networks
 
@@ -158,6 +166,65 @@ def test_aesthetic_score_is_a_linear_head_on_the_normalized_embedding(clip, tmp_
         torch.testing.assert_close(network.scores([image], ['']), expected, rtol=1e-4, atol=1e-4)
 
 
+def published_pixels(image: Tensor) -> tuple[Tensor, list[int]]:
+    """Return Qwen2-VL's patches [P, 1176] of an image resized to 256 * 28 * 28 pixels, and their rows and columns."""
+    height, width = image.shape[1:]
+    beta = (height * width / (256 * 28 * 28)) ** 0.5
+    rounded = round(height / 28) * 28 * (round(width / 28) * 28)
+    step = math.floor if rounded > 256 * 28 * 28 else math.ceil
+    height, width = step(height / beta / 28) * 28, step(width / beta / 28) * 28
+    resized = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BICUBIC)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (image_scores.CLIP_MEAN, image_scores.CLIP_STD))
+    pixels = (torch.from_numpy(np.array(resized)).permute(2, 0, 1) / 255 - mean) / std
+    parts = pixels.expand(2, -1, -1, -1).reshape(2, 3, height // 28, 2, 14, width // 28, 2, 14)
+    return parts.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(-1, 1176), [height // 14, width // 14]
+
+
+def test_hpsv3_follows_the_published_steps(tmp_path):
+    """As in `Qwen2VLRewardModelBT.forward` of the authors' package: embeddings, image, language model, head, token."""
+    base, file = write_hpsv3(tmp_path)
+    found = build_network('hpsv3', {'hpsv3': str(tmp_path), 'qwen2_vl': str(base)})
+    assert isinstance(found, HPSv3)
+    text = PROMPT.read_text()
+    assert sha256(text.encode()).hexdigest() == 'f6ee57479d4e9eee76b49c00dc962e1e696a5a2b3cc32cebd9b1fa76fe27502c'
+    tensors = load_file(file)
+    tokenizer: Any = fast_tokenizer('Qwen2').from_pretrained(base)
+    tokenizer.add_tokens(['<|Reward|>'], special_tokens=True)
+    rows = len(tensors['model.embed_tokens.weight'])
+    config = Qwen2VLConfig.from_dict(json.loads((base / 'config.json').read_text()) | {'vocab_size': rows})
+    model: Any = Qwen2VLForConditionalGeneration(config)
+    model = model.to(torch.bfloat16).eval()
+    model.load_state_dict(
+        {
+            f'model.{name}' if name.startswith('visual.') else re.sub(r'^model\.', 'model.language_model.', name): each
+            for name, each in tensors.items()
+            if 'rm_head' not in name
+        }
+    )
+    head = {number: [tensors[f'rm_head.{number}.{part}'] for part in ('weight', 'bias')] for number in (0, 3, 5)}
+    expected = []
+    for image, prompt in zip(images(), PROMPTS, strict=True):
+        pixels, (rows, columns) = published_pixels(image)
+        pads = '<|image_pad|>' * (rows * columns // 4)
+        ids = tokenizer(
+            '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>'
+            f'{pads}<|vision_end|>{text.replace("{text_prompt}", prompt)}<|im_end|>\n<|im_start|>assistant\n',
+            return_tensors='pt',
+        ).input_ids
+        with torch.no_grad():
+            seen = model.model.visual(pixels.bfloat16(), grid_thw=torch.tensor([[1, rows, columns]]))
+            seen = getattr(seen, 'pooler_output', seen)
+            embeds = model.model.language_model.embed_tokens(ids)
+            embeds = embeds.masked_scatter((ids == config.image_token_id)[..., None], seen)
+            states = model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state.float()
+        for number in head:
+            states = functional.linear(states, *head[number])
+            states = states.relu() if number != 5 else states
+        expected.append(states[ids == tokenizer.convert_tokens_to_ids('<|Reward|>')][0, 0])
+    scores = found.scores(images(), PROMPTS)
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-3, atol=1e-3)
+
+
 class Harmful:
     def __reduce__(self):
         return (Path.touch, (Path('harmed'),))
@@ -177,6 +244,7 @@ def test_wrong_weights_of_preference_models_are_refused(clip, tmp_path, monkeypa
         ('image_reward', 'other', 'has no encoders of BLIP'),
         ('image_reward', 'none.pt', 'none.pt is neither a folder nor a repository'),
         ('hpsv2', 'code', 'networks.hpsv2: code (is not loaded|cannot be read)'),
+        ('hpsv3', 'other', r'has no network and head of HPSv3 \(rm_head'),
         ('geneval_hf', 'a/b', 'networks.geneval_hf: a/b is neither a folder nor a repository with a commit'),
     ):
         with pytest.raises(UserError, match=message):

@@ -259,6 +259,7 @@ const METRIC_TITLES = {
   dino_mmd: 'DINO MMD',
   clip_score: 'CLIP score',
   pick_score: 'PickScore',
+  hpsv3: 'HPSv3',
   hpsv2: 'HPSv2',
   image_reward: 'ImageReward',
   aesthetic: 'aesthetic score',

@@ -84,7 +84,7 @@ def run_caption(options: CaptionOptions) -> int:
 
         engine = Endpoint(settings)
     else:
-        from diffusion.captioning.local_model import LocalModel
+        from diffusion.models.vision_language_model import LocalModel
 
         engine = LocalModel(settings)
     if options.plan:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from diffusion.config.language_model import EndpointConfig, endpoint_problems
+from diffusion.config.language_model import VisionLanguageConfig
+from diffusion.config.language_model_checks import vision_problems
 from diffusion.config.load import RecipeError
 from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.config.schema import Gatherer, Problem, build_dataclass
 from diffusion.config.secrets import secret_problems
-from diffusion.config.weight_sources import COMMIT, revision_problem
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
 from diffusion.storage.caption_tables import ORIGINAL
@@ -22,22 +22,12 @@ COLUMN_NAME = re.compile('[A-Za-z0-9][A-Za-z0-9_.-]{0,99}')
 
 
 @dataclass(kw_only=True)
-class CaptionSettings(EndpointConfig):
+class CaptionSettings(VisionLanguageConfig):
     """Model, prompts and engine that caption a dataset."""
 
-    model: str
-    """Name of the model: as the endpoint calls it, or a Hub repository or a folder for `engine: transformers`."""
     columns: dict[str, str]
     """Column of captions to write: its name, as in `dataset.caption_weights`, and its prompt. A prompt is short, long,
     text or tags, or the path of a YAML file."""
-    revision: str | None = None
-    """Commit of the model on the Hub, recorded with each caption; required for a Hub repository with transformers."""
-    engine: Literal['endpoint', 'transformers'] = 'endpoint'
-    """endpoint: a server with the OpenAI API, such as vLLM or SGLang. transformers: load the model in this process."""
-    batch_size: int = 8
-    """Images per batch with transformers."""
-    dtype: Literal['bfloat16', 'float16', 'float32'] = 'bfloat16'
-    """Data type of the weights with transformers."""
 
     @cached_property
     def prompts(self) -> dict[str, Prompt]:
@@ -46,10 +36,7 @@ class CaptionSettings(EndpointConfig):
 
     def plan(self, column: str) -> dict[str, Any]:
         """Return all settings that decide the captions of a column, as JSON types; others may change on resume."""
-        sampling = {name: getattr(self, name) for name in ('max_tokens', 'temperature', 'seed')}
-        sampling |= {'attempts': self.attempts} if self.engine == 'endpoint' else {'dtype': self.dtype}
-        values = {'model': self.model, 'revision': self.revision, 'engine': self.engine}
-        return json.loads(json.dumps(values | {'prompt': self.prompts[column].plan(), 'sampling': sampling}))
+        return json.loads(json.dumps({**self.made_with, 'prompt': self.prompts[column].plan()}))
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> CaptionSettings:
@@ -87,13 +74,4 @@ def _check(settings: CaptionSettings, gather: Gatherer) -> None:
         _ = settings.prompts
     except UserError as error:
         gather.problem('', str(error))
-    if settings.engine == 'transformers':
-        for name in ('endpoint', 'token_variable', 'served_as'):
-            if getattr(settings, name) is not None:
-                gather.problem(name, 'is only for engine: endpoint; remove it')
-        commit = settings.revision if COMMIT.fullmatch(settings.revision or '') else None
-        if problem := revision_problem(settings.model, commit):
-            what = 'is missing' if settings.revision is None else f'{settings.revision!r} is not a commit'
-            gather.problem('revision', problem.replace('is missing', what).replace('model.pretrained=', 'model: '))
-    ignored = () if settings.engine == 'endpoint' else ('endpoint',)
-    gather.problems += [each for each in endpoint_problems(settings) if each.where not in ignored]
+    gather.problems += vision_problems(settings)

@@ -21,6 +21,8 @@ class MetricInfo:
     reliable_from: int = 1
 
 
+JUDGE = 'judge'
+"""In place of a network, for metrics that a vision-language model computes."""
 IMAGE_METRICS: dict[str, MetricInfo] = {
     'fid': MetricInfo('inception', reliable_from=2048),
     'kid': MetricInfo('inception'),
@@ -39,8 +41,13 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'geneval_hf': MetricInfo('geneval_hf', 'higher'),
     'word_accuracy_rapidocr': MetricInfo('rapidocr', 'higher'),
     'ned_rapidocr': MetricInfo('rapidocr', 'higher'),
+    'dpg': MetricInfo(JUDGE, 'higher'),
+    'tifa': MetricInfo(JUDGE, 'higher'),
+    'judge_score': MetricInfo(JUDGE, 'higher'),
 }
-"""Metrics by name. A Fréchet distance of fewer images than features is too large: the covariance is singular."""
+"""Metrics by name. A Fréchet distance of fewer images than features is too large: the covariance is singular.
+
+In results, the name of a judge's metric ends with the judge, such as `dpg/Qwen3-VL-8B-Instruct`."""
 HIGHER_IS_BETTER = {'retrieval_top1'}
 """Metrics of evaluators other than `image_metrics` for which higher is better."""
 NETWORKS: dict[str, str | None] = {
@@ -68,7 +75,8 @@ LAYOUTS = ('geneval', 't2i_compbench')
 
 def better_directions(names: set[str]) -> dict[str, str]:
     """Return `lower` or `higher`, whichever is better, by name of metric or validation loss; omit unknown names."""
-    found: dict[str, str] = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
+    infos = {name: IMAGE_METRICS.get(name.partition('/')[0]) for name in names}
+    found: dict[str, str] = {name: info.better for name, info in infos.items() if info is not None}
     found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
     return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
 
@@ -86,6 +94,13 @@ def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
     reading = [name for name, info in IMAGE_METRICS.items() if info.network == 'rapidocr' and name in named]
     if reading and prompts in (None, 'own'):
         found['prompts'] = f'{reading[0]} needs the path of prompts that ask for text, such as CVTG-2K, not {prompts}'
+    judged = [each for each in metrics or () if each in IMAGE_METRICS and IMAGE_METRICS[each].network == JUDGE]
+    if judged and settings.get('judge') is None:
+        example = '{endpoint: http://localhost:8000/v1, model: NAME}'
+        found['judge'] = f'is missing; {judged[0]} needs a vision-language model, such as {example}'
+    for name, suffix, file in (('dpg', '.csv', 'dpg_bench.csv'), ('tifa', '.json', "TIFA's questions and answers")):
+        if name in judged and not str(prompts).endswith((suffix, MISSING)):
+            found['prompts'] = f'{name} needs the path of {file} from its authors, not {prompts}'
     for name in networks if isinstance(networks, Mapping) else ():
         if name not in NETWORKS:
             found['networks'] = f'there is no network {name!r}; {did_you_mean(str(name), NETWORKS)}'

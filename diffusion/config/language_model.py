@@ -1,26 +1,11 @@
-"""Settings of a language model behind OpenAI's API, which captions images or rewrites prompts, and their checks."""
+"""Settings of a language model that captions images, rewrites prompts, or judges images."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
-from diffusion.config.prompt_files import load_prompt
-from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
 from diffusion.errors import UserError
-
-RANGES: dict[str, tuple[float, float]] = {
-    'max_tokens': (1, 100_000),
-    'temperature': (0, 2),
-    'seed': (0, 2**31 - 2),
-    'attempts': (1, 10),
-    'concurrency': (1, 4096),
-    'timeout_seconds': (0.1, 3600),
-    'patience_seconds': (0, 86_400),
-    'batch_size': (1, 4096),
-}
 
 
 @dataclass(kw_only=True)
@@ -70,33 +55,51 @@ class RewriteConfig(EndpointConfig):
     {caption} stands for the prompt to rewrite."""
 
 
-def endpoint_problems(settings: EndpointConfig) -> Iterator[Problem]:
-    """Yield a problem for each wrong setting of an endpoint; types must already be validated."""
-    for name, (low, high) in RANGES.items():
-        if not low <= (value := getattr(settings, name, low)) <= high:
-            yield Problem(name, f'{value} is out of range; give {low} to {high}')
-    parts = urlsplit(settings.endpoint or '')
-    if parts.scheme not in ('http', 'https') or not parts.netloc:
-        given = 'is missing' if settings.endpoint is None else f'{settings.endpoint!r} is not a URL'
-        yield Problem('endpoint', f'{given}; give the base of the API, such as http://localhost:8000/v1')
-    elif parts.path.rstrip('/').endswith('/chat/completions'):
-        yield Problem('endpoint', 'must not contain /chat/completions; give the part before it')
-    variable = settings.token_variable
-    if variable is not None and not re.fullmatch('[A-Za-z_][A-Za-z0-9_]{0,63}', variable):
-        yield Problem('token_variable', 'is not the name of an environment variable; use a name such as VLM_TOKEN')
+@dataclass(kw_only=True)
+class VisionLanguageConfig(EndpointConfig):
+    """A language model that sees images: behind an endpoint, or in this process."""
+
+    model: str
+    """Name of the model: as the endpoint calls it, or a Hub repository or a folder for `engine: transformers`."""
+    revision: str | None = None
+    """Commit of the model on the Hub, recorded with each answer; required for a Hub repository with transformers."""
+    engine: Literal['endpoint', 'transformers'] = 'endpoint'
+    """endpoint: a server with the OpenAI API, such as vLLM or SGLang. transformers: load the model in this process."""
+    batch_size: int = 8
+    """Images per batch with transformers."""
+    dtype: Literal['bfloat16', 'float16', 'float32'] = 'bfloat16'
+    """Data type of the weights with transformers."""
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """All settings that decide the answer to a question, as JSON types."""
+        sampling = {name: getattr(self, name) for name in ('max_tokens', 'temperature', 'seed')}
+        sampling |= {'attempts': self.attempts} if self.engine == 'endpoint' else {'dtype': self.dtype}
+        return {'model': self.model, 'revision': self.revision, 'engine': self.engine, 'sampling': sampling}
 
 
-def rewrite_problems(section: Mapping[str, Any], where: str) -> list[Problem]:
-    """Return a problem for each wrong value of `rewrite` in a section, except wrong types; read no prompt files."""
-    gather, rewrite, where = Gatherer(), section.get('rewrite'), join(where, 'rewrite')
-    values = vars(rewrite) if isinstance(rewrite, RewriteConfig) else rewrite
-    settings = build_dataclass(RewriteConfig, values, '', gather)
-    if rewrite is None or gather.problems or gather.missing:
-        return []
-    found = [Problem(join(where, each.where), each.what) for each in endpoint_problems(settings)]
-    if not settings.prompt.endswith(('.yaml', '.yml')):  # a file may be missing where the recipe is only read
-        try:
-            load_prompt(settings.prompt, join(where, 'prompt'))
-        except UserError as error:
-            found.append(Problem('', str(error)))
-    return found
+@dataclass(kw_only=True)
+class JudgeConfig(VisionLanguageConfig):
+    """The `judge` section: the language model that answers a benchmark's questions about generated images."""
+
+    scales: list[str] | None = None
+    """Instructions of `judge_score`, each of which gives a rating: `alignment`, `aesthetics`, or the path of a prompt
+    file of one's own with `answer` and `scale`, in which {caption} stands for the prompt of the image. Null: the first
+    two."""
+
+    @property
+    def instructions(self) -> dict[str, str]:
+        """Names or paths of the instructions of `judge_score` by key, such as `scales[0]`."""
+        scales = ['alignment', 'aesthetics'] if self.scales is None else self.scales
+        return {f'scales[{number}]': each for number, each in enumerate(scales)}
+
+    @property
+    def label(self) -> str:
+        """The model's name and revision, as the end of the names of metrics."""
+        name = metric_part(self.model.rstrip('/').rpartition('/')[2])
+        return name if self.revision is None else f'{name}/{metric_part(self.revision[:7])}'
+
+
+def metric_part(text: str) -> str:
+    """Return a text as a part of a metric's name, in which some loggers allow few characters."""
+    return re.sub(r'[^A-Za-z0-9_.-]+', '-', text)

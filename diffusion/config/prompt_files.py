@@ -35,6 +35,22 @@ class Prompt:
     """Maximum number of words of an answer; longer answers are rejected as too_long (None: no limit)."""
     reject: dict[str, str] = field(default_factory=dict)
     """Further rules: regular expressions by the name of the rule. An answer in which one is found is rejected."""
+    answer: str | None = None
+    """Regular expression whose first group is what the answer says, such as a rating. The last match counts. An answer
+    without one is rejected as not_as_asked, and no other rule is applied (None: the whole answer counts)."""
+    scale: list[float] | None = None
+    """Lowest and highest rating, with `answer`; an answer with another number is rejected as not_as_asked."""
+
+    def parsed(self, answer: str) -> str | None:
+        """Return what the first group of `answer` matches in an answer; None if it is missing or out of `scale`."""
+        assert self.answer is not None
+        # Models that think before they answer may write their thoughts too.
+        found = next(reversed([match[1] for match in re.finditer(self.answer, answer.rpartition('</think>')[2])]), None)
+        try:
+            in_range = found is None or self.scale is None or self.scale[0] <= float(found) <= self.scale[1]
+        except ValueError:
+            in_range = False
+        return found if in_range else None
 
     def filled(self, caption: str) -> str:
         """Return the instruction for an image whose first stored caption is this; '' if it has none."""
@@ -43,6 +59,7 @@ class Prompt:
     def plan(self) -> dict[str, Any]:
         """Return what a table of captions records about the prompt: all that decides which answers are accepted."""
         rules = {'script': self.script, 'min_words': self.min_words, 'max_words': self.max_words, 'reject': self.reject}
+        rules |= {name: value for name in ('answer', 'scale') if (value := getattr(self, name)) is not None}
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         return {'name': self.name, 'version': self.version, 'text_sha256': digest, 'rules': rules}
 
@@ -84,9 +101,17 @@ def _problems(prompt: Prompt) -> list[str]:
         problems.append(missing if prompt.with_caption else f'text: has {PLACEHOLDER}; add with_caption: true')
     if not prompt.text.strip():
         problems.append('text: is empty; write the instruction for the model')
-    for name, pattern in prompt.reject.items():
+    patterns = {f'reject.{name}': pattern for name, pattern in prompt.reject.items()}
+    for name, pattern in (patterns | ({} if prompt.answer is None else {'answer': prompt.answer})).items():
         try:
-            re.compile(pattern)
+            groups = re.compile(pattern).groups
         except re.error as error:
-            problems.append(f'reject.{name}: {pattern!r} is not a regular expression ({error})')
+            problems.append(f'{name}: {pattern!r} is not a regular expression ({error})')
+            continue
+        if name == 'answer' and groups < 1:
+            problems.append(f'answer: {pattern!r} has no group; put parentheses around what counts')
+    if prompt.scale is not None and (len(prompt.scale) != 2 or prompt.scale[0] >= prompt.scale[1]):
+        problems.append(f'scale: {prompt.scale} is not the lowest and the highest rating; write for example [1, 10]')
+    if prompt.scale is not None and prompt.answer is None:
+        problems.append('answer: is missing, but scale needs it; write a regular expression that finds the rating')
     return problems

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffusion.config import registry
-from diffusion.config.language_model import rewrite_problems
+from diffusion.config.language_model_checks import language_model_problems
 from diffusion.config.model_checks import has_no_denoiser, objective_settings, routes_tokens
 from diffusion.config.recipe import Component, GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
@@ -166,7 +166,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         for where, settings, limit in places
         for key, what in sampling_problems(settings, limit, flow=flow).items()
     ]
-    problems += [each for where, settings, _ in places for each in rewrite_problems(settings, where)]
+    problems += [each for where, settings, _ in places for each in language_model_problems(settings, where)]
     in_training = 'callbacks.' if recipe.evaluators_interval is None else ('callbacks.', 'evaluators.')
     for where, settings, _ in places:
         for index, guidance in enumerate(guidances_of(settings)):

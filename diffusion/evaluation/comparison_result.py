@@ -173,9 +173,7 @@ def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, 
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def clustered_proportion(
-    parts: np.ndarray, wholes: np.ndarray, labels: Sequence[str]
-) -> tuple[float, tuple[float, float]]:
+def clustered_proportion(parts: np.ndarray, wholes: np.ndarray, labels: ArrayLike) -> tuple[float, tuple[float, float]]:
     """Return the proportion sum(parts) / sum(wholes) and its 95% interval.
 
     Args:
@@ -191,6 +189,22 @@ def clustered_proportion(
         errors = (parts - mean * wholes) * (len(wholes) / whole)
         ratio = max(1 / whole, clustered_variance(errors, cluster_of, clusters) / (mean * (1 - mean)))
     return mean, wilson_interval(mean, ratio, float(stdtrit(clusters - 1, (1 + CONFIDENCE) / 2)))
+
+
+@dataclass(frozen=True)
+class BenchmarkScore:
+    """Score of a benchmark, and of each kind of its prompts or questions, with 95% intervals."""
+
+    score: float
+    interval: tuple[float, float]
+    kinds: dict[str, tuple[float, tuple[float, float]]]
+
+    def scaled(self, factor: float, offset: float = 0.0) -> 'BenchmarkScore':
+        def ends(interval: tuple[float, float]) -> tuple[float, float]:
+            return interval[0] * factor + offset, interval[1] * factor + offset
+
+        kinds = {kind: (mean * factor + offset, ends(interval)) for kind, (mean, interval) in self.kinds.items()}
+        return BenchmarkScore(self.score * factor + offset, ends(self.interval), kinds)
 
 
 def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:

@@ -125,7 +125,7 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
         sweep = {each['folder']: each for each in earlier.get('guidance', [])}
         for each in results.get('guidance', []):
             before = sweep.get(each['folder'], {'metrics': {}})
-            by_metric = ('metrics', 'categories', 'intervals', 'examples')
+            by_metric = ('metrics', 'categories', 'intervals', 'examples', 'unusable')
             kept = {key: before.get(key, {}) | each.get(key, {}) for key in by_metric if key in before or key in each}
             sweep[each['folder']] = before | each | kept
         merged = earlier | merged | {'guidance': list(sweep.values())}

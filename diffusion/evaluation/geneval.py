@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import Mask2FormerForUniversalSegmentation
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_result import clustered_proportion
+from diffusion.evaluation.comparison_result import BenchmarkScore, clustered_proportion
 from diffusion.evaluation.feature_networks import weights_hash
 from diffusion.evaluation.generated_images import kept_answer
 from diffusion.evaluation.geneval_rules import CLASSES, COLORS, MAX_OBJECTS, MIN_CONFIDENCE, failure, kept_objects
@@ -202,15 +202,6 @@ class GenEval(nn.Module):
                 counting = detections.get(name, [])[: min(len(kept.get(name, [])), wanted['count'])]
                 colors[name] = self.classifier.colors(image, counting, name)
         return {'objects': objects, 'colors': colors}
-
-
-@dataclass(frozen=True)
-class BenchmarkScore:
-    """Score of a benchmark, such as GenEval's mean over kinds, and of each kind of prompts, with 95% intervals."""
-
-    score: float
-    interval: tuple[float, float]
-    kinds: dict[str, tuple[float, tuple[float, float]]]
 
 
 def geneval_score(correct: Tensor, prompts: Sequence[Prompt]) -> BenchmarkScore:

@@ -16,11 +16,12 @@ from composer.core.precision import get_precision_context
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
-from diffusion.config.language_model import RewriteConfig
+from diffusion.config.image_metrics import IMAGE_METRICS, JUDGE, image_metrics_problems
+from diffusion.config.language_model import JudgeConfig, RewriteConfig
 from diffusion.config.sampling_checks import guidances_of, swept
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import SCORES
+from diffusion.evaluation.comparison_result import BenchmarkScore
 from diffusion.evaluation.evaluated_checkpoint import (
     EvaluatedCheckpoint,
     EvaluationResult,
@@ -30,9 +31,10 @@ from diffusion.evaluation.evaluated_checkpoint import (
 )
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
-from diffusion.evaluation.geneval import BenchmarkScore, GenEval, geneval_score
+from diffusion.evaluation.geneval import GenEval, geneval_score
 from diffusion.evaluation.geneval_rules import check_prompt
 from diffusion.evaluation.image_scores import ImageScore
+from diffusion.evaluation.judge import Judge
 from diffusion.evaluation.metrics import DISTANCES, MetricNetwork, build_networks
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
@@ -81,6 +83,7 @@ class ImageMetrics:
         seed: Seed of the first image; each following image uses the next seed.
         batch_size: Images per batch. Changing it generates all images again, because it affects their last bits.
         rewrite: Language model that rewrites the prompts; scores and layouts are for the original ones. Null: none.
+        judge: Vision-language model that answers the questions of `dpg`, `tifa` and `judge_score`. Null: none.
         layout: Also write the images in the folder layout of an external scorer: `geneval` or `t2i_compbench`.
     """
 
@@ -107,17 +110,20 @@ class ImageMetrics:
         seed: int = 0,
         batch_size: int = 32,
         rewrite: RewriteConfig | None = None,
+        judge: JudgeConfig | None = None,
         layout: str | None = None,
     ) -> None:
         settings = {
             **{'metrics': metrics, 'networks': networks, 'guidance_scales': guidance_scales, 'size': size},
             **{'num_images': num_images, 'images_per_prompt': images_per_prompt, 'num_references': num_references},
-            **{'batch_size': batch_size, 'layout': layout, 'prompts': prompts, 'snr_shift': snr_shift},
+            **{'batch_size': batch_size, 'layout': layout, 'prompts': prompts, 'snr_shift': snr_shift, 'judge': judge},
             **{'num_inference_steps': num_inference_steps, 'noise_scheduler': noise_scheduler},
         }
         for key, problem in image_metrics_problems(settings).items():
             raise UserError(f'{key}: {problem}')
-        self.metrics = list(metrics)
+        judged = [name for name in metrics if IMAGE_METRICS[name].network == JUDGE]
+        self.metrics = [name for name in metrics if name not in judged]
+        self.judge = Judge(judge, judged) if judge is not None and judged else None
         self.prompts, self.prompt_column = prompts, prompt_column
         self.num_images, self.images_per_prompt = num_images, images_per_prompt
         sweep = {
@@ -147,6 +153,8 @@ class ImageMetrics:
         texts = [each.text for each in prompts]
         self._check_count(len(texts))
         given = GivenPrompts(texts, texts) if self.rewriter is None else self.rewriter(texts)
+        if self.judge is not None:
+            self.judge.check(prompts)
         device = checkpoint.model.device
         for prompt in prompts if 'geneval_hf' in self.metrics else ():
             check_prompt(prompt.text, prompt.metadata)
@@ -187,6 +195,11 @@ class ImageMetrics:
             if 'rapidocr' in scores:
                 by_metric = image_scores(scores.pop('rapidocr'))
                 scores |= {name: rows for name, rows in by_metric.items() if name in self.metrics}
+            if self.judge is not None:
+                judged = self.judge.scores(checkpoint, generated, prompts, self.images_per_prompt)
+                benchmarks |= {name: each.score for name, each in judged.items()}
+                scores |= {name: torch.tensor(each.images) for name, each in judged.items()}
+                details['unusable'] = {name: [each.unusable, each.answers] for name, each in judged.items()}
             if scores and not sweep:
                 details['examples'] = {key: examples(rows.tolist(), prompts, generated) for key, rows in scores.items()}
             groups = categories(prompts)
@@ -200,8 +213,8 @@ class ImageMetrics:
                 by_category[name] = {kind: mean for kind, (mean, _) in kinds.items()}
                 by_kind = {kind: interval for kind, (_, interval) in kinds.items()}
                 details.setdefault('intervals', {})[name] = {'': benchmark.interval, **by_kind}
-            if len(groups) > 1:
-                details['categories'] = by_category
+            if several := {name: each for name, each in by_category.items() if len(each) > 1}:
+                details['categories'] = several
             sweep.append(details)
             with checkpoint.raise_together(f'image_metrics: {self.layout}'):
                 if self.layout is not None and dist.get_global_rank() == 0:

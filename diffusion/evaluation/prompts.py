@@ -2,16 +2,20 @@
 
 import csv
 import json
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.errors import UserError
+from diffusion.evaluation.question_rules import BenchmarkQuestion, has_questions, item_and_question
 from diffusion.storage.text_tables import csv_rows, is_misread
 
 if TYPE_CHECKING:
     from diffusion.data.streams import BucketedDataset
+
+log = logging.getLogger(__name__)
 
 OWN = 'own'
 """Name that selects this package's prompts wherever a prompt file can be given."""
@@ -31,11 +35,13 @@ class Prompt:
     Args:
         category: Category within the prompt set, or an empty string.
         metadata: The prompt's whole row in a JSON or JSONL file, needed by scorers; empty for other file types.
+        questions: Questions of DPG-Bench or TIFA about an image of the prompt; empty for other files.
     """
 
     text: str
     category: str = ''
     metadata: dict[str, Any] = field(default_factory=dict)
+    questions: tuple[BenchmarkQuestion, ...] = ()
 
 
 def own_prompts() -> list[Prompt]:
@@ -47,10 +53,11 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
     """Read prompts from a file.
 
     A `.txt` file has one prompt per line. A `.csv` or `.tsv` file starts with a line of column names, a `.jsonl` file
-    has one object per line, and a `.json` file a list of objects as `data_list`; prompts are in `column`, or the first
-    existing one of `PROMPT_COLUMNS`, and categories in the first one of `CATEGORY_COLUMNS`. DrawBench, PartiPrompts,
-    GenEval, LongText-Bench and CVTG-2K can be read as published. Of CVTG-2K, `file` can be the folder: its prompts are
-    in `CVTG/2.json` and the like, and `CVTG/2` is their category.
+    has one object per line, and a `.json` file is a list of objects, or has one as `data_list`; prompts are in
+    `column`, or the first existing one of `PROMPT_COLUMNS`, and categories in the first one of `CATEGORY_COLUMNS`.
+    DrawBench, PartiPrompts, GenEval, LongText-Bench, CVTG-2K, DPG-Bench and TIFA can be read as published; the last two
+    have a row per question. Of CVTG-2K, `file` can be the folder: its prompts are in `CVTG/2.json` and the like, and
+    `CVTG/2` is their category.
 
     Raises:
         UserError: The file does not exist, has another type, lacks the column, or has an empty prompt.
@@ -65,10 +72,28 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
         rows = [row for each in files for row in readers[each.suffix.lower()](each)]
     except UnicodeDecodeError as error:
         raise UserError(f'{file}: is not UTF-8 ({error}); save it as UTF-8') from error
+    if rows and has_questions(rows[0][1]):
+        return _prompts_with_questions(rows, column)
     prompts = [_prompt(where, row, column) for where, row in rows]
     if not prompts:
         raise UserError(f'{file}: has no prompts')
     return prompts
+
+
+def _prompts_with_questions(rows: Sequence[tuple[str, dict[str, Any]]], column: str | None) -> list[Prompt]:
+    """Return the prompts in rows of questions, in order of first appearance."""
+    prompts: dict[str, Prompt] = {}
+    questions: dict[str, dict[int, BenchmarkQuestion]] = {}
+    for where, row in rows:
+        item, question = item_and_question(where, row)
+        prompts.setdefault(item, _prompt(where, row, column))
+        own = questions.setdefault(item, {})
+        number = question.number or len(own) + 1
+        own[number] = replace(question, number=number)
+    for item, own in questions.items():
+        if unknown := {parent for each in own.values() for parent in each.parents} - own.keys() - {0}:
+            log.warning('%s: its questions depend on %s, which it does not have; this is ignored', item, unknown)
+    return [replace(prompt, questions=tuple(questions[item].values())) for item, prompt in prompts.items()]
 
 
 def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
@@ -132,11 +157,11 @@ def _list_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         content = json.loads(file.read_text(encoding='utf-8-sig'))
     except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f'{file}: is not JSON ({error}); download it again') from error
-    rows = content.get('data_list') if isinstance(content, dict) else None
+    rows = content.get('data_list') if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f'{file}: has no list of prompts under "data_list", as the files of CVTG-2K; write a .jsonl')
-    for number, row in enumerate(rows, start=1):
-        yield f'{file} line {number}', {'category': f'{file.parent.name}/{file.stem}', **row}
+        raise UserError(f'{file}: has no list of prompts, also not under "data_list" as in CVTG-2K; write a .jsonl')
+    category = {'category': f'{file.parent.name}/{file.stem}'} if isinstance(content, dict) else {}
+    yield from ((f'{file} line {number}', {**category, **row}) for number, row in enumerate(rows, start=1))
 
 
 def categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:

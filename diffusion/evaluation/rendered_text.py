@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_result import clustered_proportion
+from diffusion.evaluation.comparison_result import BenchmarkScore, clustered_proportion
 from diffusion.evaluation.feature_networks import import_optional
 from diffusion.evaluation.generated_images import kept_answer
-from diffusion.evaluation.geneval import BenchmarkScore
 from diffusion.evaluation.prompts import Prompt, categories
 from diffusion.storage.atomic import write_atomically
 

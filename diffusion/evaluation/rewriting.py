@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.checkpointing.rank_agreement import from_rank_zero
-from diffusion.config.language_model import RewriteConfig, rewrite_problems
+from diffusion.config.language_model import RewriteConfig
+from diffusion.config.language_model_checks import language_model_problems
 from diffusion.config.prompt_files import PLACEHOLDER, load_prompt
 from diffusion.errors import GaveUp, UserError
 from diffusion.language_models.endpoint import Endpoint
@@ -57,7 +58,7 @@ class Rewriter:
     """
 
     def __init__(self, settings: RewriteConfig) -> None:
-        for problem in rewrite_problems({'rewrite': settings}, ''):
+        for problem in language_model_problems({'rewrite': settings}, ''):
             raise UserError(str(problem))
         self.settings = settings
         self.prompt = load_prompt(settings.prompt, 'rewrite.prompt')

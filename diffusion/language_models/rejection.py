@@ -28,6 +28,8 @@ def rejection(answer: str, prompt: Prompt, *, cut_off: bool) -> str | None:
     Args:
         cut_off: True if the answer ended because it reached the maximum number of tokens.
     """
+    if prompt.answer is not None:
+        return 'not_as_asked' if prompt.parsed(answer) is None else None
     words = answer.split()
     if not words:
         return 'empty'

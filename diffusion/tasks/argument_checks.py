@@ -34,7 +34,7 @@ from diffusion.config.sampling_checks import (
 )
 from diffusion.config.signatures import source_file
 from diffusion.config.weight_sources import REPOSITORY
-from diffusion.config.yaml_files import parse_yaml
+from diffusion.config.yaml_files import parse_yaml, read_yaml
 from diffusion.errors import UserError
 from diffusion.storage.local_files import check_writable
 
@@ -169,12 +169,12 @@ class EvaluationOptions:
 
     metrics: Annotated[list[str] | None, Option('NAMES', commas=True)] = None
     """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score, hpsv3,
-    hpsv2, image_reward, aesthetic, geneval_hf, word_accuracy_rapidocr, ned_rapidocr, efficientnet_distance
-    (default: the evaluators of the run's recipe)."""
+    hpsv2, image_reward, aesthetic, geneval_hf, word_accuracy_rapidocr, ned_rapidocr, dpg, tifa, judge_score,
+    efficientnet_distance (default: the evaluators of the run's recipe)."""
     guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
     """Comma-separated guidance scales; the metrics at the first one are the checkpoint's results (default: 7.5)."""
     prompts: Annotated[str | None, FILE] = None
-    """File of prompts (.txt, .csv, .tsv or .jsonl), folder of CVTG-2K, or "own" for this package's 120 prompts
+    """File of prompts (.txt, .csv, .tsv, .jsonl or .json), folder of CVTG-2K, or "own" for this package's 120 prompts
     (default: captions of the evaluation data)."""
     prompt_column: Annotated[str | None, Option('NAME')] = None
     """Column with the prompts (default: found by its name)."""
@@ -191,12 +191,17 @@ class EvaluationOptions:
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
     """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score, hpsv3,
     qwen2_vl, hpsv2, image_reward, aesthetic, geneval_hf; can be repeated (default: the published networks)."""
+    judge: Annotated[str | None, FILE] = None
+    """YAML file with the model that answers the questions of dpg, tifa and judge_score; its keys are those of the
+    evaluator's judge (default: none)."""
     layout: Annotated[str | None, Option('NAME')] = None
     """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 
     def given(self) -> dict[str, Any]:
         """Return the evaluator's keywords that were given as options; raise UserError if the metrics are missing."""
         given = {name: value for name, value in vars(self).items() if value not in (None, {})}
+        if self.judge is not None:
+            given['judge'] = read_yaml(Path(self.judge))
         if given and self.metrics is None:
             raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
         return given

@@ -47,6 +47,7 @@ class WatchSettings:
     Args:
         command: Function from the path or URL of a checkpoint to the command that evaluates it.
         metrics: Metrics without which a checkpoint does not count as evaluated; empty accepts any results.
+        judge: The end of the names of a judge's metrics; None if no judge is named.
         keep_best: Metric and number N: the N checkpoints with the best values are pinned, so that the run keeps them.
         lease_seconds: Time without renewal of its claim after which an evaluation is repeated.
         elsewhere: True if the command submits a job, which continues after the command ends.
@@ -57,6 +58,7 @@ class WatchSettings:
     policy: Policy = 'every'
     only: Sequence[str] = ()
     metrics: Sequence[str] = ()
+    judge: str | None = None
     jobs: int = 1
     keep_best: tuple[str, int] | None = None
     lease_seconds: float = 600.0
@@ -133,8 +135,12 @@ class Watcher:
             found = json.loads(self._files.read(f'{EVALUATIONS}/{name}.json') or b'null')
         except ValueError:
             return None
-        complete = isinstance(found, dict) and set(self.settings.metrics) <= set(found.get('metrics', {}))
-        return found if complete else None
+        if not isinstance(found, dict):
+            return None
+        names, judge = [*found.get('metrics', {})], self.settings.judge
+        if judge is not None:  # a judge's metric counts by its name without the judge
+            names += [name.partition('/')[0] for name in names if name.endswith(f'/{judge}')]
+        return found if set(self.settings.metrics) <= set(names) else None
 
     def _exists(self, name: str) -> bool:
         if is_url(self._place):
@@ -250,12 +256,14 @@ class Watcher:
         if self.settings.keep_best is None:
             return
         metric, count = self.settings.keep_best
-        values = {}
-        for name in self._checkpoints():
-            found = self.results(name)
-            if found is not None and metric in found['metrics']:
-                values[name] = found['metrics'][metric]
-        best = sorted(values, key=lambda name: values[name], reverse=IMAGE_METRICS[metric].better == 'higher')[:count]
+        results = {name: found['metrics'] for name in self._checkpoints() if (found := self.results(name)) is not None}
+        # The metric of a judge has the judge after a slash.
+        names = sorted({key for each in results.values() for key in each if f'{key}/'.startswith(f'{metric}/')})
+        if len(names) > 1:
+            raise UserError(f'--keep-best: {metric} is {" and ".join(names)} in the results; name one of them')
+        values = {name: each[key] for name, each in results.items() for key in names if key in each}
+        higher = IMAGE_METRICS[metric.partition('/')[0]].better == 'higher'
+        best = sorted(values, key=lambda name: values[name], reverse=higher)[:count]
         for name in values:
             pin = f'{name}.pinned'
             present = self._files.read(pin)

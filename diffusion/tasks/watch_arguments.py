@@ -9,8 +9,9 @@ from types import FrameType
 from typing import Annotated
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
+from diffusion.config.language_model import JudgeConfig
 from diffusion.config.options import Count, Option, Overrides, option_words
-from diffusion.config.schema import did_you_mean
+from diffusion.config.schema import Gatherer, build_dataclass, did_you_mean
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.backends import free_nodes
 from diffusion.launch.job_checks import check_jobs, load_job_spec
@@ -76,6 +77,11 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
     for key, problem in image_metrics_problems(vars(evaluation)).items():
         raise UserError(f'{key}: {problem}')
     given = evaluation.given()
+    gather, judge = Gatherer(), None
+    if 'judge' in given:
+        judge = build_dataclass(JudgeConfig, given['judge'], '--judge', gather)
+    for problem in gather.problems + gather.missing:
+        raise UserError(str(problem))
     if options.launch is not None:
         if given or options.processes != 1:
             raise UserError(
@@ -102,6 +108,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
         policy=options.policy,
         only=options.checkpoints,
         metrics=evaluation.metrics or [],
+        judge=None if judge is None else judge.label,
         jobs=options.jobs,
         keep_best=_best(options.keep_best),
         lease_seconds=lease,
@@ -125,8 +132,8 @@ def _best(text: str | None) -> tuple[str, int] | None:
     if text is None:
         return None
     metric, _, count = text.partition(':')
-    if metric not in IMAGE_METRICS:
-        raise UserError(f'--keep-best: there is no metric {metric!r}; {did_you_mean(metric, IMAGE_METRICS)}')
+    if (base := metric.partition('/')[0]) not in IMAGE_METRICS:
+        raise UserError(f'--keep-best: there is no metric {base!r}; {did_you_mean(base, IMAGE_METRICS)}')
     if count and (not count.isdecimal() or int(count) < 1):
         raise UserError(f'--keep-best: {count!r} is not a positive number of checkpoints')
     return metric, int(count or 1)

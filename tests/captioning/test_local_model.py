@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from captioning.vlm_server import write_images, write_settings
 from commands import refusal
+from evaluation.judge_server import Drawing, write_dpg
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CLIPImageProcessor,
@@ -22,6 +24,12 @@ from transformers import (
     LlavaProcessor,
     PreTrainedTokenizerFast,
 )
+
+from diffusion.config.language_model import JudgeConfig
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint
+from diffusion.evaluation.generated_images import GeneratedImages, Sampling
+from diffusion.evaluation.judge import Judge
+from diffusion.evaluation.prompts import read_prompts
 
 WORDS = 'a red green blue black white square circle line dot of in on with and one two three small large'.split()  # noqa: SIM905
 SPECIAL = {'pad_token': '<pad>', 'eos_token': '</s>', 'bos_token': '<s>', 'unk_token': '<unk>'}
@@ -93,6 +101,24 @@ def test_one_and_two_ranks_write_equal_tables(vlm: Path, tmp_path: Path) -> None
     assert tables[0] == tables[1]
     answers = {line['caption'] or line['answer'] for table in tables[0].values() for line in table.to_pylist()}
     assert len(answers) > 1, 'the answers depend on the image'
+
+
+def test_a_judge_in_the_process_asks_once_and_leaves_random_numbers_as_they_are(vlm: Path, tmp_path: Path) -> None:
+    checkpoint = EvaluatedCheckpoint(cast(Any, None), cast(Any, None), tmp_path, 'ba1', 'ema')
+    prompts = read_prompts(write_dpg(tmp_path / 'dpg.csv', 2))
+    images = GeneratedImages(tmp_path / 'images', [each.text for each in prompts], Sampling(), 'ba1')
+    assert [*images.own_batches(Drawing())]
+    settings = JudgeConfig(model=str(vlm), engine='transformers', max_tokens=4, dtype='float32', batch_size=4)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    found = Judge(settings, ['dpg']).scores(checkpoint, images, prompts, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [*found] == [f'dpg/{vlm.name}']
+    kept = {path: path.read_bytes() for path in tmp_path.rglob('*.judge.json')}
+    answers = [each for content in kept.values() for each in json.loads(content).values()]
+    assert len(answers) == found[f'dpg/{vlm.name}'].answers == sum(len(each.questions) for each in prompts)
+    assert Judge(replace(settings, batch_size=1), ['dpg']).scores(checkpoint, images, prompts, 1) == found
+    assert {path: path.read_bytes() for path in kept} == kept
 
 
 def test_a_model_that_is_no_vision_language_model_is_refused(

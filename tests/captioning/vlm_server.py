@@ -50,7 +50,7 @@ class VlmServer(LocalServer):
         name = f'Detailed: {text["text"].splitlines()[-1]}'
         for image in images:
             pixels = Image.open(io.BytesIO(base64.b64decode(image['image_url']['url'].partition(',')[2])))
-            name = caption_of(text['text'].split()[0], pixels)
+            name = self.text_about(pixels, text['text'])
         with self._lock:
             fault = self._draws.choice(self.faults) if self.faults and self._draws.random() < self.rate else ''
             is_down = time.monotonic() < self._down_until or self.good.total() >= self.good_limit
@@ -62,6 +62,9 @@ class VlmServer(LocalServer):
         if fault == 'hang':
             time.sleep(self.hang_seconds)
         self.respond(request, fault, name, body['model'])
+
+    def text_about(self, image: Image.Image, prompt: str) -> str:
+        return caption_of(prompt.split()[0], image)
 
     def respond(self, request: BaseHTTPRequestHandler, fault: str, text: str, model: str) -> None:
         if fault == 'context':

@@ -214,6 +214,12 @@ WRONG_CONTENTS = {
     "evaluators: {image_metrics: {rewrite: {model: m, endpoint: 'http://a', max_tokens: 0}}}": (
         'evaluators.image_metrics.rewrite.max_tokens: 0 is out of range'
     ),
+    "evaluators: {image_metrics: {metrics: [tifa], judge: {model: m, endpoint: 'http://a', scales: [alinment]}}}": (
+        r"image_metrics.judge.scales\[0\]: there is no prompt 'alinment', .* did you mean 'alignment'"
+    ),
+    'evaluators: {image_metrics: {metrics: [judge_score], judge: {model: org/m, engine: transformers}}}': (
+        'image_metrics.judge.revision: is missing; give the commit of org/m'
+    ),
     "generate: {rewrite: {model: m, endpoint: 'http://a/v1', prompt: rewrit}}": (
         "generate.rewrite.prompt: there is no prompt 'rewrit', .* did you mean 'rewrite'"
     ),

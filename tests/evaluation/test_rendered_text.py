@@ -176,7 +176,7 @@ def test_missing_extra_and_prompts_without_text_are_named(monkeypatch, tmp_path)
     with pytest.raises(UserError, match=r'no prompt asks for text; use text_prompts\.jsonl of LongText-Bench'):
         check_text([Prompt('a red cube'), Prompt('text', metadata={'text': ['-']})])
     (tmp_path / 'prompts.json').write_text('["a cat"]')
-    with pytest.raises(UserError, match='has no list of prompts under "data_list"'):
+    with pytest.raises(UserError, match='has no list of prompts, also not under "data_list"'):
         read_prompts(tmp_path / 'prompts.json')
     (tmp_path / 'prompts.json').write_text('{')
     with pytest.raises(UserError, match='is not JSON'):

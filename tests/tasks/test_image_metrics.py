@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from captioning.vlm_server import MODEL
+from evaluation.judge_server import JudgeServer, write_dpg
 from PIL import Image
 from recipe_files import write_yaml
 from small_networks import write_clip, write_clip_vision, write_dino, write_inception, write_mask2former
@@ -360,6 +362,67 @@ def test_text_metrics_are_equal_on_1_and_2_ranks_and_are_scored_again_from_kept_
     assert set(found['intervals']['ned_rapidocr']) == {'', 'sign', 'poster'}
 
 
+@pytest.fixture
+def server():
+    server = JudgeServer(seconds=0.02)
+    yield server
+    server.close()
+
+
+def answers_in(run: Path) -> dict[str, dict]:
+    return {path.name: json.loads(path.read_text()) for path in run.rglob('*.judge.json')}
+
+
+@pytest.mark.slow
+def test_killed_judging_continues_with_what_was_in_flight_and_2_ranks_equal_1(prepared, ranks, server, tmp_path):
+    settings = {'metrics': ['dpg', 'judge_score'], 'num_images': None, 'images_per_prompt': 2, 'guidance_scales': [2]}
+    settings['prompts'] = str(write_dpg(tmp_path / 'dpg_bench.csv', 6))
+    settings['judge'] = {'model': MODEL, 'endpoint': f'{server.url}/v1', 'concurrency': 4, 'attempts': 1}
+    recipe, run = prepared('one', **settings)
+    ranks.start(1, recipe).end()
+    total = server.asked.total()
+    assert len(server.asked) == total == sum(map(len, answers_in(run).values()))
+    recipe, killed = prepared('two', **settings)
+    for _ in range(3):
+        before = server.asked.total()
+        job = ranks.start(2, recipe)
+        while server.asked.total() < before + 12:
+            job.spend(0.01)
+            assert job.running(), job.output()
+        job.kill()
+    server.seconds = 0
+    ranks.start(2, recipe).end()
+    again = server.asked.total() - 2 * total
+    assert 0 <= again <= 3 * 2 * 4, 'at most 4 requests of each rank were in flight at each kill'
+    assert answers_in(killed) == answers_in(run)
+    found, expected = results(killed), results(run)
+    assert found['guidance'] == expected['guidance']
+    assert set(found['metrics']) == {
+        f'{name}/{MODEL}' for name in ('dpg', 'judge_score/alignment-1', 'judge_score/aesthetics-1')
+    }
+    print(f'{total} questions, {again} asked again after 3 kills')
+
+    # Without the server, the scores are computed from the kept answers.
+    server.close()
+    ranks.start(1, recipe).end()
+    assert results(killed)['guidance'] == expected['guidance']
+
+
+def test_command_with_a_judge_prints_categories_and_intervals(prepared, server, tmp_path, capsys):
+    _, run = prepared()
+    (tmp_path / 'judge.yaml').write_text(f'model: {MODEL}\nendpoint: {server.url}/v1\n')
+    prompts = write_dpg(tmp_path / 'dpg_bench.csv', 2)
+    options = ['--metrics', 'dpg', '--prompts', prompts, '--judge', tmp_path / 'judge.yaml', '--steps', 1]
+    assert cli.main(['evaluate', str(run), *map(str, options)]) == 0
+    output = capsys.readouterr().out
+    assert re.search(rf'dpg/{MODEL} +\d+\.\d+  higher is better  \(95% interval', output)
+    assert re.search(r'\n  entity +\d+\.\d+  \(95% interval', output)
+    assert set(results(run)['guidance'][0]['examples'][f'dpg/{MODEL}']['none']) == {'worst', 'best'}
+    (tmp_path / 'judge.yaml').write_text(f'modle: {MODEL}')
+    assert cli.main(['evaluate', str(run), *map(str, options)]) == 2
+    assert "evaluators.image_metrics.judge.modle: unknown key; did you mean 'model'" in capsys.readouterr().err
+
+
 def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_path):
     _, run = prepared()
     moved = tmp_path / 'elsewhere'
@@ -386,6 +449,8 @@ def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_
         (['--guidance', '3'], '--metrics: the other options need it'),
         (['--metrics', 'fid', '--guidance=-1'], 'guidance_scales: -1'),
         (['--metrics', 'fid', '--network', 'vgg=x'], "there is no network 'vgg'"),
+        (['--metrics', 'dpg', '--prompts', 'dpg_bench.csv'], 'judge: is missing; dpg needs a vision-language model'),
+        (['--metrics', 'dpg', '--judge', 'none.yaml'], 'none.yaml does not exist'),
         (['--metrics', 'fid', 'globl_batch=3'], 'globl_batch'),
     ],
 )

@@ -229,6 +229,22 @@ def test_best_checkpoints_are_pinned(site):
     assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba40.pinned']
 
 
+def test_best_checkpoints_by_a_judge_are_pinned(site):
+    folder = Path(site.run, 'evaluations')
+    folder.mkdir()
+    for batch, score in ((10, 81.5), (20, 84.0), (30, 83.0)):
+        (folder / f'ba{batch}.json').write_text(json.dumps({'metrics': {'dpg/m/abc': score}}))
+    judged = {'metrics': ['dpg'], 'judge': 'm/abc', 'keep_best': ('dpg', 1)}
+    Watcher(site.settings(**judged))._pin_best()
+    assert [path.name for path in Path(site.run).glob('*.pinned')] == ['ba20.pinned']
+    assert Watcher(site.settings(**judged | {'judge': 'other'})).results('ba10') is None, 'of another judge'
+    (folder / 'ba10.json').write_text(json.dumps({'metrics': {'dpg/m/abc': 81.5, 'dpg/other': 90.0}}))
+    with pytest.raises(UserError, match='--keep-best: dpg is dpg/m/abc and dpg/other in the results; name one of them'):
+        Watcher(site.settings(**judged))._pin_best()
+    Watcher(site.settings(**judged | {'keep_best': ('dpg/other', 1)}))._pin_best()
+    assert (Path(site.run) / 'ba10.pinned').exists()
+
+
 def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appear(site):
     """The command ends at once, as `diffusion launch` does for a scheduler, and the job writes its results later."""
 
@@ -311,6 +327,7 @@ def test_commands_of_jobs_and_of_several_processes():
         (['gone'], 'gone: is not a folder'),
         (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
         (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
+        (['RUN', '--keep-best', 'dgp/m:1'], "there is no metric 'dgp'; did you mean 'dpg'"),
         (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: set the evaluators'),
     ],
 )

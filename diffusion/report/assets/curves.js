@@ -266,12 +266,17 @@ const METRIC_TITLES = {
   geneval_hf: 'GenEval (HF)',
   word_accuracy_rapidocr: 'word accuracy (RapidOCR)',
   ned_rapidocr: 'similarity of words (RapidOCR)',
+  dpg: 'DPG-Bench',
+  tifa: 'TIFA',
+  judge_score: 'judge score',
   retrieval_top1: 'retrieval top-1',
   efficientnet_distance: 'EfficientNet distance',
 };
-/** Return the title of a metric; that of a judge's metric has the model without its organization, and a short commit. */
-const metricTitle = name =>
-  METRIC_TITLES[name] || name.replace(/([[/])[\w.-]+\//, '$1').replace(/(@[0-9a-f]{7})[0-9a-f]+/, '$1');
+/** Return the title of a metric; the name of a judge's metric has the judge after a slash. */
+const metricTitle = name => {
+  const [base, ...judge] = name.split('/');
+  return judge.length && METRIC_TITLES[base] ? `${METRIC_TITLES[base]} (${judge.join(', ')})` : METRIC_TITLES[name] || name;
+};
 
 /** Return the card that shows any metric of the runs. */
 function explorer() {

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from diffusion.captioning.settings import CaptionSettings
+from diffusion.config.language_model import VisionLanguageConfig
 from diffusion.errors import UserError
 from diffusion.language_models.engine import Answer, Question
 from diffusion.language_models.rejection import rejection
@@ -23,7 +23,7 @@ from diffusion.language_models.rejection import rejection
 class LocalModel:
     """Engine that loads a model. See `engine.Engine`."""
 
-    def __init__(self, settings: CaptionSettings) -> None:
+    def __init__(self, settings: VisionLanguageConfig) -> None:
         self.settings = settings
         source, revision = settings.model, settings.revision
         rank = int(os.environ.get('LOCAL_RANK', 0))
@@ -67,10 +67,12 @@ class LocalModel:
         ).to(self.device, dtype=self.model.dtype)
         temperature = self.settings.temperature
         sampling = {'do_sample': True, 'temperature': temperature} if temperature else {'do_sample': False}
-        # Seed each batch by its first image, so that several processes sample as one does.
-        torch.manual_seed(self.settings.seed + 1_000_003 * batch[0].row)
         length = inputs['input_ids'].shape[1]
-        tokens = self.model.generate(**inputs, **sampling, max_new_tokens=self.settings.max_tokens)[:, length:].cpu()
+        with torch.random.fork_rng([self.device] if self.device.type == 'cuda' else []):
+            # Seed each batch by its first image, so that several processes sample as one does.
+            torch.manual_seed(self.settings.seed + 1_000_003 * batch[0].row)
+            tokens = self.model.generate(**inputs, **sampling, max_new_tokens=self.settings.max_tokens)
+        tokens = tokens[:, length:].cpu()
         answers = self.processor.batch_decode(tokens, skip_special_tokens=True)
         end = self.model.generation_config.eos_token_id
         ends = torch.tensor(end if isinstance(end, list) else [] if end is None else [end], dtype=torch.int64)

@@ -137,6 +137,6 @@ def _checked(model: object) -> LatentDiffusion:
     losses = {'representation_alignment': model.representation_alignment, 'perceptual_losses': model.perceptual_loss}
     if (problem := dpo_problem(losses | {'sprint': model.sprint})) is not None:
         raise UserError(f'diffusion_dpo: {problem}')
-    if not model.has_reference:
+    if not model.denoiser_is_frozen and model.reference_digest() is None:
         raise UserError('diffusion_dpo: has no reference; call keep_reference() of the model before the Trainer')
     return model

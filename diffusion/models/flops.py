@@ -77,13 +77,15 @@ class TrainingFlops:
         encodes_images: bool,
         encodes_text: bool,
         encodes_features: bool,
+        is_pair: bool,
     ) -> int:
         # The backward pass costs two forward passes, for gradients of activations and of weights, but only one if the
         # weights are frozen.
-        passes = 2 if model.denoiser_is_frozen else 3
+        passes = (2 if model.denoiser_is_frozen else 3) + is_pair  # one more of the reference
         total = passes * self._denoiser(height, width, model.text.embeddings_per_caption(token_length))
         if encodes_images:
             total += vae_encoder_flops(model.vae, height=height, width=width)
+        total *= 1 + is_pair
         if encodes_text:
             passes = 3 if model.train_text_encoder else 1
             total += passes * text_encoder_flops(self._text, length=token_length)

@@ -386,15 +386,10 @@ class LatentDiffusion(ComposerModel):
             return None
         return sum(float(each.abs().sum(dtype=torch.float64)) for each in reference.parameters())
 
-    @property
-    def has_reference(self) -> bool:
-        """True if `reference_outputs` has a frozen denoiser: a copy that was kept, or the one under a LoRA."""
-        return self.denoiser_is_frozen or 'reference' in self._frozen
-
     @torch.no_grad()
     def reference_outputs(self, outputs: Denoised) -> Denoised:
         """Return outputs with the frozen reference's predictions: of the copy that was kept, else without the LoRA."""
-        assert self.has_reference and outputs.inputs is not None
+        assert outputs.inputs is not None
         reference = self._frozen.get('reference')
         with contextlib.nullcontext() if reference is not None else without_lora(self.denoiser):
             return outputs._replace(prediction=self._predict(*outputs.inputs, reference))
@@ -527,12 +522,13 @@ class LatentDiffusion(ComposerModel):
         """Return the FLOPs of training on a device's batch; Composer's SpeedMonitor calls this method.
 
         The count is three forward passes of the trained parts (forward and backward; two for a denoiser with a LoRA),
-        one of each frozen encoder that the batch needs, and the passes of the networks of perceptual losses. The
-        optimizer's FLOPs are not counted.
+        one of each frozen encoder that the batch needs, and the passes of the networks of perceptual losses. A
+        preference pair is two samples with a pass of the reference each. The optimizer's FLOPs are not counted.
         """
         count, _, token_length = batch[batch_keys.INPUT_IDS].shape
         outputs = batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.IMAGE_FEATURES
-        shape = *self._latent_size_of(batch), token_length, *(output not in batch for output in outputs)
+        is_pair = batch_keys.REJECTED_IMAGE in batch
+        shape = *self._latent_size_of(batch), token_length, *(output not in batch for output in outputs), is_pair
         return count * self._flops.of_sample(self, *shape)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
-from ranks import assert_same_weights, read_losses
+from ranks import assert_same_weights, largest_difference, read_losses
 from recipe_files import write_yaml
 from shards import draw_image
 from torch.utils.data import DataLoader
@@ -157,6 +157,10 @@ def test_training_starts_at_the_reference_and_moves_toward_preferred_images(make
     model = make_model(caption_dropout=0.5)
     model.keep_reference()
     assert not any('reference' in name for name in model.state_dict())
+    batch = {batch_keys.INPUT_IDS: torch.zeros(4, 1, 16, dtype=torch.int64)}
+    batch |= {batch_keys.LATENT_MOMENTS: torch.empty(4, 4, 4, 4), batch_keys.TEXT_EMBEDS: torch.empty(4, 16, 32)}
+    pairs_flops = model.flops_per_batch(batch | {batch_keys.REJECTED_IMAGE: torch.empty(4)})
+    assert 3 * pairs_flops == 2 * 4 * model.flops_per_batch(batch), 'two images with a pass of the reference each'
     logged, _ = one_step(model)
     assert logged['loss/train/total'] == pytest.approx(0.6931, abs=1e-3)
     assert logged['dpo/preferred_error_change'] == logged['dpo/rejected_error_change'] == 0
@@ -246,3 +250,19 @@ def test_trainers_without_reference_or_pairs_are_refused(make_model):
     del batch[batch_keys.REJECTED_IMAGE]
     with pytest.raises(UserError, match='batch: has no rejected_image, but diffusion_dpo trains on pairs'):
         both_images(model, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lora', [None, LORA], ids=['full', 'lora'])
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
+def test_killed_run_on_two_ranks_equals_one_rank(content, ranks, tmp_path, strategy, lora):
+    content = content | {'runs_dir': str(tmp_path), 'lora': lora, 'device_train_microbatch_size': 2}
+    content['trainer'] = content['trainer'] | {'save_interval': '1ba'}
+    one = write_yaml(tmp_path / 'one.yaml', content | {'name': 'one'})
+    two = write_yaml(tmp_path / 'two.yaml', content | {'name': 'two', 'parallelism': {'strategy': strategy}})
+    train(load(one)).close()
+    job = ranks.start(2, two)
+    job.wait_for(tmp_path / 'two' / 'ba1' / 'receipt.json', or_ended=True)
+    job.kill()
+    ranks.run(2, two)
+    assert largest_difference(read_losses(tmp_path / 'one'), read_losses(tmp_path / 'two')) < 1e-3

@@ -1,5 +1,6 @@
 """LatentDiffusion, part by part, against plain PyTorch and diffusers."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective, training_timesteps
 from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.sampler import inference_scheduler, sample_latents
 from diffusion.models.text_conditioner import tokenize
 
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
@@ -120,6 +122,34 @@ def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch,
     monkeypatch.setattr(model, 'decode', lambda latents: latents)
     sampling = {'num_inference_steps': 10, 'guidance_scale': 1.0, 'noise_scheduler': name}
     torch.testing.assert_close(model.generate(['a'], latents=noise, **sampling), point, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize('name', ['euler', 'heun', 'dpm++'])
+def test_solvers_of_a_flow_equal_their_equations(name):
+    """Euler and Heun (Karras et al. 2022, algorithm 1), and DPM-Solver++(2M) (Lu et al. 2022, algorithm 2)."""
+    scheduler = inference_scheduler(name, Objective(path='flow', prediction_type='velocity', snr_shift=2.0))
+    x = start = torch.randn(1, 4, 8, 8)
+
+    def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return torch.sin(3 * x) + timestep / 1000 * x
+
+    found = sample_latents(velocity, scheduler, start, num_inference_steps=6, seeds=[0])
+    times, sigmas = [*map(torch.unique_consecutive, (scheduler.timesteps, scheduler.sigmas))]
+    clean, last_h = [], math.nan
+    for step, time in enumerate(times):
+        sigma, after = sigmas[step].item(), sigmas[step + 1].item()
+        slope = velocity(x, time)
+        if name == 'dpm++':
+            clean.append(x - sigma * slope)
+            h = math.inf if after == 0 else math.log((1 - after) * sigma / after / (1 - sigma))
+            is_first_order = step == 0 or after == 0
+            target = clean[-1] if is_first_order else clean[-1] + (clean[-1] - clean[-2]) * h / (2 * last_h)
+            x, last_h = after / sigma * x - (1 - after) * math.expm1(-h) * target, h
+        else:
+            if name == 'heun' and after > 0:
+                slope = (slope + velocity(x + (after - sigma) * slope, times[step + 1])) / 2
+            x = x + (after - sigma) * slope
+    torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(('shift', 'rescale'), [(3.0, 0.7), (None, 0.0)])

@@ -4,6 +4,8 @@ import json
 import random
 import re
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from recipe_files import write_yaml
 from small_networks import write_clip, write_clip_vision, write_dino, write_inception, write_mask2former
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
+from waiting import wait_until
 
 from diffusion import cli
 from diffusion.config.load import load
@@ -27,6 +30,7 @@ from diffusion.evaluation.image_metrics import examples
 from diffusion.evaluation.prompts import Prompt
 from diffusion.storage.mds import first_samples
 from diffusion.tasks.evaluate import evaluate
+from diffusion.tasks.watch import Watcher, WatchSettings
 from diffusion.training.train import train
 
 METRICS = ['fid', 'kid', 'clip_fid', 'cmmd', 'dino_mmd', 'precision', 'recall', 'clip_score', 'efficientnet_distance']
@@ -421,6 +425,57 @@ def test_command_with_a_judge_prints_categories_and_intervals(prepared, server, 
     (tmp_path / 'judge.yaml').write_text(f'modle: {MODEL}')
     assert cli.main(['evaluate', str(run), *map(str, options)]) == 2
     assert "evaluators.image_metrics.judge.modle: unknown key; did you mean 'model'" in capsys.readouterr().err
+
+
+IMAGE_OR_ANSWER = re.compile(r'/batch-\d{5}/\d{6}\.(png|geneval\.json)$')
+SUBMIT = """
+import sys, time
+from pathlib import Path
+
+number = len(list(Path(sys.argv[1]).glob('*.asked')))
+status = Path(sys.argv[1], f'{number}.status')
+status.with_suffix('.asked').touch()
+while not status.exists():
+    time.sleep(0.05)
+sys.exit(int(status.read_text()))
+"""
+"""Command of a watcher: asks the test for an evaluation, and ends with its status."""
+
+
+@pytest.mark.slow
+def test_geneval_of_four_nodes_through_the_watcher_is_killed_and_computes_nothing_twice(prepared, ranks, tmp_path):
+    (tmp_path / 'evaluation_metadata.jsonl').write_text('\n'.join(map(json.dumps, GENEVAL)))
+    changes = {'metrics': ['geneval_hf'], 'num_images': None, 'images_per_prompt': 4, 'guidance_scales': [2]}
+    changes |= {'prompts': str(tmp_path / 'evaluation_metadata.jsonl'), 'batch_size': 1}
+    recipe, run = prepared('killed', **changes)
+    jobs = tmp_path / 'jobs'
+    jobs.mkdir()
+    command = [sys.executable, '-S', '-c', SUBMIT, str(jobs)]
+    settings = WatchSettings(str(run), lambda place: command, metrics=['geneval_hf'], poll_seconds=0.1, once=True)
+    watcher = threading.Thread(target=Watcher(settings).run)
+    watcher.start()
+    kept: dict[Path, int] = {}
+    for number, death in enumerate([(1, 11), (2, 17), None]):
+        wait_until((jobs / f'{number}.asked').exists, 60)
+        rank, step = death or (0, 0)
+        job = ranks.start(4, recipe, deaths={rank: (step, run / 'evaluations')} if death else {})
+        if death:
+            job.wait_for_death(rank)
+            job.kill()
+        statuses = job.wait()
+        for path, written in kept.items():
+            assert path.stat().st_mtime_ns == written, f'{path} was computed again'
+        # A killed process may leave an unfinished folder or file, which nothing reads.
+        found = [path for path in run.glob('evaluations/ba2/*/*/*.*') if IMAGE_OR_ANSWER.search(str(path))]
+        assert len(kept) < len(found), 'each attempt makes progress'
+        kept = {path: path.stat().st_mtime_ns for path in found}
+        unfinished = jobs / 'status'
+        unfinished.write_text('1' if any(statuses) else '0')
+        unfinished.rename(jobs / f'{number}.status')
+    watcher.join(60)
+    assert not watcher.is_alive() and len([*jobs.glob('*.asked')]) == 3
+    assert sorted(path.suffixes[0] for path in kept) == 12 * ['.geneval'] + 12 * ['.png']
+    assert set(results(run)['metrics']) == {'geneval_hf'}
 
 
 def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_path):

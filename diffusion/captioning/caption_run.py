@@ -6,7 +6,7 @@ every shard has its table, the column is listed in captions.json, from which tra
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, islice, pairwise
@@ -48,7 +48,10 @@ class CaptionRun:
     ) -> None:
         self.place = place.rstrip('/')
         self.settings = settings
-        self.share = share_of_rank(share or Share(0, 1), os.environ)
+        given, environ = share or Share(0, 1), os.environ
+        # The processes that torchrun has started divide the share.
+        ranks, rank = int(environ.get('WORLD_SIZE', 1)), int(environ.get('RANK', 0))
+        self.share = Share(given.index * ranks + rank, given.of * ranks)
         path = Path(self.place).resolve()
         default = working_folder(place, 'captions') if is_url(place) else path.with_name(f'{path.name}.captions-work')
         self.work = default if work is None else Path(work, 'captions-work').resolve()
@@ -157,12 +160,6 @@ class CaptionRun:
     def _finish_if_complete(self, task: ShardTask) -> None:
         for column, receipt in task.finish(self.dataset).items() if task.is_complete else ():
             self.written[column].append(receipt)
-
-
-def share_of_rank(share: Share, environ: Mapping[str, str]) -> Share:
-    """Divide a share among the processes that torchrun has started; without torchrun, return the share."""
-    ranks, rank = int(environ.get('WORLD_SIZE', 1)), int(environ.get('RANK', 0))
-    return Share(share.index * ranks + rank, share.of * ranks)
 
 
 def shard_number(task: ShardTask) -> int:

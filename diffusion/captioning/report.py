@@ -136,9 +136,8 @@ def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], scores: Cl
         image = html.escape(f'{sample["key"]}: {error}')
     old[0] += shown[ORIGINAL]
     new = [
-        f'{column}: {line["caption"]}{shown[column]}'
-        if line['rejected'] is None
-        else f'{column}, rejected ({line["rejected"]}): {line["answer"]}'
+        f'{column}{f", rejected ({rule})" if (rule := line["rejected"]) else ""}: {line["caption"] or line["answer"]}'
+        + shown[column]
         for column, line in columns.items()
     ]
     cells = [image, *(''.join(f'<p>{html.escape(text)}</p>' for text in each) for each in (old, new))]

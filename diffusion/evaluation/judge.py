@@ -7,7 +7,7 @@ evaluation asks nothing twice but the questions in flight, and a score is comput
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +75,9 @@ class Judge:
             prompt = load_prompt(each, f'judge.{key}')
             if prompt.scale is None:
                 raise UserError(f'judge.{key}: {each} has no scale; give a prompt file with answer and scale')
-            self.scales[f'judge_score/{metric_part(f"{prompt.name}-{prompt.version}")}'] = prompt
+            if (name := f'judge_score/{metric_part(f"{prompt.name}-{prompt.version}")}') in self.scales:
+                raise UserError(f'judge.{key}: {each} has the name and version of another scale; change one of them')
+            self.scales[name] = prompt
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise UserError if a metric needs questions that a prompt does not have, or if a token is missing."""
@@ -113,11 +115,11 @@ class Judge:
                 own = itertools.chain(*batches[first : first + world * BATCHES_PER_ROUND][rank::world])
                 kept = {index: kept_answer(_path(images, index), {}) or {} for index in own}
                 asked = {index: self.questions(index, prompts[index]) for index in kept}
-                questions = [*self._missing(asked, kept)]
-                if questions and engine is None:
+                by_key = {(index, self._key(each)): each for index, own in asked.items() for each in own}
+                questions = [each for (index, key), each in by_key.items() if key not in kept[index]]
+                if questions:
                     kind = Endpoint if self.settings.engine == 'endpoint' else LocalModel
-                    engine = kind(self.settings)
-                if questions and engine is not None:
+                    engine = engine or kind(self.settings)
                     self._ask(engine, questions, images, kept, checkpoint)
                 for index, answers in kept.items():
                     found = [(each, answers.get(self._key(each))) for each in asked[index]]
@@ -134,13 +136,6 @@ class Judge:
     def _key(self, question: Question) -> str:
         # The rule that parses an answer is left out: with a corrected one, kept answers are parsed again.
         return plan_hash({**self.settings.made_with, 'question': question.instruction})
-
-    def _missing(
-        self, asked: Mapping[int, Sequence[Question]], kept: Mapping[int, Mapping[str, Any]]
-    ) -> Iterator[Question]:
-        """Yield the questions without kept answers, each once per image."""
-        for index, questions in asked.items():
-            yield from {key: each for each in questions if (key := self._key(each)) not in kept[index]}.values()
 
     def _ask(
         self,

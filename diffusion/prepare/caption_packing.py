@@ -69,13 +69,13 @@ def pack(place: str, out: str, columns: Sequence[str], *, share: Share | None = 
         shards = []
         for each in folders:
             receipts = {name: listed_receipts(source, each.name, name, each.entries) for name in named}
-            listed = {name: found for name, found in receipts.items() if found is not None}
-            if not named or len(listed) < len(named):
-                missing = ', '.join(sorted({*named} - {*listed})) or 'besides original'
+            if not named or None in receipts.values():
+                missing = ', '.join(name for name in named if receipts[name] is None) or 'besides original'
                 raise UserError(f'--captions: {each.path(INDEX)}: no complete column {missing}; run diffusion caption')
             for entry in each.entries:
                 file = entry['raw_data']['basename']
-                tables = {name: (table_name(each.name, name, file), found[file]) for name, found in listed.items()}
+                of_shard = ((name, found[file]) for name, found in receipts.items() if found)
+                tables = {name: (table_name(each.name, name, file), receipt) for name, receipt in of_shard}
                 shards.append(_Shard(each.name, each.path(file), entry, tables))
         inputs = {each.name: [each.entry['raw_data'], [of.xxh64 for _, of in each.tables.values()]] for each in shards}
         plan = {'captions': sorted(columns), 'inputs': plan_hash(inputs)}

@@ -181,6 +181,10 @@ class ImageMetrics:
             generated = GeneratedImages.below(checkpoint.folder, given.texts, sampling, checkpoint.label)
             generated.given = given
             features, scores = self._measure(checkpoint, generated, prompts, extractors, scorers)
+            benchmarks = self._benchmarks(scores, prompts)
+            if 'rapidocr' in scores:
+                by_metric = image_scores(scores.pop('rapidocr'))
+                scores |= {name: rows for name, rows in by_metric.items() if name in self.metrics}
             with checkpoint.raise_together('image_metrics: scores'):
                 if scores and dist.get_global_rank() == 0:
                     path, by_image = generated.folder / SCORES, {name: rows.tolist() for name, rows in scores.items()}
@@ -191,10 +195,6 @@ class ImageMetrics:
             details = {**setting, 'metrics': values, 'folder': folder}
             if isinstance(reader := scorers.get('rapidocr'), TextReader):
                 details['ocr'] = reader.engine
-            benchmarks = self._benchmarks(scores, prompts)
-            if 'rapidocr' in scores:
-                by_metric = image_scores(scores.pop('rapidocr'))
-                scores |= {name: rows for name, rows in by_metric.items() if name in self.metrics}
             if self.judge is not None:
                 judged = self.judge.scores(checkpoint, generated, prompts, self.images_per_prompt)
                 benchmarks |= {name: each.score for name, each in judged.items()}
@@ -313,11 +313,11 @@ class ImageMetrics:
         def compute() -> dict[str, float]:
             values = {}
             for name in self.metrics:
-                network = IMAGE_METRICS[name].network
                 if name in DISTANCES:
+                    network = IMAGE_METRICS[name].network
                     values[name] = DISTANCES[name](features[network], references[network])
                 else:
-                    values[name] = float(scores[network].double().mean())
+                    values[name] = float(scores[name].double().mean())
             return values
 
         return from_rank_zero(compute, raise_together)

@@ -364,6 +364,8 @@ def test_text_metrics_are_equal_on_1_and_2_ranks_and_are_scored_again_from_kept_
     assert found['categories']['word_accuracy_rapidocr'] == pytest.approx({'sign': 1 / 2, 'poster': 2 / 3})
     assert found['metrics']['word_accuracy_rapidocr'] == pytest.approx(6 / 10)
     assert set(found['intervals']['ned_rapidocr']) == {'', 'sign', 'poster'}
+    kept = json.loads((run / found['folder'] / 'scores.json').read_text())['scores']
+    assert kept['word_accuracy_rapidocr'] == pytest.approx([1 / 2, 1 / 2, 2 / 3, 2 / 3])
 
 
 @pytest.fixture

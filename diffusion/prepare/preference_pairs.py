@@ -92,7 +92,8 @@ def _pairs(places: Sequence[str], score: str | None) -> Iterator[Pair]:
             yield from _pairs_of_table(place)
         else:
             hint = '; name a score with --score' if (place / SCORES).is_file() else ''
-            raise UserError(f'{place}: is not a comparison, a .parquet file or a .jsonl file{hint}')
+            what = 'is not a comparison, a .parquet file or a .jsonl file' if place.exists() else 'does not exist'
+            raise UserError(f'{place}: {what}{hint}')
 
 
 def _pairs_of_answers(folder: Path) -> Iterator[Pair]:

@@ -243,7 +243,7 @@ function evaluationCharts() {
     const better = page.data.better[name];
     const spec = {
       title: `${metricTitle(name)}${better ? `, ${better} is better` : ''}`,
-      yTitle: metricTitle(name),
+      yTitle: metricTitle(name.split('/')[0]),
       series: levels ? [...series, published] : series,
       note: series.some(each => each.ends.flat().length) ? 'Bars are 95% intervals.' : '',
     };

@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 import pytest
 from commands import modules_of, output_of, refusal
@@ -264,16 +265,27 @@ def test_error_names_the_argument_and_the_way_out(capsys, words, message):
     assert message in refusal(capsys, 'plan', BOTH[0], *words)
 
 
-def test_plot_is_a_png_with_the_colors_of_both_phases(capsys, tmp_path):
+def test_plot_is_a_png_with_the_colors_of_both_phases(capsys, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
     from PIL import Image
 
+    texts: set[str] = set()
+    save: Any = Figure.savefig
+
+    def savefig(figure: Any, *args: Any, **keywords: Any) -> None:
+        texts.update(each.get_text() for each in figure.findobj(Text))
+        save(figure, *args, **keywords)
+
+    monkeypatch.setattr(Figure, 'savefig', savefig)
     out = tmp_path / 'new' / 'plan.png'
-    planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--png', str(out))
+    planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2', '--png', str(out))
     with Image.open(out) as image:
         assert image.format == 'PNG'
         colors = {color for _, color in image.convert('RGB').getcolors(1 << 20) or []}
         assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)} <= colors
     assert [path.name for path in out.parent.iterdir()] == ['plan.png']
+    assert {'training days', 'dollars at $2.00 per GPU-hour'} <= texts
 
 
 def test_plot_shows_numbers_of_gpus_that_divide_the_batch():

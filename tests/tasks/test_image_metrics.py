@@ -28,6 +28,7 @@ from diffusion.evaluation.feature_networks import Inception
 from diffusion.evaluation.generated_images import MANIFEST, GeneratedImages, Sampling
 from diffusion.evaluation.image_metrics import examples
 from diffusion.evaluation.prompts import Prompt
+from diffusion.report.report_source import RunsSource
 from diffusion.storage.mds import first_samples
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.watch import Watcher, WatchSettings
@@ -497,6 +498,10 @@ def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_
     output = capsys.readouterr().out
     assert 'clip_score' in output and '\nguidance 2 interval low=0.4 high=1 steps 3 clip_score' in output
     assert not run.exists()
+    page = RunsSource([str(moved)]).read()
+    (examples,) = page.data['runs'][0]['evaluations'][0]['examples']['clip_score'].values()
+    assert {image['image']['key'] for image in examples['worst']} <= {*page.images}
+    assert [each['steps'] for each in page.data['runs'][0]['evaluations'][0]['guidance']] == 4 * [2, 3]
 
 
 @pytest.mark.parametrize(

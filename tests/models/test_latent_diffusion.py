@@ -152,6 +152,43 @@ def test_solvers_of_a_flow_equal_their_equations(name):
     torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-5)
 
 
+def test_unipc_of_a_flow_equals_its_equations():
+    """UniPC-2 with B(h) = exp(-h) - 1 on predictions of clean latents (Zhao et al. 2023, algorithms 5 and 7)."""
+    scheduler = inference_scheduler('unipc', Objective(path='flow', prediction_type='velocity', snr_shift=2.0))
+    start = torch.randn(1, 4, 8, 8)
+
+    def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return torch.sin(3 * x) + timestep / 1000 * x
+
+    found = sample_latents(velocity, scheduler, start, num_inference_steps=6, seeds=[0])
+    times, sigmas = scheduler.timesteps, scheduler.sigmas.double().clamp(max=1 - 1e-12)
+    log_snr = (1 - sigmas).log() - sigmas.log()
+    assert len(times) == 6
+    x, corrected, clean = start, start, []
+    for step, time in enumerate(times):
+        clean.append(x - sigmas[step] * velocity(x, time))
+        if step > 0:  # correct the latents of this step, whose clean prediction is kept as it is
+            h = log_snr[step] - log_snr[step - 1]
+            phi = torch.expm1(-h)
+            moved = sigmas[step] / sigmas[step - 1] * corrected - (1 - sigmas[step]) * phi * clean[-2]
+            weights, changes = torch.tensor([0.5]), [clean[-1] - clean[-2]]
+            if step > 1:
+                ratio = (log_snr[step - 2] - log_snr[step - 1]) / h
+                second = -phi / h - 1
+                right = torch.stack([second, 2 * (-second / h - 0.5)]) / phi
+                weights = torch.linalg.solve(torch.tensor([[1.0, 1.0], [ratio, 1.0]]).double(), right)
+                changes = [(clean[-3] - clean[-2]) / ratio, *changes]
+            update = sum(weight * change for weight, change in zip(weights, changes, strict=True))
+            corrected = moved - (1 - sigmas[step]) * phi * update
+        h = log_snr[step + 1] - log_snr[step]
+        phi = torch.expm1(-h)
+        x = sigmas[step + 1] / sigmas[step] * corrected - (1 - sigmas[step + 1]) * phi * clean[-1]
+        if 0 < step < len(times) - 1:
+            ratio = (log_snr[step - 1] - log_snr[step]) / h
+            x = x - (1 - sigmas[step + 1]) * phi * (clean[-2] - clean[-1]) / (2 * ratio)
+    torch.testing.assert_close(found, x.to(found), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(('shift', 'rescale'), [(3.0, 0.7), (None, 0.0)])
 def test_sampled_latents_of_a_flow_follow_the_equations(make_model, monkeypatch, shift, rescale):
     """Euler's method at times that diffusers shifts twice, and guidance by equations 15 and 16 of Lin et al. 2024."""

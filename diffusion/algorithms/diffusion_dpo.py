@@ -40,13 +40,14 @@ class DiffusionDPO(Algorithm):
     training keeps a copy of the denoiser on each device, which is not saved: resuming reads `init_from` again. Text
     encoders are not trained.
 
-    Logged per batch: `dpo/implicit_accuracy`, the fraction of pairs whose preferred image has the larger fall of its
-    error, and `dpo/preferred_error_change` and `dpo/rejected_error_change`, the mean of err - err_ref.
+    Logged per batch: `dpo/implicit_accuracy`, the fraction of pairs with err_w - err_w_ref < err_l - err_l_ref, and
+    `dpo/preferred_error_change` and `dpo/rejected_error_change`, the means of err_w - err_w_ref and err_l - err_l_ref.
 
     Cost: two images are trained per pair, and each takes one more forward pass, of the reference.
 
     Args:
-        beta: Strength of the tie to the reference; the authors use 5000 for SDXL and 2000 for Stable Diffusion 1.5.
+        beta: A larger value keeps the model closer to the reference; the authors use 5000 for SDXL and 2000 for Stable
+            Diffusion 1.5.
     """
 
     on_resume = fixed_on_resume('the loss, whose reference is the model that the run started from')

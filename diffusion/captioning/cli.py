@@ -24,8 +24,8 @@ class CaptionOptions:
     """Options of `diffusion caption`."""
 
     dataset: Annotated[str, Option('DIR_OR_URL', positional=True, files=True)]
-    """Dataset that diffusion prepare has written, or its YAML file to caption the source before: the tables are then in
-    OUT-captions, and `prepare FILE.yaml source.captions=OUT-captions` joins them."""
+    """Dataset that diffusion prepare has written; or the YAML file of a preparation, to caption its source before it is
+    prepared: the tables are then in OUT-captions, and `prepare FILE.yaml source.captions=OUT-captions` joins them."""
     settings: Annotated[str, Option('FILE.yaml', flag='--with', files=True)]
     """YAML file with the model, the columns of captions and their prompts, and the engine."""
     overrides: Overrides = field(default_factory=list)

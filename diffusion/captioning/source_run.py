@@ -16,9 +16,9 @@ from diffusion.prepare.source import Part, PassedOver, Unfit
 class SourceRun(CaptionRun):
     """A source to caption, given by a YAML file of `diffusion prepare`; the other arguments are those of `CaptionRun`.
 
-    The source's parts stand for shards. The tables are in OUT-captions, if OUT is the dataset that the file names. An
-    image is captioned as the file's settings would store it at the largest resolution; if they reject it, the rule in
-    the table is the reason. Filters of columns that the source does not have, such as answers, reject no image.
+    Each part of the source is treated as a shard. The tables are in OUT-captions, where OUT is the file's `out`. The
+    model sees an image as the file's settings would store it at the largest resolution. An image that they reject
+    is not sent; the table has the reason. Filters by columns that the source does not have reject no image.
     """
 
     def __init__(self, recipe: str, *arguments: Any, **keywords: Any) -> None:

@@ -74,7 +74,7 @@ SECTION_RULES = (
     _rule(Effect.APPLIED, 'the evaluations after the resume', 'eval_dataset.* eval_streams.*'),
     _rule(
         Effect.FIXED,
-        'the weights that the run has started from; on resume, only a reference of diffusion_dpo is read',
+        'the weights that the run has started from; read on resume only for the reference of diffusion_dpo',
         'init_from',
     ),
     # -- trainer --

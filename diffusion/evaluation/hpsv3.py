@@ -32,8 +32,9 @@ class HPSv3(ImageScore):
 
     Args:
         source: The authors' file `HPSv3.safetensors`, or a repository with it as `ORG/NAME@COMMIT`.
-        base: Folder or repository of Qwen2-VL-7B-Instruct, of which the configuration and the tokenizer are read.
-        revision: Commit of the latter repository.
+        base: Folder or repository of Qwen2-VL-7B-Instruct; only its configuration, tokenizer and image processor are
+            read.
+        revision: Commit of the repository `base`.
     """
 
     def __init__(self, source: str, base: str, revision: str | None = None) -> None:

@@ -11,7 +11,7 @@ IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""
 
 REJECTED_IMAGE = 'rejected_image'
-"""Images to which people prefer those of IMAGE, in the same format; present in batches of preference pairs."""
+"""Rejected images of preference pairs, in the format of IMAGE, which then has the preferred ones."""
 
 LATENT_MOMENTS = 'latent_moments'
 """Output of the VAE's encoder before any scaling, [B, C or 2C, H, W]: the mean, or the mean and log-variance."""

@@ -76,9 +76,10 @@ class SourceSettings:
     captions: Annotated[str | None, FILE] = None
     """folder: a .csv file with columns file and caption, or a .jsonl file with file and caption or captions; the names
     file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
-    metadata.jsonl or metadata.csv in the folder). Other sources, and a folder or URL for folder: tables with a key and
-    captions in each row, which replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern
-    of them, in an object store too, or a dataset on the Hub, such as hf://datasets/org/captions. Their columns in
+    metadata.jsonl or metadata.csv in the folder). For other sources, tables with a key and captions in each row,
+    which replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern of them, in an object
+    store too, or a dataset on the Hub, such as hf://datasets/org/captions. For folder, such tables must be in a folder
+    or at a URL. Their columns in
     `filters.columns`, such as answers to questions of `diffusion caption`, become metadata. With tables of `diffusion
     caption`, the column original in `caption_column` keeps the source's own captions too."""
     captions_key: Annotated[str | None, Option('NAME')] = None

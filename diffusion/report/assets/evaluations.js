@@ -341,7 +341,7 @@ function costCards() {
           `Training cost of ${metricTitle(name)}`,
           [...(several() ? [{title: 'Run', kind: 'text'}] : []), ...numbers(titles)],
           rows,
-          `A point is ${point} of the score. Per added point: since the checkpoint before, – if the score did not rise.`,
+          `A point is ${point} of the score. Per added point: training since the previous checkpoint, – if the score did not rise.`,
         )
       : null;
   });

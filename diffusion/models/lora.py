@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from peft import LoraConfig as PeftConfig
@@ -31,6 +32,9 @@ UPDATED = (nn.Linear, nn.Conv2d)
 
 def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
     """Add a LoRA to a denoiser in place, and freeze all other weights; A's initial values depend only on `seed`."""
+    if not isinstance(denoiser, PeftAdapterMixin):
+        what = f'diffusers has no LoRA for a {type(denoiser).__name__}; remove the section to train all weights'
+        raise UserError(f'lora: {what}')
     # peft ignores a target that matches no layer as long as another target matches some.
     layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
     unknown = [each for each in settings.targets if not any(f'.{name}'.endswith(f'.{each}') for name in layers)]

@@ -20,12 +20,14 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.load import load
+from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.prx.builder import FLOW, prx, tiny_prx, transformer
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.lora import add_lora
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
 
@@ -206,3 +208,8 @@ def test_transformer_also_trains_diffusion(small_vae):
 def test_denoiser_of_no_known_family_is_refused():
     with pytest.raises(UserError, match='denoiser: Linear belongs to no known family; use .*UNet2DConditionModel, or'):
         adapter_of(torch.nn.Linear(1, 1))
+
+
+def test_lora_is_refused(model):
+    with pytest.raises(UserError, match='lora: diffusers has no LoRA for a .*Transformer2DModel; remove the section'):
+        add_lora(model.denoiser, LoraConfig(), seed=0)

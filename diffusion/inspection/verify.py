@@ -28,6 +28,7 @@ from diffusion.data.image_reading import UnreadableImage
 from diffusion.data.transforms import JPEG_START, decode
 from diffusion.errors import DataError, GaveUp, UserError, printable
 from diffusion.models import batch_keys
+from diffusion.models.batch_keys import IMAGE, REJECTED_IMAGE
 from diffusion.storage.mds import find_damage
 from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import RetryPolicy
@@ -150,7 +151,7 @@ def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardRes
             continue
         result.samples += 1
         for problem, harmless in itertools.chain(
-            _image_problems(sample) if 'image' in sample else (),
+            *(_image_problems(sample, column) for column in (IMAGE, REJECTED_IMAGE) if column in sample),
             _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
             _latent_problems(sample, manifest) if manifest is not None else (),
         ):
@@ -171,9 +172,10 @@ def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterat
     yield from ranges.values()
 
 
-def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _image_problems(sample: Mapping[str, Any], column: str) -> Iterator[tuple[str, bool]]:
+    name = column.replace('_', ' ')
     # libjpeg-turbo warns about stray bytes in a JPEG; like the loader, `decode` ignores harmless ones.
-    encoded, warning, size = sample['image'], None, None
+    encoded, warning, size = sample[column], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
         try:
             height, width = simplejpeg.decode_jpeg(encoded, colorspace='GRAY').shape[:2]
@@ -184,13 +186,13 @@ def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
         try:
             size = decode(encoded).size
         except UnreadableImage as error:
-            yield f'its image cannot be decoded ({error})', False
+            yield f'its {name} cannot be decoded ({error})', False
             return
     if warning is not None:
-        yield f'its image can be decoded, but libjpeg reports: {warning}', True
-    stated = sample.get('width'), sample.get('height')
+        yield f'its {name} can be decoded, but libjpeg reports: {warning}', True
+    stated = (sample.get('width'), sample.get('height')) if column == IMAGE else ()
     # Width and height may be swapped: the columns may hold the size before or after the EXIF rotation.
-    if all(isinstance(side, int | np.integer) for side in stated) and stated not in (size, size[::-1]):
+    if stated and all(isinstance(side, int | np.integer) for side in stated) and stated not in (size, size[::-1]):
         yield f'its image has {size[0]}x{size[1]} pixels, but its columns state {stated[0]}x{stated[1]}', True
 
 

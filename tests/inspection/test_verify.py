@@ -262,3 +262,13 @@ def test_remote_is_checked_shard_by_shard_without_leftover_files(verify, store, 
     assert any('shard.00001.mds: 3 bytes, expected' in line for line in lines)
     assert not list(scratch.iterdir())
     assert not (tmp_path / 'cache').exists()
+
+
+def test_rejected_images_of_pairs_are_decoded(verify, tmp_path):
+    columns = {'image': 'bytes', 'rejected_image': 'bytes', 'width': 'int', 'height': 'int', 'captions': 'json'}
+    pair = {'image': jpeg(), 'rejected_image': jpeg(48), 'width': 32, 'height': 32, 'captions': ['x']}
+    stream = write(tmp_path / 'pairs', [pair, pair | {'rejected_image': jpeg()[:50]}], columns)
+    status, lines = verify({'pairs': stream})
+    assert status == DAMAGED
+    (line,) = lines[1:]
+    assert line.startswith('  shard.00000.mds, row 1: its rejected image cannot be decoded')

@@ -46,8 +46,8 @@ class DiffusionDPO(Algorithm):
     Cost: two images are trained per pair, and each takes one more forward pass, of the reference.
 
     Args:
-        beta: A larger value keeps the model closer to the reference; the authors use 5000 for SDXL and 2000 for Stable
-            Diffusion 1.5.
+        beta: A larger value keeps the model closer to the reference; the paper uses 2000 for Stable Diffusion 1.5 and
+            5000 for SDXL, and the authors' launchers use 5000 for both.
     """
 
     on_resume = fixed_on_resume('the loss, whose reference is the model that the run started from')

@@ -259,6 +259,8 @@ def test_every_training_recipe_is_planned_from_shipped_counts(capsys, monkeypatc
         (['--mfu', '40'], '--mfu: 40 is not a fraction in (0, 1], such as 0.4'),
         (['--samples', '1e6,x'], "'x' is not an integer"),
         (['--stored', 'text'], "invalid choice: 'text'"),
+        (['--png', '/dev/null/plan.png'], '--png: /dev/null is not a folder'),
+        (['--png', '/dev'], '--png: /dev is a folder; give a file name'),
     ],
 )
 def test_error_names_the_argument_and_the_way_out(capsys, words, message):

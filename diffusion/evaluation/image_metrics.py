@@ -187,7 +187,9 @@ class ImageMetrics:
                 scores |= {name: rows for name, rows in by_metric.items() if name in self.metrics}
             with checkpoint.raise_together('image_metrics: scores'):
                 if scores and dist.get_global_rank() == 0:
-                    path, by_image = generated.folder / SCORES, {name: rows.tolist() for name, rows in scores.items()}
+                    path, by_image = generated.folder / SCORES, {}
+                    for name, rows in scores.items():
+                        by_image[name] = [None if math.isnan(each) else each for each in rows.tolist()]
                     earlier = json.loads(path.read_bytes())['scores'] if path.exists() else {}
                     write_atomically(path, json.dumps({'prompts': texts, 'scores': earlier | by_image}))
             values = self._values(features, scores, references, checkpoint.raise_together)
@@ -330,13 +332,17 @@ EXAMPLES = 3
 def examples(scores: Sequence[float], prompts: Sequence[Prompt], images: GeneratedImages) -> dict[str, Any]:
     """Return images of the prompts with the lowest and the highest mean scores, as `worst` and `best` by category.
 
-    Each entry has the `file` of the prompt's worst or best image in its folder, the `prompt`, and the `score`.
+    Each entry has the `file` of the prompt's worst or best image in its folder, the `prompt`, and the `score`. Images
+    whose score is NaN are left out.
     """
     found: dict[str, Any] = {}
     for category, indices in categories(prompts).items():
         by_prompt: dict[str, list[int]] = {}
         for index in indices:
-            by_prompt.setdefault(prompts[index].text, []).append(index)
+            if not math.isnan(scores[index]):
+                by_prompt.setdefault(prompts[index].text, []).append(index)
+        if not by_prompt:
+            continue
         order = sorted(by_prompt.values(), key=lambda each: math.fsum(scores[index] for index in each) / len(each))
         worst, best = order[:EXAMPLES], order[EXAMPLES:][-EXAMPLES:][::-1]
         found[category or 'none'] = {

@@ -6,6 +6,7 @@ other networks, hence the names of the metrics; docs/geneval.md lists the differ
 """
 
 import difflib
+import itertools
 import json
 import re
 from collections import Counter
@@ -139,13 +140,18 @@ class TextReader(nn.Module):
 
 
 def image_scores(counts: Tensor) -> dict[str, Tensor]:
-    """Return the scores of single images [N] by metric, from their counts [N, 4]."""
-    return {name: counts[:, part] / counts[:, whole].clamp(min=1) for name, (part, whole) in METRICS.items()}
+    """Return the scores of single images [N] by metric, from their counts [N, 4]; NaN if the prompt wants no text."""
+    return {name: counts[:, part] / counts[:, whole] for name, (part, whole) in METRICS.items()}
 
 
 def text_scores(counts: Tensor, prompts: Sequence[Prompt]) -> dict[str, BenchmarkScore]:
-    """Return the scores of images by metric, from their counts [N, 4]; all words of all images count equally."""
-    rows, texts = counts.double().numpy(), np.array([each.text for each in prompts])
+    """Return the scores of images by metric, from their counts [N, 4]; all words of all images count equally.
+
+    Images whose prompts want no text are left out, and so are categories that have no others.
+    """
+    wanted = counts[:, 1] > 0
+    rows, prompts = counts[wanted].double().numpy(), [*itertools.compress(prompts, wanted.tolist())]
+    texts = np.array([each.text for each in prompts])
 
     def score(columns: tuple[int, int], chosen: Sequence[int]) -> tuple[float, tuple[float, float]]:
         parts, wholes = rows[chosen][:, columns].T

@@ -127,7 +127,8 @@ def _pairs_of_scores(folders: Sequence[Path], score: str) -> Iterator[Pair]:
             raise UserError(f'--score: {folder} has no {score}; use {" or ".join(content["scores"])}')
         files = {int(path.stem): path for path in folder.glob('batch-*/*.png')}
         for index, (prompt, value) in enumerate(zip(content['prompts'], content['scores'][score], strict=True)):
-            rows[prompt].append((value, files[index]))
+            if value is not None:
+                rows[prompt].append((value, files[index]))
     for prompt, found in rows.items():
         (worst, rejected), (best, preferred) = min(found), max(found)
         yield Pair(prompt, preferred, rejected, best - worst, score)

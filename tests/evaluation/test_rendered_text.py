@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_result import clustered_proportion
 from diffusion.evaluation.prompts import Prompt, read_prompts
-from diffusion.evaluation.rendered_text import TextReader, check_text, text_counts, text_scores
+from diffusion.evaluation.rendered_text import TextReader, check_text, image_scores, text_counts, text_scores
 
 LONGTEXT = [
     {
@@ -127,6 +127,9 @@ def test_published_prompts_are_scored_by_their_own_rules(tmp_path):
     scores = text_scores(counts, prompts)
     assert scores['word_accuracy_rapidocr'].score == pytest.approx(3 / 5), 'of all words, not the mean over images'
     assert scores['word_accuracy_rapidocr'].kinds == {'CVTG/2': (3 / 5, scores['word_accuracy_rapidocr'].interval)}
+    with_other = torch.cat([counts, torch.zeros(1, 4, dtype=torch.float64)])
+    assert text_scores(with_other, [*prompts, Prompt('a cat', 'pets')]) == scores, 'prompts without text are left out'
+    assert image_scores(with_other)['word_accuracy_rapidocr'].isnan().tolist() == [False, False, True]
 
 
 def test_interval_of_words_is_that_of_the_words_in_their_prompts():

@@ -281,6 +281,8 @@ def test_examples_are_the_worst_and_best_images_of_the_worst_and_best_prompts(tm
     }
     assert numbers == {'none': [[0], []], 'shape': [[4, 9, 12], [10, 3, 6]]}
     assert found['shape']['worst'][1] == {'file': 'batch-00002/000009.png', 'prompt': 'prompt 4', 'score': 0.2}
+    shape = examples([float('nan')] * 4 + scores[4:], prompts, images)
+    assert [*shape] == ['shape'] and 'prompt 1' not in json.dumps(shape), 'images without a score are left out'
 
 
 GENEVAL = [

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 OWN = 'own'
 """Name that selects this package's prompts wherever a prompt file can be given."""
+CVTG = 'CVTG-2K'
+"""The `benchmark` in the metadata of prompts from a JSON file with `data_list`."""
 OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
 """120 prompts in 12 categories, such as colors, counting and text."""
 PROMPT_COLUMNS = ('prompt', 'prompts', 'caption', 'text')
@@ -160,8 +162,8 @@ def _list_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = content.get('data_list') if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f'{file}: has no list of prompts, also not under "data_list" as in CVTG-2K; write a .jsonl')
-    category = {'category': f'{file.parent.name}/{file.stem}'} if isinstance(content, dict) else {}
-    yield from ((f'{file} line {number}', {**category, **row}) for number, row in enumerate(rows, start=1))
+    added = {'benchmark': CVTG, 'category': f'{file.parent.name}/{file.stem}'} if isinstance(content, dict) else {}
+    yield from ((f'{file} line {number}', {**added, **row}) for number, row in enumerate(rows, start=1))
 
 
 def categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:

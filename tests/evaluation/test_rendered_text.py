@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -122,6 +123,10 @@ def test_published_prompts_are_scored_by_their_own_rules(tmp_path):
     assert [each.category for each in prompts] == ['CVTG/2', 'CVTG/2']
     assert read_prompts(tmp_path / 'CVTG-2K' / 'CVTG' / '2.json') == prompts
     assert text_counts(prompts[1], ['50 Percent off', 'STYL'])[:2] == (2, 3)
+
+    apostrophes = "a cat's toy and the dog's bowl near 'Joe's Bar', 写着'打开'的牌子"
+    assert text_counts(Prompt(apostrophes), ["joe's bar 打开"])[:2] == (3, 3)
+    assert text_counts(replace(prompts[0], metadata={**prompts[0].metadata, 'prompt': apostrophes}), [])[1] == 8
 
     counts = torch.tensor([text_counts(each, ['read 50 percent']) for each in prompts], dtype=torch.float64)
     scores = text_scores(counts, prompts)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from diffusion.config import registry
+from diffusion.config.model_checks import copies_reference
 from diffusion.config.recipe import Component, ParallelismConfig
 from diffusion.planning.gpus import GPU
 from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts, ModelCosts
@@ -36,7 +37,8 @@ class Memory:
     optimizer: int
     averages: int
     encoders: int
-    """Frozen VAE and text encoder, and the frozen networks of representation alignment and perceptual losses."""
+    """Frozen VAE and text encoder, frozen networks of representation alignment and perceptual losses, and the copy of
+    the denoiser that diffusion_dpo compares with."""
     gradients: int
     """Gradients, or the device's shard of them."""
     buckets: int
@@ -116,7 +118,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     settings, shards = setup.parallelism, setup.shards
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
-    trained = phase.trained_parameters
+    trained, images = phase.trained_parameters, phase.images_per_sample * setup.microbatch
     # Count gradients of earlier microbatches, which exist during later forward passes: otherwise, a plan would accept a
     # microbatch size that runs out of memory at the second microbatch.
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
@@ -141,15 +143,15 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         buckets=FLOAT32 * trained if unsharded_gradients else 0,
         compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once)
         + sum(each.copies for each, _ in extra),
-        activations=kept * setup.microbatch + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
+        activations=kept * images + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
         # The backward passes of the networks run one after the other, so only the largest tensor counts.
-        working=max(each.largest for each in (activations, *(each for each, _ in extra))) * setup.microbatch
+        working=max(each.largest for each in (activations, *(each for each, _ in extra))) * images
         + _in_flight(phase, setup),
         encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
-        batch=share * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
+        batch=share * phase.images_per_sample * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
         # Estimate the blocks' inputs and outputs by `kept_between`; SD2's take 0.8 times that.
-        graphs=FLOAT32 * trained + 2 * activations.kept_between * setup.microbatch if parts.cuda_graphs else 0,
+        graphs=FLOAT32 * trained + 2 * activations.kept_between * images if parts.cuda_graphs else 0,
         accumulates=accumulates,
     )
 
@@ -287,12 +289,13 @@ def _in_flight(phase: Phase, setup: Setup) -> int:
 
 
 def _frozen_bytes(phase: Phase) -> int:
-    """Return the bytes of the frozen parts' weights; those for perceptual losses are in float32."""
+    """Return the bytes of the frozen parts' weights; perceptual losses and a copied reference are in float32."""
     parameters = phase.model.frozen_parameters
     if phase.alignment is not None:
         parameters += phase.alignment.facts['frozen_parameters']
     perceptual = 0 if phase.perceptual is None else phase.perceptual.facts['frozen_parameters']
-    return encoder_width(phase) * parameters + FLOAT32 * perceptual
+    reference = phase.model.trained_parameters if copies_reference(phase.recipe) else 0
+    return encoder_width(phase) * parameters + FLOAT32 * (perceptual + reference)
 
 
 def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]:

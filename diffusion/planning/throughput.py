@@ -149,7 +149,7 @@ def read_measured_speed(run: Path) -> MeasuredSpeed:
 
 def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[float, str] | None:
     """Return the published throughput for this model and GPU with its source, or None if none applies."""
-    if not gpu.name.startswith('a100') or phase.autocast == 'fp32' or phase.recomputes:
+    if not gpu.name.startswith('a100') or phase.autocast == 'fp32' or phase.recomputes or phase.images_per_sample > 1:
         return None
     precomputed = published_runs.images_per_second(list(phase.shapes), gpus, phase.model.published_parameters)
     if precomputed is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config.image_shapes import Shape, read_buckets
-from diffusion.config.model_checks import routes_tokens
+from diffusion.config.model_checks import routes_tokens, trains_on_pairs
 from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig, effective_parts
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
@@ -118,6 +118,11 @@ class Phase:
     def trained_parameters(self) -> int:
         return self.model.trained_parameters + self.auxiliary_parameters
 
+    @property
+    def images_per_sample(self) -> int:
+        """2 if the samples are preference pairs, each of which counts as one image elsewhere; else 1."""
+        return 1 + trains_on_pairs(self.recipe)
+
     @cached_property
     def forward_flops(self) -> float:
         """FLOPs per image of the forward pass of the trained modules, including the denoiser if a LoRA is trained."""
@@ -127,13 +132,14 @@ class Phase:
     @property
     def passes(self) -> int:
         """FLOPs of the denoiser's forward and backward passes, as a multiple of the forward pass."""
-        # With a LoRA, the backward pass takes half the FLOPs: it skips the gradients of frozen weights.
-        return 1 + BACKWARD - bool(self.model.frozen_denoiser_parameters)
+        # With a LoRA, the backward pass takes half the FLOPs: it skips the gradients of frozen weights. With pairs, the
+        # reference has a forward pass too.
+        return 1 + BACKWARD - bool(self.model.frozen_denoiser_parameters) + trains_on_pairs(self.recipe)
 
     @property
     def training_flops(self) -> float:
-        """FLOPs per image of the forward and backward passes of the trained modules, without recomputation."""
-        return self.passes * self.forward_flops
+        """FLOPs per sample of the forward and backward passes of the trained modules, without recomputation."""
+        return self.images_per_sample * self.passes * self.forward_flops
 
     @property
     def alignment_flops(self) -> float:
@@ -152,8 +158,8 @@ class Phase:
 
     @property
     def recomputed_flops(self) -> float:
-        """FLOPs per image of recomputation in the backward pass: one forward pass, or 0."""
-        return self.forward_flops if self.recomputes else 0.0
+        """FLOPs per sample of recomputation in the backward pass: a forward pass of each image, or 0."""
+        return self.images_per_sample * self.forward_flops if self.recomputes else 0.0
 
     @cached_property
     def image_encoder_flops(self) -> float:
@@ -178,7 +184,7 @@ class Phase:
         """
         encoding = encoding or self.encoding
         online = self.encoder_flops(encoding) + self._alignment_flops(encoding)
-        return self.training_flops + online + self.perceptual_flops
+        return self.training_flops + self.images_per_sample * online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:
         """Return the executed FLOPs per image: `flops`, recomputation, and an image's share of the optimizer step."""
@@ -225,6 +231,11 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         notes.append(
             'a LoRA: of the denoiser, only the LoRA has gradients, optimizer states and averages; the backward pass '
             'computes no gradients of the frozen weights, so that FLOPs are two thirds of those of training them'
+        )
+    if trains_on_pairs(recipe):
+        notes.append(
+            'diffusion_dpo: a pair counts as one image, but both of its images are trained, each with one more forward '
+            'pass, of the reference'
         )
     shapes, known, stored = _data(recipe.streams, notes)
     samples = known if samples is None else samples

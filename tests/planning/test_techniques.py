@@ -181,6 +181,22 @@ def test_lora_of_sd2_is_planned_from_the_published_throughput():
     assert memory.activations < whole.activations
 
 
+@pytest.mark.parametrize(('recipe', 'passes'), [('finetune.yaml', 4), ('lora.yaml', 3)])
+def test_pairs_are_two_images_with_a_pass_of_the_reference_each(recipe, passes):
+    options = ['device_train_microbatch_size=8', 'global_batch=64']
+    dpo = ['dataset.name=preference_pairs', 'algorithms.dpo.name=diffusion_dpo']
+    plain, pairs = phase(YAMLS / recipe, options), phase(YAMLS / recipe, [*options, *dpo])
+    assert pairs.training_flops == 2 * passes * plain.forward_flops
+    assert pairs.flops() - pairs.training_flops == 2 * (plain.flops() - plain.training_flops)
+    speed = planned_speed(pairs, Assumptions(A100, 8))
+    assert speed.source.startswith('assumed')
+    assert any('both of its images are trained' in note for note in pairs.notes)
+    memory, single = (memory_of(each, Setup(8, 8, each.recipe.parallelism)) for each in (pairs, plain))
+    assert (memory.activations, memory.batch) == (2 * single.activations, 2 * single.batch)
+    copied = 0 if recipe == 'lora.yaml' else 4 * plain.trained_parameters
+    assert memory.encoders == single.encoders + copied
+
+
 def test_speedrun_takes_the_published_24_hours_at_the_assumed_utilization():
     """The utilization that is assumed for transformers is derived from this run."""
     phases = [phase(path, samples=8_700_000) for path in STAGES]

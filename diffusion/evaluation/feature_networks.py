@@ -21,10 +21,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPVisionModelWithProjection
-from xxhash import xxh3_128
 
 from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.errors import ExternalError, UserError
+from diffusion.models.frozen_parts import weights_hash
 from diffusion.models.pretrained import load_pretrained
 from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_STD, load_feature_encoder
 
@@ -199,15 +199,6 @@ class EfficientNetLite0(FeatureNetwork):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.network.extract_features(pixels).mean(dim=(2, 3))
-
-
-def weights_hash(network: nn.Module) -> str:
-    """Return a hash of the names, types and values of a network's tensors, 32 hex digits."""
-    digest = xxh3_128()
-    for key, tensor in sorted(network.state_dict().items()):
-        digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _inception_file() -> Path:

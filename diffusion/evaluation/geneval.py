@@ -21,11 +21,11 @@ from transformers import Mask2FormerForUniversalSegmentation
 
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_result import BenchmarkScore, clustered_proportion
-from diffusion.evaluation.feature_networks import weights_hash
 from diffusion.evaluation.generated_images import kept_answer
 from diffusion.evaluation.geneval_rules import CLASSES, COLORS, MAX_OBJECTS, MIN_CONFIDENCE, failure, kept_objects
 from diffusion.evaluation.image_scores import TextImageScore
 from diffusion.evaluation.prompts import Prompt, categories
+from diffusion.models.frozen_parts import weights_hash
 from diffusion.models.pretrained import load_pretrained
 from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_STD
 from diffusion.storage.atomic import write_atomically

@@ -185,13 +185,6 @@ class ImageMetrics:
             if 'rapidocr' in scores:
                 by_metric = image_scores(scores.pop('rapidocr'))
                 scores |= {name: rows for name, rows in by_metric.items() if name in self.metrics}
-            with checkpoint.raise_together('image_metrics: scores'):
-                if scores and dist.get_global_rank() == 0:
-                    path, by_image = generated.folder / SCORES, {}
-                    for name, rows in scores.items():
-                        by_image[name] = [None if math.isnan(each) else each for each in rows.tolist()]
-                    earlier = json.loads(path.read_bytes())['scores'] if path.exists() else {}
-                    write_atomically(path, json.dumps({'prompts': texts, 'scores': earlier | by_image}))
             values = self._values(features, scores, references, checkpoint.raise_together)
             folder = generated.folder.relative_to(checkpoint.run_dir).as_posix()
             details = {**setting, 'metrics': values, 'folder': folder}
@@ -202,6 +195,13 @@ class ImageMetrics:
                 benchmarks |= {name: each.score for name, each in judged.items()}
                 scores |= {name: torch.tensor(each.images) for name, each in judged.items()}
                 details['unusable'] = {name: [each.unusable, each.answers] for name, each in judged.items()}
+            with checkpoint.raise_together('image_metrics: scores'):
+                if scores and dist.get_global_rank() == 0:
+                    path, by_image = generated.folder / SCORES, {}
+                    for name, rows in scores.items():
+                        by_image[name] = [None if math.isnan(each) else each for each in rows.tolist()]
+                    earlier = json.loads(path.read_bytes())['scores'] if path.exists() else {}
+                    write_atomically(path, json.dumps({'prompts': texts, 'scores': earlier | by_image}))
             if scores and not sweep:
                 details['examples'] = {key: examples(rows.tolist(), prompts, generated) for key, rows in scores.items()}
             groups = categories(prompts)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from diffusion.errors import UserError
 
@@ -46,3 +47,12 @@ def for_autograd(tensor: Tensor) -> Tensor:
     # Autograd refuses to save tensors created in inference mode; a clone made outside it is an ordinary tensor.
     converted = at_least_float32(tensor)
     return converted.clone() if converted.is_inference() else converted
+
+
+def weights_hash(network: nn.Module) -> str:
+    """Return a hash of the names, types and values of a network's tensors, 32 hex digits."""
+    digest = xxh3_128()
+    for key, tensor in sorted(network.state_dict().items()):
+        digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

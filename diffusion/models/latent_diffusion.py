@@ -28,7 +28,14 @@ from diffusion.models import batch_keys
 from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
 from diffusion.models.families.adapter import Condition, adapter_of, check_parts
 from diffusion.models.flops import TrainingFlops
-from diffusion.models.frozen_parts import at_least_float32, encoder_precision, evaluating, for_autograd, freeze
+from diffusion.models.frozen_parts import (
+    at_least_float32,
+    encoder_precision,
+    evaluating,
+    for_autograd,
+    freeze,
+    weights_hash,
+)
 from diffusion.models.guidance import Guidance, WithWeights, guidance_of
 from diffusion.models.lora import without_lora
 from diffusion.models.objective import (
@@ -380,11 +387,10 @@ class LatentDiffusion(ComposerModel):
         self._frozen['reference'] = copy.deepcopy(self.denoiser).requires_grad_(False).eval()
         self.text.requires_grad_(False)
 
-    def reference_digest(self) -> float | None:
-        """Return the sum of the absolute weights of the copy that `keep_reference` kept; None if there is none."""
-        if (reference := self._frozen.get('reference')) is None:
-            return None
-        return sum(float(each.abs().sum(dtype=torch.float64)) for each in reference.parameters())
+    def reference_digest(self) -> str | None:
+        """Return the hash of the weights of the copy that `keep_reference` kept; None if there is none."""
+        reference = self._frozen.get('reference')
+        return None if reference is None else weights_hash(reference)
 
     @torch.no_grad()
     def reference_outputs(self, outputs: Denoised) -> Denoised:

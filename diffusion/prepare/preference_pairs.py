@@ -123,9 +123,13 @@ def _pairs_of_scores(folders: Sequence[Path], score: str) -> Iterator[Pair]:
             content = json.loads((folder / SCORES).read_bytes())
         except FileNotFoundError as error:
             raise UserError(f'{folder}: has no {SCORES}; give a folder of images from image_metrics') from error
+        except ValueError as error:
+            raise UserError(f'{folder / SCORES}: is damaged ({error}); measure the images again') from error
         if score not in content['scores']:
             raise UserError(f'--score: {folder} has no {score}; use {" or ".join(content["scores"])}')
         files = {int(path.stem): path for path in folder.glob('batch-*/*.png')}
+        if missing := set(range(len(content['prompts']))) - files.keys():
+            raise UserError(f'{folder}: image {min(missing):06} is missing; run the evaluation again')
         for index, (prompt, value) in enumerate(zip(content['prompts'], content['scores'][score], strict=True)):
             if value is not None:
                 rows[prompt].append((value, files[index]))
@@ -137,18 +141,21 @@ def _pairs_of_scores(folders: Sequence[Path], score: str) -> Iterator[Pair]:
 def _pairs_of_table(path: Path) -> Iterator[Pair]:
     """Yield the rows of a table: `prompt` or `caption`, and `image` and `rejected_image`, or Pick-a-Pic's columns."""
     for number, row in enumerate(_rows(path)):
-        where, prompt = f'{path}: row {number + 1}', row.get('prompt', row.get('caption'))
+        where = f'{path}: row {number + 1}'
+        if not isinstance(row, dict):
+            raise UserError(f'{where}: is a {type(row).__name__}; give an object with prompt, image and rejected_image')
+        prompt = row.get('prompt', row.get('caption'))
         label = row.get(PICK_A_PIC[2], 1.0)
         names = PICK_A_PIC[:2] if PICK_A_PIC[2] in row else ('image', 'rejected_image')
         images = [_image_of(row.get(name), path.parent) for name in names]
         if not isinstance(prompt, str) or not isinstance(label, int | float) or None in images:
-            has = ', '.join(row)
+            has = ', '.join(f'{name}: {value!r}' if not value else name for name, value in row.items())
             raise UserError(f'{where}: has {has}; give prompt, image and rejected_image, or {", ".join(PICK_A_PIC)}')
         preferred, rejected = images if label >= 0.5 else images[::-1]
         yield Pair(prompt, preferred, rejected, abs(2 * label - 1), str(row.get('source') or path.name))  # type: ignore[arg-type]
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(path: Path) -> Iterator[Any]:
     try:
         if path.suffix == '.jsonl':
             with path.open(encoding='utf-8') as lines:
@@ -163,7 +170,7 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def _image_of(value: Any, folder: Path) -> bytes | Path | None:
     """Return a table's image: bytes, Hugging Face's mapping with bytes, or a path relative to the table's folder."""
     value = value.get('bytes') or value.get('path') if isinstance(value, Mapping) else value
-    return folder / value if isinstance(value, str) else value
+    return folder / value if isinstance(value, str) else value if isinstance(value, bytes) else None
 
 
 def _read(path: Path) -> bytes:

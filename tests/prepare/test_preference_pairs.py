@@ -94,13 +94,24 @@ def test_tables_of_pairs_are_read(images, capsys):
 def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
     Path('q.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 'a/9.png', 'rejected_image': 'b/2.png'}))
     Path('r.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 'a/1.png'}))
+    Path('s.jsonl').write_text('[3]')
+    Path('t.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 3, 'rejected_image': 'b/2.png'}))
+    Path('b/scores.json').write_text('{')
     for words, message in (
         (['q.jsonl'], 'a/9.png: does not exist'),
         (['r.jsonl'], 'r.jsonl: row 1: has prompt, image; give prompt, image and rejected_image'),
         (['a'], 'a: is not a comparison, a .parquet file or a .jsonl file'),
         (['a', '--score', 'pick_score'], 'a: has no scores.json'),
         (['prompts.txt'], 'prompts.txt: is not a comparison'),
+        (['s.jsonl'], 's.jsonl: row 1: is a list; give an object'),
+        (['t.jsonl'], 't.jsonl: row 1: has prompt, image, rejected_image; give prompt, image'),
+        (['b', '--score', 'pick_score'], 'b/scores.json: is damaged'),
     ):
         run(*words, status=USAGE_ERROR)
         assert message in capsys.readouterr().err
-    assert sorted(path.name for path in Path().iterdir()) == ['a', 'b', 'prompts.txt', 'q.jsonl', 'r.jsonl']
+    assert sorted(path.name for path in Path().iterdir()) == [
+        'a',
+        'b',
+        'prompts.txt',
+        *(f'{name}.jsonl' for name in 'qrst'),
+    ]

@@ -426,7 +426,9 @@ def test_command_with_a_judge_prints_categories_and_intervals(prepared, server, 
     output = capsys.readouterr().out
     assert re.search(rf'dpg/{MODEL} +\d+\.\d+  higher is better  \(95% interval', output)
     assert re.search(r'\n  entity +\d+\.\d+  \(95% interval', output)
-    assert set(results(run)['guidance'][0]['examples'][f'dpg/{MODEL}']['none']) == {'worst', 'best'}
+    found = results(run)['guidance'][0]
+    assert set(found['examples'][f'dpg/{MODEL}']['none']) == {'worst', 'best'}
+    assert set(json.loads((run / found['folder'] / 'scores.json').read_text())['scores']) == {f'dpg/{MODEL}'}
     (tmp_path / 'judge.yaml').write_text(f'modle: {MODEL}')
     assert cli.main(['evaluate', str(run), *map(str, options)]) == 2
     assert "evaluators.image_metrics.judge.modle: unknown key; did you mean 'model'" in capsys.readouterr().err

@@ -98,8 +98,13 @@ def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
     if judged and settings.get('judge') is None:
         example = '{endpoint: http://localhost:8000/v1, model: NAME}'
         found['judge'] = f'is missing; {judged[0]} needs a vision-language model, such as {example}'
+    if settings.get('judge') is not None and not judged and not found.get('metrics'):
+        names = ' or '.join(name for name, info in IMAGE_METRICS.items() if info.network == JUDGE)
+        found['judge'] = f'has nothing to do; add {names} to the metrics, or remove the judge'
+    if both := {'dpg', 'tifa'} <= {*judged}:
+        found['metrics'] = 'dpg and tifa need different files of prompts; measure them in two evaluations'
     for name, suffix, file in (('dpg', '.csv', 'dpg_bench.csv'), ('tifa', '.json', "TIFA's questions and answers")):
-        if name in judged and not str(prompts).endswith((suffix, MISSING)):
+        if name in judged and not both and not str(prompts).endswith((suffix, MISSING)):
             found['prompts'] = f'{name} needs the path of {file} from its authors, not {prompts}'
     for name in networks if isinstance(networks, Mapping) else ():
         if name not in NETWORKS:

@@ -232,7 +232,13 @@ def test_mistakes_are_named(judged: Callable[..., Any], server: JudgeServer, tmp
     problems = image_metrics_problems({'metrics': ['dpg'], 'prompts': 'p.jsonl'})
     assert problems['judge'].startswith('is missing; dpg needs a vision-language model, such as {endpoint: ')
     assert problems['prompts'] == 'dpg needs the path of dpg_bench.csv from its authors, not p.jsonl'
-    assert not image_metrics_problems({'metrics': ['tifa'], 'prompts': 'p.json', 'judge': {'model': 'm'}})
+    given = {'prompts': 'p.json', 'judge': {'model': 'm'}}
+    assert not image_metrics_problems({**given, 'metrics': ['tifa']})
+    unused = {'judge': 'has nothing to do; add dpg or tifa or judge_score to the metrics, or remove the judge'}
+    assert image_metrics_problems({**given, 'metrics': ['fid']}) == image_metrics_problems(given) == unused
+    assert [*image_metrics_problems({**given, 'metrics': ['fdi']})] == ['metrics']
+    both = {'metrics': 'dpg and tifa need different files of prompts; measure them in two evaluations'}
+    assert image_metrics_problems({**given, 'metrics': ['dpg', 'tifa']}) == both
 
 
 def test_a_question_whose_parent_is_missing_is_kept_with_a_warning(

@@ -212,6 +212,19 @@ def test_benchmarks_have_examples_cost_and_published_scores(visit, report):
     assert scores == sorted(scores, reverse=True) and scores.index(0.505) > 0
     assert all('https://' in row or 'sd2, batch 400' in row for row in published)
 
+    # The prompts of a judge's questions have no kinds.
+    file = report.parent / 'evaluations/ba400.json'
+    results = json.loads(file.read_text())
+    named = results['guidance'][0]['examples']['geneval_hf']
+    results['guidance'][0]['examples']['geneval_hf'] = {'none': named['counting']}
+    file.write_text(json.dumps(results))
+    single = report.with_name('single.html')
+    single.write_text(RunsSource([str(report.parent)]).write())
+    page = visit(single)
+    score = results['metrics']['geneval_hf']
+    heading = part('Worst and best prompts by GenEval (HF), batch 400').locator('h4').inner_text()
+    assert heading == f'all prompts {score:.4f} ({score - 0.03:.4f} to {score + 0.04:.4f})'
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -269,8 +269,10 @@ function exampleCards() {
       card(
         `Worst and best prompts by ${metricTitle(metric)}, ${several() ? `${run.label}, ` : ''}batch ${formatNumber(each.batch)}`,
         ...Object.entries(kinds).map(([kind, both]) => {
-          const ends = rangeText(each.intervals[metric]?.[kind]),
-            mean = each.categories[metric]?.[kind],
+          // A judge's scores have kinds of questions, not of prompts: a single kind of prompts has the score of all.
+          const single = Object.keys(kinds).length === 1,
+            ends = rangeText(each.intervals[metric]?.[single ? '' : kind]),
+            mean = single ? each.metrics[metric] : each.categories[metric]?.[kind],
             text = known(mean) ? ` ${formatNumber(mean)}${ends && ` (${ends})`}` : '';
           return element(
             'div',

@@ -225,6 +225,14 @@ def test_benchmarks_have_examples_cost_and_published_scores(visit, report):
     heading = part('Worst and best prompts by GenEval (HF), batch 400').locator('h4').inner_text()
     assert heading == f'all prompts {score:.4f} ({score - 0.03:.4f} to {score + 0.04:.4f})'
 
+    later = file.with_name('ba9000.json')
+    later.write_text(file.read_text())
+    single.write_text(RunsSource([str(report.parent)]).write())
+    later.unlink()
+    page = visit(single)
+    rows = part('Training cost of GenEval (HF)').locator('tbody tr')
+    assert rows.count() == 4, 'metrics end before batch 9000, whose cost is unknown'
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ function costCards() {
       const text = hours =>
         !(hours > 0) ? MISSING : known(run.cost.price) ? formatDollars(costOf(run, hours)) : `${formatHours(hours)} h`;
       let before = null;
-      const evaluated = run.evaluations.filter(each => known(each.metrics[name]) && run.cost.devices && run.hours);
+      const evaluated = run.evaluations.filter(each => known(each.metrics[name]) && run.cost.devices && known(hoursAt(run, each.batch)));
       return evaluated.map(each => {
         const hours = hoursAt(run, each.batch) * run.cost.devices,
           score = each.metrics[name],

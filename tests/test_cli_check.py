@@ -99,7 +99,7 @@ def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
         (['chek', 'a.yaml'], "there is no command 'chek'; did you mean 'check'?"),
         (['prepare', 'foldr', 'photos'], "prepare: error: there is no source 'foldr'; did you mean 'folder'?"),
         (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
-        (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, pack, remove, verify"),
+        (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, pack, pairs, remove"),
         (
             ['check', 'a.yaml', '--strickt'],
             'check: error: there is no option --strickt; did you mean --strict?',

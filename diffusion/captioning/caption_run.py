@@ -6,6 +6,7 @@ every shard has its table, the column is listed in captions.json, from which tra
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +24,7 @@ from diffusion.language_models.engine import Engine, Question
 from diffusion.prepare.shard_rewriting import check_shard, encoded_samples, indexed_folders
 from diffusion.prepare.work_dir import Share, share_lock
 from diffusion.storage.atomic import remove
-from diffusion.storage.caption_tables import FOLDER, Receipt, is_finished, plan_hash, publish, read_receipts
+from diffusion.storage.caption_tables import FOLDER, LIST, joined, plan_hash, publish, read_list, table_key, tables_in
 from diffusion.storage.local_files import working_folder
 from diffusion.storage.mds import INDEX, ShardFormat
 from diffusion.storage.places import LocalPlace, is_url, place_at
@@ -57,8 +58,8 @@ class CaptionRun:
         self.work = default if work is None else Path(work, 'captions-work').resolve()
         self.dataset = place_at(self.place, self.work / f'fetched-{self.share.index}-of-{self.share.of}')
         self.plans = {column: settings.plan(column) for column in settings.columns}
-        self.written: dict[str, list[Receipt]] = {column: [] for column in settings.columns}
-        """Receipts of the tables that this process has written, by column."""
+        self.written: dict[str, Counter[str]] = {column: Counter() for column in settings.columns}
+        """Number of captions, their tokens and rejected answers by rule, written by this process, by column."""
         self.listed: list[str] = []
         """Columns with a table for every shard of the dataset, so that training can use them."""
 
@@ -99,15 +100,15 @@ class CaptionRun:
                 pin_plan(folder, plan, where=f'columns.{column}', alone=False)
 
     def tasks(self) -> list[ShardTask]:
-        """Return all shards with the receipts of their tables, and the columns that they lack."""
+        """Return all shards with their tables, and the columns that they lack."""
         tasks, hashes = list[ShardTask](), {column: plan_hash(plan) for column, plan in self.plans.items()}
         for bucket, entries in self.indexes().items():
-            receipts = {column: read_receipts(self.dataset, bucket, column) for column in self.plans}
+            name = joined(bucket, LIST)
+            read_list(self.dataset.read(name), self.dataset.locate(name))  # refuse a damaged one before the work
+            found = {column: tables_in(self.dataset, bucket, column) for column in self.plans}
             for entry in entries:
-                file = entry['raw_data']['basename']
-                done = {
-                    name: found[file] for name, found in receipts.items() if is_finished(found, hashes[name], entry)
-                }
+                keys = {column: table_key(hashes[column], entry['raw_data']) for column in found}
+                done = {column: found[column][key] for column, key in keys.items() if key in found[column]}
                 missing = {column: prompt for column, prompt in self.settings.prompts.items() if column not in done}
                 folder = self.work / 'answers'
                 tasks.append(ShardTask(len(tasks), bucket, entry, done, missing, self.plans, folder))
@@ -158,8 +159,10 @@ class CaptionRun:
             self._finish_if_complete(task)
 
     def _finish_if_complete(self, task: ShardTask) -> None:
-        for column, receipt in task.finish(self.dataset).items() if task.is_complete else ():
-            self.written[column].append(receipt)
+        for column, table in task.finish(self.dataset).items() if task.is_complete else ():
+            self.written[column] += Counter(table['rejected'].drop_null().to_pylist())
+            self.written[column]['captions'] += len(table) - table['caption'].null_count
+            self.written[column]['tokens'] += sum(table['tokens'].to_pylist())
 
 
 def shard_number(task: ShardTask) -> int:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,12 +99,11 @@ def run_caption(options: CaptionOptions) -> int:
 
 
 def _report(run: 'CaptionRun') -> Iterator[str]:
-    for column, receipts in run.written.items():
-        if not receipts:
+    for column, rules in run.written.items():
+        if not rules:
             yield f'{column}: every image has been captioned already'
             continue
-        captions, tokens = sum(each.captions for each in receipts), sum(each.tokens for each in receipts)
-        rules = sum((Counter(each.rejected) for each in receipts), Counter[str]())
+        captions, tokens = rules.pop('captions'), rules.pop('tokens')
         named = ', '.join(f'{count:,} {rule}' for rule, count in rules.most_common())
         yield (
             f'{column}: {captions:,} captions of {tokens / max(1, captions):.0f} tokens on average, '

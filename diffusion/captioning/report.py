@@ -4,7 +4,6 @@ import html
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ from diffusion.training.components import build_tokenizers
 IMAGES = 50
 SHARDS_SHOWN = 10
 """Maximum number of shards from which images are shown: a shard must be downloaded for them."""
-MAX_CAPTIONS = 20_000
-"""Maximum number of captions of a column, from random shards, for lengths and repeats."""
+MAX_CAPTIONS = 100_000
+"""Number of images after which no further shards are read for a column's rejections, lengths and repeats."""
 ITEMS_SHOWN = 10
 """Number of most frequent captions of a column, and of lowest CLIP scores."""
 TABLE_STYLE = 'tr.images td { padding: .6em; border-top: 1px solid #ddd; width: 30em } td p { margin: 0 0 .5em }'
@@ -84,15 +83,18 @@ def report_page(run: CaptionRun, recipe: Recipe, *, networks: Mapping[str, str] 
 
 
 def _column_section(run: CaptionRun, column: str, tasks: Sequence[ShardTask], tokenizer: Any) -> Iterator[str]:
-    tables = {task.table_name(column): task.receipts[column] for task in tasks if column in task.receipts}
-    if not tables:
+    names = [task.tables[column] for task in tasks if column in task.tables]
+    if not names:
         raise UserError(f'columns.{column}: {run.place} has no captions of this column yet; caption images first')
-    rules = sum((Counter(each.rejected) for each in tables.values()), Counter[str]())
-    samples, rejected = sum(each.samples for each in tables.values()), rules.total()
-    yield f'<h2>{html.escape(column)}</h2><p>{samples:,} images, {rejected:,} rejected ({rejected / samples:.2%}).</p>'
+    captions, rules, samples, read = list[str](), Counter[str](), 0, 0
+    while read < len(names) and samples < MAX_CAPTIONS:
+        table, read = read_table(run.dataset, names[read]), read + 1
+        captions += table['caption'].drop_null().to_pylist()
+        rules, samples = rules + Counter(table['rejected'].drop_null().to_pylist()), samples + len(table)
+    of = f'{samples:,} images' if read == len(names) else f'{samples:,} images of {read:,} of {len(names):,} shards'
+    rejected = rules.total()
+    yield f'<h2>{html.escape(column)}</h2><p>{of}, {rejected:,} rejected ({rejected / samples:.2%}).</p>'
     yield bars({rule: (count, '') for rule, count in rules.most_common()})
-    rows = (read_table(run.dataset, name, receipt)['caption'].drop_null() for name, receipt in tables.items())
-    captions = list(islice((text for table in rows for text in table.to_pylist()), MAX_CAPTIONS))
     if not captions:
         return
     tokens = np.array([len(ids) for ids in tokenizer(captions, truncation=False, verbose=False).input_ids])
@@ -114,7 +116,7 @@ def _shown_images(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield random samples, and their rows in the tables by column."""
     for task, samples in run.samples(tasks):
-        tables = {name: read_table(run.dataset, task.table_name(name), of) for name, of in task.receipts.items()}
+        tables = {column: read_table(run.dataset, name) for column, name in task.tables.items()}
         count = min(-(-IMAGES // len(tasks)), task.entry['samples'])
         chosen = set(draws.choice(task.entry['samples'], count, replace=False).tolist())
         for row, sample in enumerate(samples):

@@ -18,7 +18,7 @@ from diffusion.data.image_reading import UnreadableImage, read_image
 from diffusion.language_models.engine import Answer, Question
 from diffusion.prepare.image_hashes import exact_hash
 from diffusion.storage import caption_tables
-from diffusion.storage.caption_tables import ROWS, Receipt, joined, plan_hash, shard_identity, table_name
+from diffusion.storage.caption_tables import ROWS, joined, plan_hash, table_key
 from diffusion.storage.places import Place
 
 SENT_AS_STORED = {'JPEG': 'image/jpeg', 'PNG': 'image/png', 'WEBP': 'image/webp'}
@@ -34,8 +34,8 @@ class ShardTask:
     bucket: str
     entry: Mapping[str, Any]
     """Entry of the shard in index.json."""
-    receipts: Mapping[str, Receipt]
-    """Receipts of its finished tables by column."""
+    tables: Mapping[str, str]
+    """Paths of its finished tables by column."""
     columns: Mapping[str, Prompt]
     """Prompts of the columns that it still lacks."""
     plans: Mapping[str, Mapping[str, Any]]
@@ -56,14 +56,11 @@ class ShardTask:
     @property
     def journal(self) -> Path:
         """Path of the journal; another version of the shard has another journal."""
-        return self.folder / f'{self.name.replace("/", "--")}-{plan_hash(shard_identity(self.entry))}.jsonl'
+        return self.folder / f'{joined(self.bucket, table_key("", self.entry["raw_data"])).replace("/", "--")}.jsonl'
 
     @property
     def is_complete(self) -> bool:
         return self.is_read and len(self.found) == len(self.images) * len(self.columns)
-
-    def table_name(self, column: str) -> str:
-        return table_name(self.bucket, column, self.entry['raw_data']['basename'])
 
     def questions(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
         """Yield the questions about a shard's decoded samples that have no answer yet.
@@ -91,22 +88,23 @@ class ShardTask:
                     yield Question(self.number, row, column, prompt, image, media_type, str(captions[0]))
         self.is_read = True
 
-    def finish(self, dataset: Place) -> dict[str, Receipt]:
-        """Write the tables, then remove the journal; return the tables' receipts by column."""
-        receipts = {}
+    def finish(self, dataset: Place) -> dict[str, pa.Table]:
+        """Write the tables, then remove the journal; return the tables by column."""
+        tables = {}
         for column in self.columns:
-            plan, shard = self.plans[column], shard_identity(self.entry)
+            plan = self.plans[column]
             made = {'model': plan['model'], 'revision': plan['revision'], 'settings': json.dumps(plan, sort_keys=True)}
             made |= {'prompt': plan['prompt']['name'], 'prompt_version': plan['prompt']['version']}
             rows = [image | self.found[row, column] | made for row, image in enumerate(self.images)]
-            table, name = pa.Table.from_pylist(rows, schema=ROWS), self.table_name(column)
-            receipts[column] = caption_tables.write_table(dataset, name, table, plan=plan_hash(plan), shard=shard)
+            tables[column] = pa.Table.from_pylist(rows, schema=ROWS)
+            key = table_key(plan_hash(plan), self.entry['raw_data'])
+            caption_tables.write_table(dataset, self.bucket, column, key, tables[column])
         self.journal.unlink(missing_ok=True)
         # Free the memory: a process captions thousands of shards. The task is complete only once.
         self.is_read = False
         self.found.clear()
         self.images.clear()
-        return receipts
+        return tables
 
     def record(self, answer: Answer) -> None:
         """Write an answer to the journal, unless it has one to the same question."""

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 
 from diffusion.data.verified_stream import RESTORE, VerifiedStream
 from diffusion.errors import DataError, UserError
-from diffusion.storage.caption_tables import LIST, Receipt, plan_hash, read_list, stem_of, table_name
-from diffusion.storage.mds import find_damage
+from diffusion.storage.caption_tables import LIST, is_intact, listed_tables, plan_hash, read_list
 from diffusion.storage.retry import status_of
 
 log = logging.getLogger(__name__)
@@ -28,15 +27,17 @@ class CaptionColumns:
 
     stream: VerifiedStream
     listed: Mapping[str, Mapping[str, Any]]
-    """By column: `plan`, and `tables`, the receipts by file name of the shard."""
+    """By column: `plan`, and `tables`, the paths by file name of the shard."""
 
     @classmethod
-    def open(cls, stream: VerifiedStream, columns: Collection[str], shards: Mapping[str, Any]) -> 'CaptionColumns':
+    def open(
+        cls, stream: VerifiedStream, columns: Collection[str], raws: Collection[Mapping[str, Any]]
+    ) -> 'CaptionColumns':
         """Read the columns of a stream that its captions.json lists; without this file, there are none.
 
         Args:
             columns: Names of the columns to use; the file is read only if there are any.
-            shards: Size and hashes of the stream's shards by file name; see `shard_identity`.
+            raws: `raw_data` of the stream's shards in index.json.
 
         Raises:
             UserError: A table was made from another version of a shard.
@@ -44,19 +45,13 @@ class CaptionColumns:
         listed = {} if not columns else read_list(_list_of(stream), f'streams.{stream.name}: {LIST}')
         chosen = {name: column for name, column in listed.items() if name in columns}
         for name, column in chosen.items():
-            found = {file: Receipt(**each) for file in shards if (each := column['tables'].get(stem_of(file)))}
-            stale = [file for file, receipt in found.items() if receipt.shard != shards[file]]
-            if stale:
-                raise UserError(
-                    f'streams.{stream.name}: the captions {name} are of an older version of {stale[0]}; run diffusion '
-                    'caption on the dataset again'
-                )
-            if missing := len(shards) - len(found):
+            tables = listed_tables(column, name, raws, f'streams.{stream.name}')
+            if missing := len(raws) - len(tables):
                 log.warning(
                     'streams.%s: %d of %d shards have no captions %s; run diffusion caption on the dataset again',
-                    *(stream.name, missing, len(shards), name),
+                    *(stream.name, missing, len(raws), name),
                 )
-            column['tables'] = found
+            column['tables'] = tables
         return cls(stream, chosen)
 
     def captions(self, file: str, row: int) -> list[tuple[str, str]]:
@@ -67,8 +62,8 @@ class CaptionColumns:
         """
         found = []
         for column, listed in self.listed.items():
-            if (receipt := listed['tables'].get(file)) is not None:
-                text = _captions_in(self.stream, table_name('', column, file), receipt)[row].as_py()
+            if (name := listed['tables'].get(file)) is not None:
+                text = _captions_in(self.stream, name)[row].as_py()
                 found += [] if text is None else [(column, text)]
         return found
 
@@ -77,21 +72,22 @@ class CaptionColumns:
         found = {}
         for name, column in self.listed.items():
             plan, prompt = column['plan'], column['plan']['prompt']
-            digest = plan_hash({stem_of(file): receipt.xxh64 for file, receipt in column['tables'].items()})
+            digest = plan_hash(column['tables'])
             model = f'{plan["model"]}@{plan["revision"]}' if plan['revision'] else plan['model']
             found[name] = f'{model}, {prompt["name"]} version {prompt["version"]}, {digest}'
         return found
 
 
 @lru_cache(TABLES_IN_MEMORY)
-def _captions_in(stream: VerifiedStream, name: str, receipt: Receipt) -> pa.Array:
+def _captions_in(stream: VerifiedStream, name: str) -> pa.Array:
     """Return the captions of a shard's samples from a table, null for rejected ones."""
     path = stream.folder / name
-    if find_damage(path, receipt) is not None:
-        stream.fetch_sidecar(name)
-        if damage := find_damage(path, receipt):
-            raise DataError(f'streams.{stream.name}: {path}: {damage}. To fix: {RESTORE}')
-    captions = pq.read_table(io.BytesIO(path.read_bytes()), columns=['caption'], use_threads=False)['caption']
+    if not path.exists() or not is_intact(name, path.read_bytes()):
+        path = stream.fetch_sidecar(name)
+    content = path.read_bytes() if path.exists() else b''
+    if not is_intact(name, content):
+        raise DataError(f'streams.{stream.name}: {path}: is missing or damaged. To fix: {RESTORE}')
+    captions = pq.read_table(io.BytesIO(content), columns=['caption'], use_threads=False)['caption']
     return captions.combine_chunks()
 
 

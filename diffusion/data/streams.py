@@ -200,9 +200,7 @@ class BucketedDataset(VerifiedDataset):
         found = []
         for stream, shards in self.shards_of_streams():
             mds_shards: list[Any] = shards
-            raws = [shard.raw_data for shard in mds_shards]
-            files = {raw.basename: {'bytes': raw.bytes, 'hashes': raw.hashes} for raw in raws}
-            found.append(CaptionColumns.open(stream, names, files))
+            found.append(CaptionColumns.open(stream, names, [vars(shard.raw_data) for shard in mds_shards]))
         return found
 
     def _check_caption_columns(self) -> None:

@@ -20,7 +20,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.process_sample import CAPTION_COLUMNS
 from diffusion.prepare.shard_rewriting import check_shard, encoded_samples, indexed_folders, update_bucket_list
 from diffusion.prepare.work_dir import Share
-from diffusion.storage.caption_tables import ORIGINAL, Receipt, listed_receipts, plan_hash, read_table, table_name
+from diffusion.storage.caption_tables import ORIGINAL, complete_tables, plan_hash, read_table
 from diffusion.storage.mds import INDEX, ShardFormat, index_text
 from diffusion.storage.places import LocalPlace, Place, place_at
 from diffusion.storage.shard_writer import PLAN, pin_plan
@@ -37,8 +37,8 @@ class _Shard:
     name: str
     """Path of the shard in the dataset."""
     entry: Mapping[str, Any]
-    tables: Mapping[str, tuple[str, Receipt]]
-    """Path and receipt of the table by column of captions."""
+    tables: Mapping[str, str]
+    """Path of the table by column of captions."""
 
     @property
     def state(self) -> str:
@@ -68,16 +68,15 @@ def pack(place: str, out: str, columns: Sequence[str], *, share: Share | None = 
             raise UserError(f'--out: {out} is in the dataset or not empty; give another folder')
         shards = []
         for each in folders:
-            receipts = {name: listed_receipts(source, each.name, name, each.entries) for name in named}
-            if not named or None in receipts.values():
-                missing = ', '.join(name for name in named if receipts[name] is None) or 'besides original'
+            tables = {name: complete_tables(source, each.name, name, each.entries) for name in named}
+            if not named or None in tables.values():
+                missing = ', '.join(name for name in named if tables[name] is None) or 'besides original'
                 raise UserError(f'--captions: {each.path(INDEX)}: no complete column {missing}; run diffusion caption')
             for entry in each.entries:
                 file = entry['raw_data']['basename']
-                of_shard = ((name, found[file]) for name, found in receipts.items() if found)
-                tables = {name: (table_name(each.name, name, file), receipt) for name, receipt in of_shard}
-                shards.append(_Shard(each.name, each.path(file), entry, tables))
-        inputs = {each.name: [each.entry['raw_data'], [of.xxh64 for _, of in each.tables.values()]] for each in shards}
+                of_shard = {name: found[file] for name, found in tables.items() if found}
+                shards.append(_Shard(each.name, each.path(file), entry, of_shard))
+        inputs = {each.name: [each.entry['raw_data'], *each.tables.values()] for each in shards}
         plan = {'captions': sorted(columns), 'inputs': plan_hash(inputs)}
         pin_plan(target, plan, where='--out', alone=share is None)
         entries, left_out = {each.name: each.entries for each in indexed_folders(target, out)}, list[str]()
@@ -109,7 +108,7 @@ def _copy(source: Place, target: Place, shard: _Shard, *, keep_stored: bool) -> 
     old, samples, left_out = ShardFormat.of_entry(shard.entry), [], []
     columns = {name: kind for name, kind in old.columns.items() if name != 'caption'}
     new = replace(old, columns={**columns, 'captions': 'json', CAPTION_COLUMNS: 'json'})
-    tables = [read_table(source, *table)['caption'].to_pylist() for table in shard.tables.values()]
+    tables = [read_table(source, table)['caption'].to_pylist() for table in shard.tables.values()]
     for texts, encoded in zip(zip(*tables, strict=True), encoded_samples(path), strict=True):
         sample = old.decode(encoded)
         pairs = [pair for pair in zip(shard.tables, texts, strict=True) if pair[1] is not None]

@@ -254,7 +254,8 @@ def _without_samples(
             dataset.folder, bucket, entries, holding, selection.keys, scratch=dataset.scratch, token=token
         )
         old += of_bucket
-        tables += rewrite_tables(dataset.folder, bucket, holding, new[bucket], selection.keys)
+        before = [entry for entry in entries if entry['raw_data']['basename'] in holding]
+        tables += rewrite_tables(dataset.folder, bucket, before, new[bucket], selection.keys)
         captions |= of_removed
     return new, old, tables, captions
 

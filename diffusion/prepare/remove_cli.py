@@ -224,7 +224,7 @@ def _keys_where(place: str, condition: str) -> list[str]:
     """Return the keys of images whose answers fulfill a condition such as score<5; yes is 1 and no is 0."""
     from diffusion.prepare.filters import number_in
     from diffusion.prepare.shard_rewriting import indexed_folders
-    from diffusion.storage.caption_tables import Receipt, listed_receipts, read_table, table_name
+    from diffusion.storage.caption_tables import complete_tables, read_table
     from diffusion.storage.places import place_at
     from diffusion.storage.shard_writer import FETCHES
 
@@ -233,17 +233,17 @@ def _keys_where(place: str, condition: str) -> list[str]:
     if parts is None or (limit is None and parts[2] != '='):
         raise UserError(f'--where: {condition!r} is not a condition; write one such as watermark=yes or score<5')
     column, sign, wanted = parts.groups()
-    folder, tables = place_at(place), {}
+    folder, tables = place_at(place), list[str]()
     for each in indexed_folders(folder, place):
-        receipts = listed_receipts(folder, each.name, column, each.entries)
-        if receipts is None:
+        found = complete_tables(folder, each.name, column, each.entries)
+        if found is None:
             print(f'{folder.locate(each.name)}: no complete column {column}; no image is selected here')
-        tables |= {table_name(each.name, column, file): receipt for file, receipt in (receipts or {}).items()}
+        tables += (found or {}).values()
     if not tables:
         raise UserError(f'--where: {place} has no answers {column!r}; ask for them with diffusion caption')
 
-    def compare(table: tuple[str, Receipt]) -> tuple[set[str], dict[str, str]]:
-        rows, matching, unanswered = read_table(folder, *table), set(), {}
+    def compare(table: str) -> tuple[set[str], dict[str, str]]:
+        rows, matching, unanswered = read_table(folder, table), set(), {}
         for key, answer, rule in zip(*(rows[name].to_pylist() for name in ('key', 'caption', 'rejected')), strict=True):
             number = number_in(answer)
             if answer is None or (number is None and limit is not None):
@@ -255,9 +255,9 @@ def _keys_where(place: str, condition: str) -> list[str]:
         return matching, unanswered
 
     with ThreadPoolExecutor(FETCHES) as threads:
-        found = list(threads.map(compare, tables.items()))
-    matching = sorted(set().union(*(keys for keys, _ in found)))
-    unanswered = [f'{key} ({reason})' for _, reasons in found for key, reason in reasons.items()]
+        answers = list(threads.map(compare, tables))
+    matching = sorted(set().union(*(keys for keys, _ in answers)))
+    unanswered = [f'{key} ({reason})' for _, reasons in answers for key, reason in reasons.items()]
     print(f'{condition}: {len(matching)} images')
     if unanswered:
         print(printable(f'  {len(unanswered)} answers cannot be compared and select no image: {_some(unanswered)}'))

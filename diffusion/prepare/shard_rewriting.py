@@ -201,7 +201,8 @@ def remove_scanned(
             folder, each.name, each.entries, each.holding, keys, scratch=scratch, token=token
         )
         old += rewritten
-        tables = rewrite_tables(folder, each.name, each.holding, entries, keys)
+        before = [entry for entry in each.entries if entry['raw_data']['basename'] in each.holding]
+        tables = rewrite_tables(folder, each.name, before, entries, keys)
         try:
             folder.replace(each.path(mds.INDEX), mds.index_text(entries).encode(), each.index.version)
         except PreconditionFailed as error:

@@ -100,11 +100,11 @@ def test_a_kill_between_the_tables_of_two_columns_loses_nothing(
     settings = write_settings(tmp_path / 'vlm.yaml', server.url)
     write_table, written = caption_tables.write_table, list[str]()
 
-    def killed_after_one(folder: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
+    def killed_after_one(*arguments: Any) -> str:
         if written:
             raise KeyboardInterrupt
-        written.append(name)
-        return write_table(folder, name, *arguments, **keywords)
+        written.append(write_table(*arguments))
+        return written[0]
 
     with monkeypatch.context() as patch:
         patch.setattr(caption_tables, 'write_table', killed_after_one)
@@ -183,6 +183,11 @@ def test_new_shards_are_captioned_alone(server: VlmServer, tmp_path: Path, capsy
     output_of(capsys, 'caption', data, '--with', settings)
     assert check_tables(data, 12, ('brief',)) == 12
     assert set(server.good.values()) == {1}
+    # Tables of an earlier commit are refused before the work.
+    listed = (data / 'captions.json').read_text()
+    (data / 'captions.json').write_text('{"version": 1, "columns": {}}')
+    assert 'delete it and run diffusion caption again' in refusal(capsys, 'caption', data, '--with', settings)
+    (data / 'captions.json').write_text(listed)
     # A shard with other content under the same name has no valid captions.
     write_images(tmp_path / 'data', shards=3, each=4, first=100)
     output_of(capsys, 'caption', data, '--with', settings)

@@ -16,7 +16,7 @@ from diffusion.data.bad_samples import BadSample
 from diffusion.errors import DataError, UserError
 from diffusion.inspection.preview import look
 from diffusion.prepare.caption_packing import pack
-from diffusion.storage.caption_tables import ROWS, plan_hash, publish, shard_identity, stem_of, table_name, write_table
+from diffusion.storage.caption_tables import ROWS, plan_hash, publish, table_key, write_table
 from diffusion.storage.places import LocalPlace
 from diffusion.storage.shard_writer import differences
 from diffusion.tasks.precompute import precompute
@@ -37,8 +37,7 @@ def write_captions(folder: Path, column: str, text: str) -> None:
             caption = None if is_rejected else f'{text} of p{first + row}'
             rows.append({'key': f'p{first + row}', 'caption': caption, 'rejected': 'loop' if is_rejected else None})
         table = pa.Table.from_pylist(rows, schema=ROWS)
-        name = table_name('', column, stem_of(entry['raw_data']['basename']))
-        write_table(LocalPlace(folder), name, table, plan=plan_hash(plan), shard=shard_identity(entry))
+        write_table(LocalPlace(folder), '', column, table_key(plan_hash(plan), entry['raw_data']), table)
         first += entry['samples']
     assert publish(LocalPlace(folder), '', column, plan, entries)
 
@@ -104,7 +103,7 @@ def test_changed_captions_are_named_on_resume(recipe_with: Callable[..., Any], f
 
 def test_captions_of_another_version_of_a_shard_are_refused(recipe_with: Callable[..., Any], folder: Path) -> None:
     write_captions(folder, 'long', 'long')
-    content = (folder / 'captions.json').read_text().replace('"sha1": "', '"sha1": "0')
+    content = (folder / 'captions.json').read_text().replace('shard.00000.mds.', 'shard.00000.mds.0')
     (folder / 'captions.json').write_text(content)
     with pytest.raises(
         UserError, match=r'streams\.px32: the captions long are of an older version of shard\.00000\.mds'
@@ -114,10 +113,10 @@ def test_captions_of_another_version_of_a_shard_are_refused(recipe_with: Callabl
 
 def test_a_damaged_table_is_an_error_of_the_data(recipe_with: Callable[..., Any], folder: Path) -> None:
     write_captions(folder, 'long', 'long')
-    path = folder / 'captions/long/shard.00000.parquet'
+    (path,) = folder.glob('captions/long/shard.00000.mds.*.parquet')
     path.write_bytes(path.read_bytes()[:-1])
     dataset: Any = build_loader(recipe_with({'long': 1.0})).dataset
-    with pytest.raises(DataError, match=r'captions/long/shard\.00000\.parquet: \d+ bytes, expected'):
+    with pytest.raises(DataError, match=r'captions/long/shard\.00000\.mds\..*: is missing or damaged'):
         dataset.choose_caption(dataset.get_item(0), 0)
 
 

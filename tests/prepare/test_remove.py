@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from drawn import draw, encode, keys, samples, snapshot
@@ -22,16 +21,14 @@ from diffusion.prepare.image_record import read_images
 from diffusion.prepare.remove import remove
 from diffusion.storage.caption_tables import (
     ROWS,
-    Receipt,
+    complete_tables,
     plan_hash,
     publish,
-    read_list,
-    shard_identity,
-    stem_of,
-    table_name,
+    read_table,
+    table_key,
     write_table,
 )
-from diffusion.storage.mds import find_damage, write_dataset
+from diffusion.storage.mds import write_dataset
 from diffusion.storage.places import LocalPlace
 
 
@@ -119,29 +116,28 @@ def caption_shards(out: Path, column: str = 'long', answers: dict[str, str | Non
             for key in (sample['key'] for sample in stored):
                 caption = f'picture of {key}' if answers is None else answers.get(key, 'no')
                 rows.append({'key': key, 'caption': caption, 'rejected': None if caption else 'loop'})
-            name = table_name(bucket, column, stem_of(shard['raw_data']['basename']))
             table = pa.Table.from_pylist(rows, schema=ROWS)
-            write_table(LocalPlace(out), name, table, plan=plan_hash(plan), shard=shard_identity(shard))
+            write_table(LocalPlace(out), bucket, column, table_key(plan_hash(plan), shard['raw_data']), table)
         assert publish(LocalPlace(out), bucket, column, plan, shards)
 
 
 def test_caption_tables_lose_the_removed_images_and_stay_listed(out: Path, capsys: Any) -> None:
     caption_shards(out)
     kept = {path: path.read_bytes() for path in out.rglob('captions/long/*.parquet')}
+    for bucket, shard in indexed(out):  # captions of other versions of the shards are not copied
+        raw = shard['raw_data'] | {'bytes': 1}
+        write_table(LocalPlace(out), bucket, 'long', table_key('0' * 16, raw), ROWS.empty_table())
+    outdated = set(out.rglob('captions/long/*.parquet')) - kept.keys()
     run(capsys, out, '--key', 'image-3', 'image-26')
     for bucket in keys(out):
-        tables = read_list((out / bucket / 'captions.json').read_bytes(), bucket)['long']['tables']
-        listed = {stem: Receipt(**each) for stem, each in tables.items()}
         shards = [shard for folder, shard in indexed(out) if folder == bucket]
-        of_tables = []
-        for shard in shards:
-            stem = stem_of(shard['raw_data']['basename'])
-            assert listed[stem].shard == shard_identity(shard) and listed[stem].samples == shard['samples']
-            path = out / table_name(bucket, 'long', stem)
-            assert find_damage(path, listed[stem]) is None
-            of_tables += pq.read_table(path)['key'].to_pylist()
-        assert of_tables == keys(out)[bucket]
-    left = set(out.rglob('captions/long/*.parquet'))
+        tables = complete_tables(LocalPlace(out), bucket, 'long', shards)
+        assert tables is not None
+        names = [tables[shard['raw_data']['basename']] for shard in shards]
+        of_shards = [read_table(LocalPlace(out), name)['key'].to_pylist() for name in names]
+        assert [len(of_shard) for of_shard in of_shards] == [shard['samples'] for shard in shards]
+        assert [*itertools.chain(*of_shards)] == keys(out)[bucket]
+    left = set(out.rglob('captions/long/*.parquet')) - outdated
     assert len(left) == len(list(indexed(out)))
     assert 0 < len(left & kept.keys()) < len(left), 'only tables of rewritten shards are new'
 

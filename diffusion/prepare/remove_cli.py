@@ -174,7 +174,7 @@ def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes:
 
 def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> int:
     """Remove samples from shards without a record, by reading all shards."""
-    from diffusion.prepare.shard_rewriting import found_keys, remove_scanned, scan, superseded
+    from diffusion.prepare.shard_rewriting import remove_scanned, scan, superseded
     from diffusion.storage.places import place_at
 
     if options.hash or options.image or options.purge or options.latents or options.keep_old_shards:
@@ -187,7 +187,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
     if not options.dry_run:
         folder.delete(superseded(folder, options.dataset))
     scanned = scan(folder, options.dataset, set(keys), scratch)
-    missing = sorted(set(keys) - found_keys(folder, scanned, keys))
+    missing = sorted(set(keys).difference(*(found for each in scanned for found in each.holding.values())))
     if missing and not options.missing_ok:
         raise UserError(
             printable(f'{options.dataset}: no sample has these keys, so nothing was removed: {_some(missing)}; ')
@@ -195,7 +195,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
         )
     for each in scanned:
         if each.holding:
-            samples = sum(each.holding.values())
+            samples = sum(map(len, each.holding.values()))
             verb = 'would remove' if options.dry_run else 'removing'
             print(f'{options.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
     if options.runs_dir is not None and any(each.holding for each in scanned):

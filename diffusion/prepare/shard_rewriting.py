@@ -141,14 +141,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ScannedFolder:
-    """Folder of shards, with the number of samples to remove from each shard."""
+    """Folder of shards, with the samples to remove from each shard."""
 
     name: str
     """Path relative to the dataset; empty for the dataset itself."""
     index: Versioned
     """Content and version of its index.json."""
-    holding: dict[str, int] = field(default_factory=dict)
-    """Number of samples to remove by file name of the shard, only for shards with such samples."""
+    holding: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of the samples to remove by file name of the shard, only for shards with such samples."""
 
     def path(self, file: str) -> str:
         return joined(self.name, file)
@@ -159,7 +159,7 @@ class ScannedFolder:
 
 
 def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
-    """Count, by shard, samples that have one of the keys, in all folders of shards at a path or URL."""
+    """Find, by shard, samples that have one of the keys, in all folders of shards at a path or URL."""
     found = indexed_folders(folder, place)
     if not found:
         raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
@@ -168,21 +168,10 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
             file = entry['raw_data']['basename']
             path = folder.fetch(each.path(file))
             check_shard(path, entry, f'{folder}/{each.path(file)}')
-            count = sum(key in keys for key in keys_of(path, entry))
-            if count:
-                each.holding[file] = count
+            if holding := [key for key in keys_of(path, entry) if key in keys]:
+                each.holding[file] = holding
             elif path.is_relative_to(scratch):
                 path.unlink()  # removes the downloaded copy of a shard without such samples
-    return found
-
-
-def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str]) -> set[str]:
-    found: set[str] = set()
-    for each in scanned:
-        for entry in each.entries:
-            file = entry['raw_data']['basename']
-            if file in each.holding:
-                found |= set(keys_of(folder.fetch(each.path(file)), entry)) & set(keys)
     return found
 
 

@@ -41,7 +41,7 @@ class BenchmarkQuestion:
     def instruction(self) -> Instruction:
         """The instruction for a language model that sees the image; the question replaces {caption}.
 
-        An answer that goes on as another number, such as 1.5, or names a second choice, as in yes and no, is unusable.
+        An answer that is another number, such as 1.5 or -1, or names a second choice, as in yes and no, is unusable.
         """
         pattern = '|'.join(re.escape(each) for each in sorted(self.choices, key=len, reverse=True))
         other = rf'(?!\1(?!\w))(?:{pattern})'
@@ -52,7 +52,7 @@ class BenchmarkQuestion:
             text=f'{PLACEHOLDER}\nAnswer with one of these choices only: {", ".join(self.choices)}',
             with_caption=True,
             script='any',
-            answer=rf'(?i)\A\W*({pattern})(?!\w|[.,:/-]\d|{both})',
+            answer=rf'(?i)\A\W*(?<![-\u2212](?=\d))({pattern})(?!\w|[.,:/-]\d|{both})',
         )
 
     def is_right(self, answer: str | None) -> bool:

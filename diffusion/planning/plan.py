@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from diffusion.config.device_checks import check_devices
 from diffusion.config.load import RecipeError, load
+from diffusion.config.model_checks import trains_on_pairs
 from diffusion.errors import UserError
 from diffusion.planning import checkpoints, published_runs, throughput
 from diffusion.planning.checkpoints import Resilience, Sizes
@@ -259,7 +260,8 @@ def _setup(phase: Phase, given: Assumptions) -> Setup:
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
-    if not phase.model.is_latent_diffusion or phase.model.is_on_pixels or phase.alignment is not None:
+    is_on_latents = phase.model.is_latent_diffusion and not phase.model.is_on_pixels
+    if not is_on_latents or phase.alignment is not None or trains_on_pairs(phase.recipe):
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:
         # If the text encoder is trained, its output changes and cannot be stored.

@@ -311,6 +311,8 @@ def _check_encoding(encoding: Encoding, phase: Phase) -> None:
         raise UserError(f'--stored {encoding}: {phase.recipe.model.name} trains on images; use --stored pictures')
     if model.is_on_pixels:
         raise UserError(f'--stored {encoding}: the model is on pixels; use --stored pictures')
+    if trains_on_pairs(phase.recipe):
+        raise UserError(f'--stored {encoding}: diffusion_dpo trains on pairs of images; use --stored pictures')
 
 
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:

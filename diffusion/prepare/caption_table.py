@@ -14,7 +14,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_keyed_captions
 from diffusion.prepare.dataset_choice import DatasetListing
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.file_listing import File, as_utf8, is_inside
+from diffusion.prepare.file_listing import File, as_utf8, is_inside, is_pattern
 from diffusion.prepare.hub_repository import Hub
 from diffusion.prepare.source import (
     DivisibleSource,
@@ -59,6 +59,9 @@ class CaptionTable:
 
     @cached_property
     def listing(self) -> DatasetListing:
+        path = Path(self.location)
+        if path.parent.is_dir() and not path.exists() and not is_pattern(path.name) and len(path.parts) > 1:
+            raise UserError(f'captions: {path} does not exist; write it with diffusion caption, or name another folder')
         return DatasetListing.open(self.location, Hub(self.token_variable))
 
     @cached_property

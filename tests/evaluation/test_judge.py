@@ -46,8 +46,8 @@ def test_answers_count_if_those_of_all_ancestors_are_right_on_500_graphs() -> No
 
 def test_an_answer_is_read_only_if_it_is_one_choice() -> None:
     numbers = BenchmarkQuestion('How many?', ('1', '2'), '1', 'counting', 1).instruction
-    said = ('1', '1.', '**1** dog', '1, or one', '1.5', '1-2', '1 or 2', '12')
-    assert [numbers.parsed(each) for each in said] == ['1'] * 4 + [None] * 4
+    said = ('1', '1.', '**1** dog', '1, or one', '- 1', '1.5', '1-2', '1 or 2', '12', '-1', '**\u22121**')
+    assert [numbers.parsed(each) for each in said] == ['1'] * 5 + [None] * 6
     said = ('yes', 'Yes, and there is no doubt.', 'Yes. Yes.', 'yes and no', 'Yes/No', 'no, or yes.', 'yesterday')
     parsed = [question(1).instruction.parsed(each) for each in said]
     assert parsed == ['yes', 'Yes', 'Yes', None, None, None, None]

@@ -193,6 +193,10 @@ def test_pairs_are_two_images_with_a_pass_of_the_reference_each(recipe, passes):
     assert any('both of its images are trained' in note for note in pairs.notes)
     memory, single = (memory_of(each, Setup(8, 8, each.recipe.parallelism)) for each in (pairs, plain))
     assert (memory.activations, memory.batch) == (2 * single.activations, 2 * single.batch)
+    phases = make_plan([plain, pairs], Assumptions(A100, 8), gpus=GPUS).phases
+    assert [len(each.alternatives) for each in phases] == [3, 1], 'training on pairs reads no stored latents'
+    with pytest.raises(ValueError, match='--stored latents: diffusion_dpo trains on pairs of images'):
+        phase(YAMLS / recipe, [*options, *dpo], encoding='latents')
     copied = 0 if recipe == 'lora.yaml' else 4 * plain.trained_parameters
     assert memory.encoders == single.encoders + copied
 

@@ -131,11 +131,13 @@ def test_changed_table_is_another_input(tmp_path: Path) -> None:
         ('caption\na cat\n', "t.csv line 1: has no column 'key' or '__key__'.*rename the right one"),
         ('key,caption\n1,a cat\n', "t.csv line 1: has no column 'short', only"),
         (None, 'captions: .* has no .parquet, .csv, .jsonl files; give tables with short, long'),
+        ('', 'captions: .*/t does not exist; write it with diffusion caption'),
     ],
 )
 def test_mistakes_in_a_table_are_reported_before_the_work(tmp_path: Path, table: str | None, message: str) -> None:
     folder = write_files(tmp_path / 'in', SOURCES['webdataset'])
-    write_files(tmp_path / 't', {'README.md': ''} if table is None else {'t.csv': table})
+    if table != '':
+        write_files(tmp_path / 't', {'README.md': ''} if table is None else {'t.csv': table})
     with pytest.raises(UserError, match=message):
         prepare(settings_of(settings('webdataset', folder, str(tmp_path / 't'), tmp_path / 'out')), run=here)
     assert not (tmp_path / 'out.work').exists()

@@ -53,8 +53,7 @@ def test_valid_recipe_is_printed_and_timed(write, capsys):
     path = write(GOOD)
     out = output_of(capsys, 'check', path, 'seed=3')
     assert all_values(load(write(out, 'printed.yaml'))) == all_values(load(path, ['seed=3']))
-    assert out.splitlines()[-1].startswith('# ')
-    assert ': ok, checked in ' in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith(f'# {path}: ok, checked in ')
     note, last = output_of(capsys, 'check', path, '--quiet').splitlines()
     assert note == '# not looked at: data in object stores (streams.a); add --data' and ': ok, checked in ' in last
 
@@ -73,6 +72,8 @@ def test_number_of_gpus_is_checked_on_request(write, capsys):
     output_of(capsys, *words)
     error = refusal(capsys, *words, 'loader.num_canonical_nodes=64')
     assert '64 cannot be split evenly over 12 nodes; use 192' in error
+    error = refusal(capsys, *words, 'parallelism.strategy=fsdp2', 'parallelism.replicas=5')
+    assert 'parallelism.replicas: 5 do not divide 96 devices; use 4' in error
 
 
 def test_missing_values_are_printed_and_listed_with_their_description(capsys):
@@ -100,14 +101,8 @@ def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
         (['prepare', 'foldr', 'photos'], "prepare: error: there is no source 'foldr'; did you mean 'folder'?"),
         (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
         (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, pack, pairs, remove"),
-        (
-            ['check', 'a.yaml', '--strickt'],
-            'check: error: there is no option --strickt; did you mean --strict?',
-        ),
-        (
-            ['check', 'a.yaml', '--seed=3'],
-            'no option --seed=3; write values of the recipe without dashes: seed=3',
-        ),
+        (['check', 'a.yaml', '--strickt'], 'check: error: there is no option --strickt; did you mean --strict?'),
+        (['check', 'a.yaml', '--seed=3'], 'no option --seed=3; write values of the recipe without dashes: seed=3'),
         (['prepare', '.', '--out', 'x'], 'for a folder of images, write diffusion prepare folder .'),
         ([], 'the following arguments are required: COMMAND'),
     ],
@@ -141,10 +136,12 @@ def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
     assert refusal(capsys, 'check', path).startswith(f'error: {path}')
 
 
-def test_local_data_that_is_absent_or_too_small_is_listed(local, capsys):
+def test_local_data_that_is_absent_or_too_small_is_listed(local, tmp_path, capsys):
+    (tmp_path / 'index.json').write_text('{"shards": [{"samples": 0, "raw_data": {"bytes": 0}}]}')
     assert ': ok, checked in ' in output_of(capsys, 'check', local, '--quiet', '--strict')
     for override, problem in (
         ('streams.a.local=/nope', 'streams.a.local: /nope has no index.json'),
+        (f'streams.a.local={tmp_path}', f'streams.a.local: {tmp_path} has no samples'),
         ('streams.a.resolution=64', 'streams.a.resolution: 64x64, but the images in'),
     ):
         out = output_of(capsys, 'check', local, override, '--quiet')
@@ -157,6 +154,7 @@ def test_local_data_that_is_absent_or_too_small_is_listed(local, capsys):
     [
         (['trainer.max_duration=5000ba'], ''),
         (['trainer.max_duration=5001ba'], '40 images are seen 1,000 times each in 5,001 batches of 8'),
+        (['trainer.max_duration=60sec'], ''),
         (['global_batch=41'], 'a batch of 41 repeats some of the 40 images'),
         (['global_batch=40', 'trainer.max_duration=1000ep'], ''),
     ],
@@ -182,6 +180,9 @@ def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, c
         ('streams.a.aspects=true', f'streams.a.remote: {url} has no buckets.json'),
     ):
         assert problem in refusal(capsys, *words, override, '--strict')
+    store.put(url, 'manifest.json', b'{}')
+    latents = ['dataset.name=latents', 'model={name: tiny_prx, representation_alignment: {encoder: x, block: 1}}']
+    assert 'the latents of streams.a have none' in refusal(capsys, *words, *latents, '--strict')
     store.fail('index.json', 503)
     assert main([*words, 'streams.a.download_retry=0']) == FAILED
     assert f'error: {url}/index.json: cannot be read, tried 1 time' in capsys.readouterr().err
@@ -198,6 +199,7 @@ ROOT = Path(__file__).parents[1]
         ('diffusion da', {'data'}),
         ('diffusion data lo', {'look'}),
         ('diffusion plan --gp', {'--gpu', '--gpus', '--gpus-file'}),
+        ('diffusion profile yamls/phase1.yaml --out yamls/f', {'yamls/finetune.yaml'}),
         ('diffusion check yamls/phase1', {'yamls/phase1.yaml', 'yamls/phase1-latents.yaml'}),
     ],
 )

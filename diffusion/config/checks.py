@@ -91,18 +91,17 @@ def check_components(recipe: Recipe) -> list[Problem]:
             problems.append(Problem(where, what))
         else:
             problems += registry.check_keywords(where, kind, name, kwargs, supplied=SUPPLIED.get(kind, ()))
+    if isinstance(recipe.trainer, dict):
+        problems += [
+            Problem(join('trainer', key), f'belongs in another section; set {SET_IN_OTHER_SECTIONS[key]}')
+            for key in recipe.trainer
+            if key in SET_IN_OTHER_SECTIONS
+        ]
+        rest = {key: value for key, value in recipe.trainer.items() if key not in SET_IN_OTHER_SECTIONS}
+        problems += registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
     # Drop type errors of durations that are bare numbers: they suggest quotes, but `check_recipe` suggests units.
     numbers = {where for where, value in _durations(recipe) if not isinstance(value, str) and duration_problem(value)}
-    problems = [problem for problem in problems if problem.where not in numbers]
-    if not isinstance(recipe.trainer, dict):
-        return problems
-    problems += [
-        Problem(join('trainer', key), f'belongs in another section; set {SET_IN_OTHER_SECTIONS[key]}')
-        for key in recipe.trainer
-        if key in SET_IN_OTHER_SECTIONS
-    ]
-    rest = {key: value for key, value in recipe.trainer.items() if key not in SET_IN_OTHER_SECTIONS}
-    return problems + registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
+    return [problem for problem in problems if problem.where not in numbers]
 
 
 def keyword_types(recipe: Recipe) -> dict[str, str]:

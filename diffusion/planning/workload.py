@@ -394,11 +394,10 @@ def _local_samples(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float
         return None, None
     folder = Path(location)
     try:
-        if not stream.aspects:
-            count, size = _index(folder)
-            return {stream.image_shape: count}, size
-        shapes = list(read_buckets(folder))
-        found = {shape: _index(folder / str(shape)) for shape in shapes}
+        if stream.aspects:
+            found = {shape: _index(folder / str(shape)) for shape in read_buckets(folder)}
+        else:
+            found = {stream.image_shape: _index(folder)}
     except (OSError, ValueError, KeyError, TypeError):
         return None, None  # `diffusion check` and the run itself report missing or damaged shards
     return {shape: count for shape, (count, _) in found.items() if count}, sum(size for _, size in found.values())

@@ -73,7 +73,7 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
     )
     if settings.strategy == 'ddp':
         text += ', and runs no hooks in Python during forward and backward pass'
-    elif any(fit.setup.label == 'ddp' and not fit.fits for fit in fits):
+    else:  # on several devices, ddp is among the strategies, and recommended wherever it fits
         text += '; ddp does not fit'
     if best is fits[0]:
         return f"{text} (the recipe's)"

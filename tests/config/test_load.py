@@ -230,31 +230,20 @@ WRONG_CONTENTS = {
     'optimizer: {name: adamw, params: 1}': 'optimizer.params: is set by the program; remove it',
     'trainer: {precision: fp32}': 'trainer.max_duration: is missing; set how long to train',
     'trainer: {max_duration: 8 batches}': "trainer.max_duration: '8 batches' is not a duration; write",
-    'streams: {a: {local: x, resolution: 60}}': 'streams.a.resolution: 60 is not a multiple of 8',
+    'streams: {a: {local: x, resolution: 60}}': 'streams.a.resolution: 60 is not a multiple of 8 pixels; use 64',
     'streams: {a: {local: x, resolution: 64, shape: 60x64}}': "streams.a.shape: '60x64': sides must be",
     'model: {name: sd2, resolution: 60}': 'model.resolution: 60 is not a positive multiple of 8; use 56 or 64',
     'scheduler: {name: linear_with_warmup, t_warmup: 100}': 'scheduler.t_warmup: 100 has no unit; write 100ba',
     "scheduler: {name: multi_step_with_warmup, t_warmup: 10ba, milestones: ['20']}": "milestones: '20' is not a dura",
     'algorithms: {ema: {ema_start: 100}}': 'algorithms.ema.ema_start: 100 has no unit; write 100ba',
-    'global_batch: 33, device_train_microbatch_size: 16': (
-        'device_train_microbatch_size: 16 does not divide .* of global_batch=33 on any .*; use 11, or .* of 32 or 48'
-    ),
+    'global_batch: 33, device_train_microbatch_size: 16': '16 does not divide .* on any .*; use 11, or .* of 32 or 48',
     'callbacks: {image_grid: {prompts: [a], num_inference_steps: 1001}}': 'steps: 1001 is .*; use 1 to 1000',
     'streams: {a: {resolution: 64}}': 'streams.a: has neither remote nor local; give the folder',
     'streams: {}': 'streams: is empty; training needs at least one stream',
-    'streams: {a: {local: x, resolution: 64, proportion: 1.0}, b: {local: y, resolution: 64}}': (
-        'streams: b: no proportion, but other streams have one; set it for all streams or none'
-    ),
     'streams: {a: {local: x, resolution: 64, repeat: 2.0, choose: 5}}': 'repeat and choose are mutually exclusive',
     'imports: [no_such_module_here]': r'imports\[0\]: no_such_module_here cannot be imported',
     "name: '${nmae}'": 'nmae',
     'model: {name: autoencoder}, task: generate': 'model.name: autoencoder does not generate images from prompts',
-    'model: {name: tiny, objective: {path: flow}}, callbacks: {image_grid: {noise_scheduler: pndm}}': (
-        "callbacks.image_grid.noise_scheduler: 'pndm' cannot sample a flow"
-    ),
-    'callbacks: {loss_guard: {action: skip}}, trainer: {max_duration: 8ba, precision: amp_fp16}': (
-        r'loss_guard\.action: skip .* amp_fp16'
-    ),
     'init_from: {from: hf://org/name}': 'init_from.revision: is missing: the files of hf://org/name may change; set',
     'init_from: {from: hf://org/name, revision: main}': r"init_from.revision: 'main' is not a commit; .* 40 hex",
     f'init_from: {{from: hf://name, revision: {COMMIT}}}': "init_from.from: 'hf://name' is not .* repository; write",
@@ -265,9 +254,21 @@ WRONG_CONTENTS = {
     'lora: {rank: 0}, init_from: runs/a': 'lora.rank: 0 is less than 1; 4 to 64 are common',
     'lora: {alpha: -1}, init_from: runs/a': r'lora.alpha: -1(\.0)? is not positive; use the rank, for a factor of 1',
     'lora: {targets: []}, init_from: runs/a': 'lora.targets: is empty, so nothing would be trained',
+    "lora: {targets: ['']}, init_from: runs/a": 'lora.targets: has an empty name',
+    'lora: {}, init_from: a, model: {name: tiny_prx, mup_base_width: 64}': 'mup_base_width: lora trains updates of oth',
     'lora: {}': 'lora: trains updates of published weights; set init_from',
     'lora: {}, init_from: runs/a': 'model.train_text_encoder: .*text encoder is frozen; set false',
     'lora: {}, init_from: runs/a, model: {name: autoencoder}': 'lora: the model autoencoder has no denoiser',
+    'algorithms: {diffusion_dpo: null}, init_from: runs/a': 'dataset.name: image_text has no pairs of images',
+    'model: {name: tiny_prx}, algorithms: {tread: {fraction: 1, start: -1}}': '(?s)fraction: 1 is.*start: -1 is neg',
+    'algorithms: {contrastive_flow_matching: {weight: 1}}': r'(?s)weight: 1 is not in \(0, 1\).*: needs a flow',
+    'algorithms: {contrastive_flow_matching: null}, model: {name: autoencoder}': 'has no denoiser; remove the algorit',
+    'model: {name: tiny_prx, representation_alignment: {block: 6, weight: 0}}': '(?s)block 6; .* 0 to 5.*weight: 0 is',
+    'model: {name: tiny_prx, representation_alignment: {hidden_size: 0, spatial_norm: 2}}': '(?s)size: 0 is.*norm: 2 i',
+    'model: {name: tiny_prx, perceptual_losses: {lpips_weight: -1, lpips_scale: 2}}': '(?s)-1 is neg.*scale: 2 is not',
+    'model: {name: tiny_prx, perceptual_losses: {features_side: 0}}': 'features_side: 0 is not positive; 224 is the',
+    'evaluators: {image_metrics: {metrics: [fid, fid], size: [1]}}': '(?s)names a metric twice.*size: .1. is not a pai',
+    'evaluators: {image_metrics: {guidance_scales: [1, 1], num_images: 0}}': '(?s)list of different.*images: 0 is less',
 }
 """Sections of a file with a mistake, and the pattern of its message."""
 WRONG_FILES = {
@@ -275,24 +276,46 @@ WRONG_FILES = {
     'name: run\nmodel:\n\tname: tiny\n': 'recipe.yaml:3:1: .*indent with spaces',
     'extends: nowhere.yaml\n': r'extends: .*nowhere.yaml does not exist',
 }
+FSDP2 = 'parallelism.strategy=fsdp2'
 WRONG_OVERRIDES = {
     'device_train_microbatch_size=auto': "'auto' is not an integer",
     'trainer.save_filename=x.pt': "applies only to Composer's own checkpoints; this run saves to .*: remove it",
     'trainer.optimizers=3': 'trainer.optimizers: belongs in another section; set optimizer',
     'trainer.max_duration=5': r'trainer.max_duration: 5 has no unit; write 5ba \(batches\) or 5ep \(epochs\)',
+    'trainer.max_duration=1.5': 'trainer.max_duration: 1.5 has no unit; write it as 1000ba',
+    'seed=4294967296': r'seed: 4294967296 is not in \[0, 2\*\*32\)',
+    'streams.a.resolution=0': 'streams.a.resolution: 0 is not a multiple of 8 pixels; use 8',
+    'streams.a.proportion=1 streams.b.local=y streams.b.resolution=64': 'streams: b: no proportion, but other streams ',
+    'streams.a.repeat=0': 'streams.a.repeat: 0 is not positive; remove the stream',
+    'streams.a.aspects=true streams.a.shape=64x64': 'streams.a.shape: an `aspects` stream takes its shapes from',
+    'loader.cache_limit=5xb loader.shuffle_seed=-1': "(?s)cache_limit: '5xb' is not a size.*shuffle_seed: -1 is neg",
+    'loader.max_bad_samples=1.0': 'loader.max_bad_samples: 1.0 is not a fraction',
+    'loader.num_canonical_nodes=3 loader.epoch_size=12': '(?s)use 2 or 4, or null.*the global batch of 8; use 8 or 16$',
+    'loader.epoch_size=8 streams.a.choose=4': '(?s)choose or repeat: conflicts with .*choose: 4 is .*; use 8$',
+    'loader.epoch_size=0': 'loader.epoch_size: 0 is not positive; remove it',
+    'parallelism.replicas=0': 'parallelism.replicas: 0 is not positive; 1 shards',
+    f'{FSDP2} optimizer.name=decoupled_adamw callbacks.optimizer_monitor={{}}': 'optimizer_monitor: .*cannot combine',
+    f'{FSDP2} speed.cuda_graphs=true parallelism.activation_checkpointing=true': '(?s)fsdp2 moves.*graph cannot leave',
+    'speed.encode_batch_size=0': 'speed.encode_batch_size: 0 is not positive',
+    'trainer.device=gpu callbacks.loss_guard.action=skip': 'callbacks.loss_guard.action: skip does not support',
+    'trainer.precision=amp_fp16 callbacks.loss_guard.action=skip': 'callbacks.loss_guard.action: skip .* amp_fp16',
+    'evaluators_interval=10ba': '(?s)needs evaluators, which are empty.*needs eval_streams, which are empty',
+    'checkpointing.tiers.disk.save_interval=10x': '(?s)disk.folder: is missing.*is not a duration.* a time such as',
+    'task=precompute': '(?s)precompute.streams: is empty.*precompute.out: is missing',
+    'task=evaluate': 'eval_streams: is empty; evaluation needs',
+    'task=generate': 'generate.prompts: is empty; add',
     'trainer.device=gpus': "trainer.device: 'gpus' is not supported; did you mean 'gpu'",
     'trainer.precision=fp16': "trainer.precision: 'fp16' is not supported; did you mean 'amp_fp16'",
     'trainer.device=cpu trainer.precision=amp_bf16': 'trainer.precision: amp_bf16 needs a GPU in',
     'generate.num_inference_steps=0': 'generate.num_inference_steps: 0 is out of range',
-    'task=generate generate.prompts=[a] model.objective.num_train_timesteps=40': (
-        'generate.num_inference_steps: 50 is out of range; use 1 to 40, the number of timesteps'
-    ),
+    'task=generate generate.prompts=[a] model.objective.num_train_timesteps=40': 'steps: 50 is .*; use 1 to 40, the nu',
     'generate.guidance_scale=-1': 'generate.guidance_scale: -1.0 is out of range; use 0 or',
     'generate.guidance_rescale=1.5': 'generate.guidance_rescale: 1.5 is out of range',
+    'generate.num_images_per_prompt=0': 'generate.num_images_per_prompt: 0 is out of range; use 1 or',
+    'generate.snr_shift=0 model.name=tiny_prx': 'generate.snr_shift: 0 is not positive; use 1 for no shift',
     'generate.snr_shift=3': 'generate.snr_shift: 3 shifts the times of a flow, and this model is',
-    'generate.seed=4294967290 generate.prompts=[a,b] generate.num_images_per_prompt=4': (
-        'generate.seed: 4294967290 is out of range; use 0 to 4294967288 for the first of 8 images'
-    ),
+    'generate.seed=4294967290 generate.prompts=[a,b] generate.num_images_per_prompt=4': '4294967288 for the first of 8',
+    'callbacks.image_grid.noise_scheduler=pndm model.name=tiny_prx': "grid.noise_scheduler: 'pndm' cannot sample a fl",
     'generate.noise_scheduler=dimm': "generate.noise_scheduler: 'dimm' is unknown",
 }
 
@@ -304,6 +327,24 @@ def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
     for content, overrides, message in cases:
         with subtests.test(content or overrides), pytest.raises(RecipeError, match=message):
             load(write(content), overrides)
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        'global_batch=2147483648',
+        'seed=0 loader.shuffle_seed=0 loader.max_bad_samples=0.0 loader.num_canonical_nodes=8 loader.epoch_size=8',
+        'seed=4294967295 streams.a.choose=8 generate.seed=4294967295 generate.prompts=[a]',
+        'generate.guidance_scale=0 generate.guidance_rescale=1 generate.num_inference_steps=1',
+        'lora.rank=1 lora.alpha=0.5 init_from=runs/a model.train_text_encoder=false',
+        'checkpointing.keep={last: 1, hourly: 0, daily: 0, every: 1ba}',
+        'trainer.device=gpu trainer.precision=amp_bf16 callbacks.loss_guard.action=skip',
+        'trainer.precision=amp_fp16 callbacks.loss_guard.action=stop',
+        'model.name=tiny_prx algorithms.tread.start=0 algorithms.tread.end=6 algorithms.tread.fraction=0.99',
+    ],
+)
+def test_values_at_their_bounds_are_accepted(write, overrides):
+    load(write({}), re.split(r' (?=\w+[.=])', overrides))
 
 
 def test_numbers_that_are_no_durations_are_accepted(write):
@@ -348,6 +389,7 @@ def test_all_mistakes_are_reported_in_one_error(write):
         (2048, None, None, (128, 8), None),
         (1536, None, None, (96, 8), None),
         (1536, None, 64, (4, 8), None),
+        (40, None, None, (16, 8), r'global_batch: 40 does not .*; use 32 or 48; 1 or 5 nodes of 8 devices .*'),
         (1536, None, 64, (96, 8), r'.*num_canonical_nodes: 64 cannot be split evenly over 12 nodes; use 192 .*'),
         (2048, None, None, (96, 8), r'global_batch: 2048 does not .*; use 2016 or 2112; 8 or 16 nodes .*'),
     ],
@@ -361,10 +403,6 @@ def test_devices_and_nodes_must_suit_the_batch_and_the_order_of_samples(
     assert len(problems) == (message is not None)
     if message:
         assert re.fullmatch(message, problems[0])
-
-
-def test_loss_guard_that_stops_is_accepted_with_amp_fp16(write):
-    load(write({'callbacks': {'loss_guard': {'action': 'stop'}}}), ['trainer.precision=amp_fp16'])
 
 
 def test_missing_local_data_is_found_by_check_paths(write, tmp_path):

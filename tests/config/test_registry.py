@@ -83,7 +83,7 @@ def test_every_name_has_a_signature_without_heavy_imports():
         ('Options', {'speed': 3}, []),
         (
             'Options',
-            {'speed': 3.0, 'direction': 'don'},
+            {'speed': 3, 'direction': 'don'},
             ["here.direction: 'don' is not one of up, down; did you mean 'down'?"],
         ),
         ('anything', {'size': 2, 'color': 'red'}, []),
@@ -189,10 +189,7 @@ def test_registering_something_else_than_a_component_is_an_error(target):
 
 
 NO_DATASETS = {
-    'of torch': (
-        'class Mine(Dataset): ...',
-        'Mine is not a subclass of diffusion.BucketedDataset: the con',
-    ),
+    'of torch': ('class Mine(Dataset): ...', 'Mine is not a subclass of diffusion.BucketedDataset: the con'),
     'without item': ('class Mine(BucketedDataset): ...', r'no method item\(sample, index\): the constructor takes'),
     'own arguments': (
         'class Mine(BucketedDataset):\n    def __init__(self, root, batch_size=1): ...\n    def item(self): ...',

@@ -156,6 +156,7 @@ def change(name: str, *overrides: str):
             Effect.FIXED,
         ),
         (['seed=3', 'model.seed=17'], 'seed 17 -> 3', Effect.FIXED),
+        (['seed=3'], 'seed 17 -> 3', Effect.FIXED),
         (['generate.negative_prompt="two\nlines"'], r'generate.negative_prompt "" -> "two lines"', Effect.APPLIED),
         (['scheduler.alpha_f=0'], None, None),
     ],

@@ -74,12 +74,10 @@ def test_plan_counts_the_encoder_of_flux2_by_the_name_of_its_repository():
 
 
 def test_missing_counts_are_made_once_with_a_message(requests, capsys, tmp_path):
-    from diffusion.config.image_shapes import square
-
     model = ModelCosts(Component('tiny', TINY))
     model.count([square(64)], [(square(64), 'float32')])
     message = capsys.readouterr().err
-    assert message.startswith('counting FLOPs and activations of tiny on the meta device, about ')
+    assert message.startswith('counting FLOPs and activations of tiny on the meta device, about 25 s; cached in ')
     assert f'cached in {tmp_path}/cache/tiny-' in message
     again = ModelCosts(Component('tiny', TINY | {'caption_dropout': 0.5, 'resolution': 128, 'vae': None}))
     assert again.trained_flops(square(64)) == model.trained_flops(square(64))

@@ -112,9 +112,10 @@ def test_smaller_microbatches_accumulate_and_halve_activations():
 def test_encoding_together_keeps_the_outputs_of_the_whole_batch():
     together = phase(PHASES[0], [*EAGER, 'speed.encode_batch_size=8'])
     setup = Setup(128, 4, SHARDED)
-    apart, found = memory_of(PHASE1, setup), memory_of(together, setup)
-    assert found.encoding == 2 * apart.encoding
-    assert found.batch - apart.batch == 16 * 4 * (2 * 4 * 32 * 32 + 77 * 1024)
+    assert memory_of(together, setup).encoding == 2 * memory_of(PHASE1, setup).encoding
+    for encoding, elements in (('pictures', 2 * 4 * 32 * 32 + 77 * 1024), ('latents', 77 * 1024), ('latents+text', 0)):
+        apart, found = (memory_of(replace(work, encoding=encoding), setup) for work in (PHASE1, together))
+        assert found.batch - apart.batch == 16 * 4 * elements
     one_microbatch = Setup(128, 16, SHARDED)
     assert memory_of(together, one_microbatch) == memory_of(PHASE1, one_microbatch)
 
@@ -172,6 +173,8 @@ def test_step_of_muon_needs_memory_for_one_batch_of_matrices():
 def test_fused_optimizer_has_no_temporaries():
     plain, fused = (memory_of(phase(PHASES[1], [*EAGER, *more]), Setup(1, 16, DDP)) for more in ([], FUSED))
     assert (plain.step, fused.step) == (4 * SD2, 0)
+    amsgrad = memory_of(phase(PHASES[1], ['optimizer.amsgrad=true', 'model.encoder_dtype=float32']), Setup(1, 16, DDP))
+    assert (amsgrad.optimizer, amsgrad.encoders) == (12 * SD2, 2 * plain.encoders)
     not_fusable = phase(PHASES[1], [*FUSED, 'optimizer.name=decoupled_adamw'])
     assert memory_of(not_fusable, Setup(1, 16, DDP)).step == 4 * SD2
 

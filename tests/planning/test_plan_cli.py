@@ -23,17 +23,26 @@ def as_json(capsys, *words):
 
 def test_plan_of_the_published_recipe(capsys):
     out = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2')
-    for text in (
+    rows = {' '.join(line.split()) for line in out.splitlines()}
+    assert rows >= {
         '128 x a100-80gb (16 nodes), $2.00 per GPU-hour',
-        '865.9 M',
-        '4.81e+21 training FLOP',
-        'published for 128 A100s, / 1.4 for online encoders',
-        '13.85 GB',
-        'one failure every 16.5 d',
-        ' 0 B    0 = $0',  # later epochs read from caches without a limit
-        '20,051 A100-hours for training and 3,784 for precomputing: 23,835 in total, $47,670 at $2 per hour',
-    ):
-        assert text in out
+        'phase2 512x512 850,000 2,048 1,740.8 M 865.9 M 2,412.8 + 1,161.8 encoders (x 1.48)',
+        'phase1 8,286 17.9% 1.57 days 4,834 $9,667 published for 128 A100s, / 1.4 for online encoders',
+        'total 7.72 days 23,712 $47,425 4.81e+21 training FLOP',
+        'with saves, failures 7.74 days 23,779 $47,558 goodput 0.997, see Checkpoints',
+        'with allowance 7.65 20.91 6.25 8.84',
+        'largest microbatch 16 of 16 16 of 16 16 of 16 16 of 16',
+        'GB sent per batch 5.15 6.87 6.87 5.36',
+        'latents and text 223.33 kB 67.00 TB 388.78 TB 1.03 0.0641 5.11 days $31,371 $4,402',
+        'phase2 1 18.63 TB 1.11 M = $0.44 $1,677 0 B 0 = $0 $0',  # later epochs read from caches without a limit
+        'Checkpoints, with one failure every 16.5 d',
+        'phase2 3.46 GB 10.39 GB 13.85 GB 865.91 MB 4.3 s 5,619ba = 58.5 min 0.997 10000ba = 104.1 min, '
+        'goodput 0.997 85 = 1.18 TB',
+        '- phase1: assumed 790 M distinct images, as published; change it with --samples',
+        '- MosaicML reported 20,051 A100-hours for training and 3,784 for precomputing: 23,835 in total, $47,670 at $2 '
+        'per hour; its training took 18% longer than its throughput, from which this plan is made, predicts',
+    }
+    assert '\n  phase1   0.997 every 41.2 min  0.997 every 50.7 min  0.999 every 11.3 min' in out, 'aligned'
     assert 'WARNINGS' not in out
 
 
@@ -53,7 +62,8 @@ def test_plan_of_the_published_recipe(capsys):
 )
 def test_first_line_gives_faster_settings_and_what_the_plan_says_of_them(capsys, name, words, line):
     words = [str(YAMLS / f'{name}.yaml'), *words]
-    assert line in planned(capsys, *words).splitlines()[0]
+    out = planned(capsys, *words)
+    assert line in out.splitlines()[0] and 'goodput 0.99' in out.partition('Memory')[0] and 'recommended' not in out
     faster = as_json(capsys, *words)['phases'][0]['faster']
     pasted = as_json(capsys, *words, *faster['settings'])['phases'][0]
     assert (pasted['training'], pasted['expected']) == (faster['training'], faster['expected'])
@@ -196,7 +206,7 @@ def test_overrides_apply_to_every_recipe_in_any_position(capsys):
 
 def test_json_has_finite_numbers_and_all_strategies_and_encodings(capsys):
     plan = as_json(capsys, *BOTH, '--gpu', 'b200', '--gpus', '8', '--torch', '2.9')
-    assert plan['total']['usd'] is None
+    assert plan['total']['usd'] is None and 'the price of the b200 is unknown' in plan['warnings'][0]
     phase = plan['phases'][0]
     assert [fit['strategy'] for fit in phase['memory']] == ['fsdp2 SHARD_GRAD_OP', 'ddp', 'fsdp2 FULL_SHARD']
     assert [data['encoding'] for data in phase['data']] == ['pictures', 'latents', 'latents+text']
@@ -223,16 +233,18 @@ def test_recipe_that_does_not_fit_gets_settings_that_do(capsys):
     words = [BOTH[1], '--gpu', 'a10g', '--gpus', '8', 'device_train_microbatch_size=64']
     plan = as_json(capsys, *words)
     assert not plan['phases'][0]['memory'][0]['fits']
-    assert 'phase2 does not fit: ' in planned(capsys, *words)
+    message = 'phase2 does not fit: needs 60.4 GiB of 22.0 GiB at microbatch 64; use device_train_microbatch_size=8, or'
+    out = ' '.join(planned(capsys, *words).split())
+    assert message in out and 'largest microbatch 8 of 256 does not fit none does not fit 8 of 256 does not fit' in out
     smaller = next(way for way in plan['phases'][0]['ways_out'] if way.startswith('device_train_microbatch_size='))
     assert as_json(capsys, *words[:-1], smaller)['phases'][0]['memory'][0]['fits']
 
 
 def test_launch_bound_model_and_impossible_speed_warn(capsys):
     out = planned(capsys, str(YAMLS / 'quickstart.yaml'))
-    assert 'is faster than kernels can be launched' in out
+    assert 'is faster than kernels can be launched' in out and '8 x h100-sxm (one node)' in out
     out = planned(capsys, BOTH[0], '--gpu', 'a100-80gb', '--images-per-second', '99999', '--gpus', '8')
-    assert 'of the peak is not possible' in out
+    assert 'of the peak is not possible' in out and 'is faster than kernels' not in out
 
 
 @pytest.mark.parametrize('recipe', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
@@ -272,27 +284,38 @@ def test_plot_is_a_png_with_the_colors_of_both_phases(capsys, tmp_path, monkeypa
     from matplotlib.text import Text
     from PIL import Image
 
-    texts: set[str] = set()
+    drawn: list[Any] = []
     save: Any = Figure.savefig
 
     def savefig(figure: Any, *args: Any, **keywords: Any) -> None:
-        texts.update(each.get_text() for each in figure.findobj(Text))
         save(figure, *args, **keywords)
+        drawn.append(figure)
 
     monkeypatch.setattr(Figure, 'savefig', savefig)
     out = tmp_path / 'new' / 'plan.png'
     planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2', '--png', str(out))
     with Image.open(out) as image:
-        assert image.format == 'PNG'
+        assert (image.format, image.size) == ('PNG', (1500, 630))
         colors = {color for _, color in image.convert('RGB').getcolors(1 << 20) or []}
         assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)} <= colors
     assert [path.name for path in out.parent.iterdir()] == ['plan.png']
-    assert {'training days', 'dollars at $2.00 per GPU-hour'} <= texts
+    texts = {each.get_text() for each in drawn[0].findobj(Text)}
+    assert {'training days', 'dollars at $2.00 per GPU-hour', 'number of a100-80gb', '$10k', '120', 'phase2'} <= texts
+    left, right = drawn[0].axes
+    assert [each.get_text() for each in left.texts] == ['114', '56.6', '28.1', '14.2', '7.7']
+    assert [each.get_text() for each in right.texts] == ['$43.7k', '$43.5k', '$43.1k', '$43.6k', '$47.4k']
+    for labels in (left.texts, right.texts, left.get_xticklabels()):
+        assert [each.get_weight() for each in labels] == [*['normal'] * 4, 'bold']
+    planned(capsys, BOTH[0], '--gpu', 'b200', '--torch', '2.9', '--gpus', '128', '--png', str(out))
+    left, right = drawn[1].axes
+    assert (left.texts[-1].get_text(), right.texts[-1].get_text(), left.get_legend()) == ('0.71', '2,171', None)
+    assert right.get_title(loc='left') == 'GPU-hours' and '1,000' in {e.get_text() for e in right.get_yticklabels()}
 
 
 def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
-    from diffusion.planning.cost_plot import counts_around
-    from tests.planning.recipes import both, phase
+    from diffusion.planning.cost_plot import costs_at, counts_around
+    from diffusion.planning.throughput import Assumptions
+    from tests.planning.recipes import A100, both, phase
 
     assert counts_around(both(), 128) == [8, 16, 32, 64, 128]
     odd = phase(overrides=['global_batch=1920'])
@@ -301,6 +324,29 @@ def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
     assert counts_around([small], 3) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     huge = phase(overrides=['global_batch=65536', 'device_train_microbatch_size=1'])
     assert 32_768 in counts_around([huge], 32_768)
+    given = Assumptions(A100, 8, images_per_second=1000)
+    four, sixteen = (costs_at(both(), given, gpus) for gpus in (4, 16))
+    assert sixteen[0].hours == four[0].hours / 4 == pytest.approx(550_000 * 2048 / 2000 / 3600)
+
+
+def test_amounts_have_the_unit_that_fits_their_size():
+    from diffusion.planning import amounts
+    from diffusion.planning.throughput import Cost
+
+    for form, expected in (
+        (amounts.run_time, {24_000: '1,000.00 days', 2.4: '0.10 days', 2.3: '2.3 hours', 1: '1.0 hours'}),
+        (amounts.run_time, {0.5: '30.0 minutes', 1 / 60: '1.0 minutes', 0.01: '36 seconds'}),
+        (amounts.duration, {172_800: '2.0 d', 7200: '2.0 h', 120: '2.0 min', 119: '119.0 s', 0.1: '0.1 s'}),
+        (amounts.duration, {0.029: '29 ms', 0: '0.0 s'}),
+        (amounts.usd, {0: '$0', 0.005: 'under $0.01', 0.01: '$0.01', 9.99: '$9.99', 10: '$10', 1000: '$1,000'}),
+        (lambda hours: amounts.gpu_hours(Cost(0, hours, None)), {0: '0', 0.005: 'under 0.01', 0.01: '0.01', 10: '10'}),
+        (
+            amounts.size,
+            {1e15: '1.00 PB', 1e12: '1.00 TB', 1e9: '1.00 GB', 1e6: '1.00 MB', 1e3: '1.00 kB', 999: '999 B'},
+        ),
+        (amounts.count, {999_999: '999,999', 1e6: '1.0 M'}),
+    ):
+        assert {each: form(each) for each in expected} == expected
 
 
 def test_small_run_is_planned_in_units_that_fit(capsys):

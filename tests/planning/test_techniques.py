@@ -221,10 +221,12 @@ def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys
     out = output_of(capsys, 'plan', *words)
     for text in (
         '$1,536  PRX Part 3: 24 hours on 32 h200 at $2.00, all 2 stages',
-        'Techniques, speedrun: what 63',
-        'without TREAD',
+        'Techniques, speedrun: what 634 GPU-hours, $1,268 buy at equal MFU',
+        'without TREAD                       +495.0      x 0.82   84.2 M   82,246  x 0.81, 81,098 batches (1.33',
         'without Muon',
-        '3.95 batches/s without, 3.46 with, with DINOv3 ViT-L',
+        'x 1.14, 114,162 batches (3.95 batches/s without, 3.46 with, with DINOv3 ViT-L)',
+        '14.36 GB               3.59 GB        18 s  20,037ba = 4.0 h',
+        'speedrun, speedrun_1024: the number of distinct images is unknown; storage and precomputing assume',
         'assumed 10.4% of peak: PRX Part 3 (Photoroom 2026)',
     ):
         assert text in out
@@ -276,7 +278,9 @@ def test_sizes_of_published_encoders_are_those_of_transformers(tmp_path):
     """The numbers of parameters are the published ones; an unknown repository is taken for DINOv2 base, with a note."""
     from diffusion.models.cost_counting import AlignmentCounter
 
+    assert all(each['hidden_size'] == 64 * each['num_attention_heads'] for each in PUBLISHED_ENCODERS.values())
     millions = {'dinov2-base': 86.6, 'dinov2-giant': 1136.5, 'dinov3-vitl16-pretrain-lvd1689m': 303.1}
+    millions |= {'dinov2-small': 22.06, 'dinov2-with-registers-large': 304.4}
     for name, expected in millions.items():
         sizes = PUBLISHED_ENCODERS[f'facebook/{name}']
         counter = AlignmentCounter(encoder=sizes, hidden_size=8, token_width=8, pixels_per_token=16)

@@ -6,7 +6,7 @@ from shards import write_buckets
 from diffusion.config.image_shapes import Shape, square
 from tests.planning.recipes import PHASES, both, phase, write_recipe, write_sd2_recipe
 
-PHASE1 = phase()
+STORED_TEXT = {'dataset': {'name': 'latents'}, 'precompute': {'latents': 'image+text'}}
 
 
 def write_index(folder, samples, size=1000):
@@ -39,6 +39,7 @@ def test_epoch_size_of_the_recipe_sets_the_length_of_an_epoch(tmp_path):
     ('change', 'message'),
     [
         ({'trainer': {'max_duration': '2ep'}}, 'the number of images per epoch is unknown; pass --samples'),
+        ({'trainer': {'max_duration': '???'}}, 'trainer.max_duration is missing; set the length of training, such as'),
         ({'trainer': {'max_duration': '0.9dur'}}, "trainer.max_duration: '0.9dur' has no known number of batches"),
         ({'trainer': {'max_duration': '7sp'}}, '7sp is less than one batch of 8'),
         ({'global_batch': '???'}, 'global_batch is not set .[?]{3}.; set it'),
@@ -56,17 +57,8 @@ def test_error_names_the_missing_or_wrong_value(tmp_path, change, message):
     [
         ({}, 'pictures'),
         ({'dataset': {'name': 'latents'}}, 'latents'),
-        # tiny trains its text encoder by default
-        ({'dataset': {'name': 'latents'}, 'precompute': {'latents': 'image+text'}}, 'latents'),
-        (
-            {
-                'dataset': {'name': 'latents'},
-                'precompute': {'latents': 'image+text'},
-                'model': {'name': 'sd2', 'resolution': 256},
-                'streams': {'a': {'local': 'x', 'resolution': 256}},
-            },
-            'latents+text',
-        ),
+        (STORED_TEXT, 'latents'),  # tiny trains its text encoder by default
+        (STORED_TEXT | {'model': {'name': 'sd2'}, 'streams': {'a': {'local': 'x', 'resolution': 256}}}, 'latents+text'),
     ],
 )
 def test_stored_form_is_taken_from_the_recipe(tmp_path, change, encoding):

@@ -1,5 +1,6 @@
 """Named rules reject answers that are no captions; prompts and settings with mistakes are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from commands import refusal
 from diffusion.captioning.settings import load_settings
 from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.errors import UserError
+from diffusion.language_models.endpoint import InFlightLimit
 from diffusion.language_models.rejection import rejection
 
 PROMPT = Prompt(
@@ -48,6 +50,43 @@ def test_rules_of_the_prompt_and_of_the_length() -> None:
     assert rejection('cat, mat, window', load_prompt('tags', 'columns.a'), cut_off=False) is None
 
 
+@pytest.mark.parametrize(
+    ('rule', 'last_good', 'bad'),
+    [
+        ('loop', 'a very' + ' very' * 4, 'a very' + ' very' * 5),
+        ('loop', 'it is' + ' red and' * 4, 'it is' + ' red and' * 5),
+        ('loop', 'on' + ' the red wall' * 2, 'on' + ' the red wall' * 3),
+        ('loop', ' '.join([*'abcdefghijklmnopqrstu'] * 3), ' '.join([*'abcdefghijklmnopqrst'] * 3)),
+        ('echo', ' '.join(PROMPT.text.split()[:11]) + ' a cat', 'So: ' + ' '.join(PROMPT.text.split()[-12:])),
+        ('echo', 'this image in one sentence', 'this image in one sentence that'),
+        ('other_language', 'abc д', 'ab д'),
+        ('too_long', ' '.join(f'w{number}' for number in range(40)), ' '.join(f'w{number}' for number in range(41))),
+    ],
+)
+def test_the_limits_of_rules(rule: str, last_good: str, bad: str) -> None:
+    limits = replace(PROMPT, max_words=70 if rule == 'loop' else 40)
+    assert [rejection(answer, limits, cut_off=False) for answer in (last_good, bad)] == [None, rule]
+
+
+def test_the_number_of_requests_in_flight_follows_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr('diffusion.language_models.endpoint.time.monotonic', lambda: now[0])
+    limit = InFlightLimit(10)
+    for _ in range(3):
+        limit.grow()
+    assert limit.value == 10, '8 at first, one more per answer, and at most the maximum'
+    for seconds, expected in ((0.0, 7.0), (0.9, 7.0), (1.0, 4.9)):
+        now[0] = 10 + seconds
+        limit.shrink()
+        assert limit.value == pytest.approx(expected)
+    limit.grow()
+    assert limit.value == pytest.approx(4.9 + 1 / 4.9), 'slower after an overload'
+    for seconds in range(20):
+        now[0] = 20.0 + seconds
+        limit.shrink()
+    assert limit.value == 1
+
+
 def test_the_stored_caption_fills_the_placeholder() -> None:
     prompt = Prompt('x', 1, 'Improve: {caption}', with_caption=True)
     assert prompt.filled('a {cat}') == 'Improve: a {cat}'
@@ -60,6 +99,11 @@ def test_the_stored_caption_fills_the_placeholder() -> None:
         ({'text': 'Improve: {caption}'}, 'add with_caption: true'),
         ({'text': 'Improve: {text}'}, '{text} is not a placeholder'),
         ({'reject': {'a': '('}}, 'is not a regular expression'),
+        ({'version': 0}, 'version: 0 is out of range'),
+        ({'text': ' '}, 'text: is empty'),
+        ({'answer': '[0-9]'}, "answer: '[0-9]' has no group"),
+        ({'answer': '([0-9])', 'scale': [5, 5]}, 'is not the lowest and the highest rating'),
+        ({'scale': [1, 5]}, 'answer: is missing, but scale needs it'),
         ({'texts': 'a'}, 'unknown key'),
     ],
 )
@@ -91,6 +135,12 @@ SETTINGS = {'model': 'm', 'endpoint': 'http://localhost:1/v1', 'columns': {'a': 
             "revision: 'main' is not a commit",
         ),
         ({'max_tokens': 0}, 'max_tokens: 0 is out of range'),
+        ({'temperature': 2.1}, 'temperature: 2.1 is out of range; give 0 to 2'),
+        ({'endpoint': 'http://a/v1/chat/completions/'}, 'must not contain /chat/completions'),
+        ({'token_variable': 'sk-1'}, 'token_variable: is not the name of an environment variable'),
+        ({'columns': {}}, 'columns: is empty'),
+        ({'columns': {'a/b': 'short'}}, "'a/b' is not of letters"),
+        ({'engine': 'transformers'}, 'endpoint: is only for engine: endpoint; remove it'),
         ({'batch_size': 0}, 'batch_size: 0 is out of range'),
     ],
 )

@@ -1,5 +1,6 @@
 """Captions from an endpoint: each image once per prompt, despite faults of the server, kills and shares."""
 
+import itertools
 import json
 import os
 import re
@@ -20,9 +21,12 @@ from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture,
 from commands import output_of, refusal
 from small_networks import write_clip
 
+from diffusion.captioning.caption_run import CaptionRun
+from diffusion.captioning.settings import load_settings
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.evaluation.metrics import TextImageScore
+from diffusion.prepare.work_dir import Share
 from diffusion.storage import caption_tables
 from diffusion.storage.caption_tables import ROWS
 from diffusion.training.components import build_loader
@@ -167,12 +171,28 @@ def test_shares_caption_every_shard_once_and_the_last_lists_the_columns(
     data = write_images(tmp_path / 'data', shards=4, each=3)
     settings = write_settings(tmp_path / 'vlm.yaml', server.url)
     printed = output_of(capsys, 'caption', data, '--with', settings, '--share', '0/2', '--work', tmp_path / 'a')
-    assert 'other shards have no captions yet' in printed
+    assert 'other shards have no captions yet' in printed and 'brief: 6 captions of 5 tokens on average, 0 ' in printed
+    assert len(table_of(data, 'brief')) == len(table_of(data, 'full')) == 6
     assert not (data / 'captions.json').exists()
     output_of(capsys, 'caption', data, '--with', settings, '--share', '1/2', '--work', tmp_path / 'b')
     assert check_tables(data, 12) == 24
     assert set(server.good.values()) == {1}
     assert (data / 'captions.json').exists()
+
+
+def test_ranks_divide_the_share_of_their_machine(
+    tmp_path: Path, server: VlmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(write_settings(tmp_path / 'vlm.yaml', server.url))
+    data = write_images(tmp_path / 'data', shards=7, each=1)
+    asked = []
+    for machine in range(2):
+        for rank in range(3):
+            monkeypatch.setenv('WORLD_SIZE', '3')
+            monkeypatch.setenv('RANK', str(rank))
+            asked.append([task.name for task in CaptionRun(str(data), settings, share=Share(machine, 2)).remaining()])
+    assert sorted(itertools.chain(*asked)) == [f'shard.{number:05d}.mds' for number in range(7)]
+    assert sorted(map(len, asked)) == [1, 1, 1, 1, 1, 2]
 
 
 def test_new_shards_are_captioned_alone(server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

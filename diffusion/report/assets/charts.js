@@ -19,21 +19,12 @@ class Chart {
     this.box = element('div', {class: 'plot', tabindex: '0', role: 'group', onkeydown: event => this.key(event)});
     this.legend = element('div', {class: 'legend'});
     this.position = element('output', {class: 'position'});
-    this.logButton = element(
-      'button',
-      {
-        type: 'button',
-        class: 'small',
-        'aria-pressed': String(this.log),
-        onclick: () => {
-          this.log = !this.log;
-          this.logButton.setAttribute('aria-pressed', String(this.log));
-          this.draw();
-        },
-      },
-      'log',
-      element('span', {class: 'hidden'}, ' scale'),
-    );
+    const changeScale = () => {
+      this.log = !this.log;
+      this.draw();
+      return this.log;
+    };
+    this.logButton = toggleButton(this.log, changeScale, 'log', element('span', {class: 'hidden'}, ' scale'));
     this.table = element(
       'details',
       {class: 'data', ontoggle: () => this.fillTable()},
@@ -129,18 +120,13 @@ class Chart {
   }
 
   stackedCurves() {
-    const used = this.shown.map(series => ({
-      series,
-      x: series.curve.mx || series.curve.x,
-      y: series.curve.my || series.curve.y,
-    }));
+    const used = this.shown.map(series => {
+      const {x, y, mx, my} = series.curve;
+      return {series, x: mx || x, y: my || y};
+    });
     const length = Math.min(...used.map(each => each.x.length));
     if (!used.length || !length) return {tables: [], lines: [], bands: []};
-    const [x] = this.points(
-      used[0].series,
-      used[0].x.slice(0, length),
-      used[0].x.slice(0, length).map(() => 1),
-    );
+    const [x] = this.points(used[0].series, used[0].x.slice(0, length), new Array(length).fill(1));
     const offset = length - x.length;
     const totals = new Array(x.length).fill(0),
       columns = [],
@@ -168,13 +154,11 @@ class Chart {
     this.plot = null;
     const empty = !tables.length;
     this.box.classList.toggle('empty', empty);
-    if (empty) this.box.textContent = 'No values to show.';
-    else this.box.textContent = '';
+    this.box.textContent = empty ? 'No values to show.' : '';
     if (empty || width < 50) return;
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-    const text = cssColor('--muted'),
-      grid = {stroke: cssColor('--grid'), width: 1};
-    const font = '12px system-ui, sans-serif';
+    const grid = {stroke: cssColor('--grid'), width: 1},
+      axis = {stroke: cssColor('--muted'), grid, ticks: grid, font: '12px system-ui, sans-serif'};
     const logX = settings.logX && !this.spec.xTitle;
     const short = values =>
       values.map(value =>
@@ -195,20 +179,14 @@ class Chart {
         },
         axes: [
           {
-            stroke: text,
-            grid,
-            ticks: grid,
-            font,
+            ...axis,
             size: 34,
             ...this.axisTitle(this.xTitle),
             values: (_, values) => values.map(value => (value === null ? '' : shortNumber(value))),
             space: 60,
           },
           {
-            stroke: text,
-            grid,
-            ticks: grid,
-            font,
+            ...axis,
             size: this.axisWidth.bind(this),
             ...this.axisTitle(this.spec.yTitle),
             values: (_, values) => short(values),
@@ -427,13 +405,8 @@ class Chart {
       this.plot.setCursor({left: -10, top: -10});
     } else if (event.key in steps) {
       const now = this.plot.cursor.idx;
-      const index = Math.min(
-        count - 1,
-        Math.max(
-          0,
-          (known(now) && this.plot.cursor.left >= 0 ? now : event.key === 'ArrowRight' ? -1 : count) + steps[event.key],
-        ),
-      );
+      const from = known(now) && this.plot.cursor.left >= 0 ? now : event.key === 'ArrowRight' ? -1 : count;
+      const index = Math.min(count - 1, Math.max(0, from + steps[event.key]));
       this.plot.setCursor({left: this.plot.valToPos(this.plot.data[0][index], 'x'), top: 10});
       event.preventDefault();
     }
@@ -447,10 +420,8 @@ class Chart {
         const {x, y} = series.curve;
         return `${series.label} from ${this.format(y[0])} at ${formatNumber(x[0])} to ${this.format(y[y.length - 1])} at ${formatNumber(x[x.length - 1])}`;
       });
-    this.box.setAttribute(
-      'aria-label',
-      `Chart of ${this.spec.title}: ${texts.join('; ')}. Arrow keys move the cursor.`,
-    );
+    const label = `Chart of ${this.spec.title}: ${texts.join('; ')}. Arrow keys move the cursor.`;
+    this.box.setAttribute('aria-label', label);
     this.fillTable();
   }
 
@@ -466,35 +437,15 @@ class Chart {
       rows = Math.min(40, count);
     const body = Array.from({length: rows}, (_, row) => {
       const index = rows > 1 ? Math.round((row * (count - 1)) / (rows - 1)) : 0;
-      return element(
-        'tr',
-        {},
-        element('th', {scope: 'row', class: 'number'}, formatNumber(Number(data[0][index].toPrecision(6)))),
-        columns.map(([, values]) =>
-          element('td', {class: 'number'}, values ? this.format(nearestValue(data[0], values, index)) : MISSING),
-        ),
-      );
+      return [
+        formatNumber(Number(data[0][index].toPrecision(6))),
+        ...columns.map(([, values]) => (values ? this.format(nearestValue(data[0], values, index)) : MISSING)),
+      ];
     });
     const head = [this.spec.xTitle || settings.axis, ...columns.map(([label]) => label)];
+    const caption = `${this.spec.title}${this.spec.stacked ? ', cumulated' : ''}`;
     this.table.lastElementChild.replaceChildren(
-      scrolling(
-        element(
-          'table',
-          {},
-          element('caption', {class: 'hidden'}, `${this.spec.title}${this.spec.stacked ? ', cumulated' : ''}`),
-          element(
-            'thead',
-            {},
-            element(
-              'tr',
-              {},
-              head.map(name => element('th', {scope: 'col', class: 'number'}, name)),
-            ),
-          ),
-          element('tbody', {}, body),
-        ),
-        `Table of ${this.spec.title}`,
-      ),
+      plainTable(caption, head, body, {kind: 'number', label: `Table of ${this.spec.title}`}),
     );
   }
 }

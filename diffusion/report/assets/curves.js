@@ -40,18 +40,12 @@ function seriesOf(run, name, label, color, options = {}) {
 
 /** Return one series per run of a metric; for a single run with `label`, for several with the runs' names. */
 function perRun(names, label, color, options = {}) {
-  const found = page.data.runs.flatMap((run, index) => {
+  return page.data.runs.flatMap((run, index) => {
     const name = [names].flat().find(each => run.series[each]);
-    return name
-      ? [
-          seriesOf(run, name, several() ? run.label : label, several() ? index : color, {
-            dash: several() ? DASHES[index % 8] : [],
-            ...options,
-          }),
-        ]
-      : [];
+    if (!name) return [];
+    const dash = several() ? DASHES[index % 8] : [];
+    return [seriesOf(run, name, several() ? run.label : label, several() ? index : color, {dash, ...options})];
   });
-  return found.filter(Boolean);
 }
 
 function marksOf() {
@@ -85,28 +79,12 @@ function trainingCharts() {
     specs.push(['loss', {title: 'Training loss', yTitle: 'loss', series: train, note: gapNote(train)}]);
     if (validation.length) specs.push(['validation', {title: 'Validation loss', yTitle: 'loss', series: validation}]);
   } else if (train.length || validation.length) {
-    specs.push([
-      'loss',
-      {
-        title: 'Loss',
-        yTitle: 'loss',
-        series: [...train, ...validation],
-        marks,
-        note: [resumed, gapNote(train)].filter(Boolean).join(' '),
-      },
-    ]);
+    const note = [resumed, gapNote(train)].filter(Boolean).join(' ');
+    specs.push(['loss', {title: 'Loss', yTitle: 'loss', series: [...train, ...validation], marks, note}]);
   }
   const terms = several() ? [] : namesOf(runs[0], name => name.startsWith('loss/train/') && name !== TRAIN);
-  if (terms.length)
-    specs.push([
-      'terms',
-      {
-        title: 'Terms of the loss',
-        yTitle: 'loss',
-        marks,
-        series: terms.map((name, index) => seriesOf(runs[0], name, name.slice(11), index, {rough: true})),
-      },
-    ]);
+  const parts = terms.map((name, index) => seriesOf(runs[0], name, name.slice(11), index, {rough: true}));
+  if (parts.length) specs.push(['terms', {title: 'Terms of the loss', yTitle: 'loss', marks, series: parts}]);
   specs.push(...noiseLevelCharts(runs, marks));
   const rates = several()
     ? perRun(namesOf(runs.find(run => namesOf(run, isRate).length) || runs[0], isRate).slice(0, 1), '', 0)
@@ -135,20 +113,9 @@ function noiseLevelCharts(runs, marks) {
         points: runs[0].series[name].count < 60,
       }),
     );
-    return series.length
-      ? [
-          [
-            'levels',
-            {
-              title: 'Validation loss per noise level',
-              yTitle: 'loss',
-              series,
-              marks,
-              note: 't is the timestep of the noise schedule: 0 is almost no noise, 1000 is noise alone.',
-            },
-          ],
-        ]
-      : [];
+    const note = 't is the timestep of the noise schedule: 0 is almost no noise, 1000 is noise alone.';
+    const spec = {title: 'Validation loss per noise level', yTitle: 'loss', series, marks, note};
+    return series.length ? [['levels', spec]] : [];
   }
   const series = runs.flatMap((run, index) => {
     const names = namesOf(run, name => levelOf(name) !== null && run.series[name].y.length).sort(
@@ -223,19 +190,11 @@ function evaluationCharts() {
     const series = runs.flatMap((run, index) => {
       const points = run.evaluations.filter(each => known(each.metrics[name]));
       const curve = {x: points.map(each => each.batch), y: points.map(each => each.metrics[name])};
-      return points.length
-        ? [
-            {
-              run,
-              curve,
-              label: several() ? run.label : metricTitle(name),
-              ends: points.map(each => each.intervals[name]?.['']).map(ends => ends || []),
-              color: () => colorOf(several() ? index : 0),
-              dash: several() ? DASHES[index % 8] : [],
-              points: true,
-            },
-          ]
-        : [];
+      const label = several() ? run.label : metricTitle(name),
+        ends = points.map(each => each.intervals[name]?.[''] || []),
+        color = () => colorOf(several() ? index : 0),
+        dash = several() ? DASHES[index % 8] : [];
+      return points.length ? [{run, curve, label, ends, color, dash, points: true}] : [];
     });
     if (!series.some(each => each.curve.x.length > 1)) return [];
     const levels = page.data.published[name],
@@ -288,29 +247,15 @@ function explorer() {
     const group = name.includes('/') ? name.slice(0, name.indexOf('/')) : 'other';
     groups.set(group, [...(groups.get(group) || []), name]);
   }
-  const select = element(
-    'select',
-    {
-      id: 'explored',
-      onchange: () => {
-        page.explored = select.value;
-        chartCard('explorer', exploredChart());
-      },
-    },
-    [...groups].map(([group, members]) =>
-      element(
-        'optgroup',
-        {label: group},
-        members.map(name => element('option', {value: name, selected: name === page.explored}, name)),
-      ),
-    ),
-  );
-  return element(
-    'div',
-    {},
-    element('p', {}, element('label', {for: 'explored'}, 'Metric '), select),
-    chartCard('explorer', exploredChart()),
-  );
+  const option = name => element('option', {value: name, selected: name === page.explored}, name);
+  const options = [...groups].map(([group, members]) => element('optgroup', {label: group}, members.map(option)));
+  const choose = () => {
+    page.explored = select.value;
+    chartCard('explorer', exploredChart());
+  };
+  const select = element('select', {id: 'explored', onchange: choose}, options);
+  const label = element('p', {}, element('label', {for: 'explored'}, 'Metric '), select);
+  return element('div', {}, label, chartCard('explorer', exploredChart()));
 }
 
 const exploredChart = () => ({

@@ -1,13 +1,12 @@
 // Elements of the page and texts of numbers. Text from a run's files goes through `textContent`, never through HTML.
 'use strict';
 
-/** Return a new element with attributes, properties (`on...` and `.name`) and children. */
+/** Return a new element with attributes, listeners (`on...`) and children. */
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
-    else if (name.startsWith('.')) node[name.slice(1)] = value;
     else node.setAttribute(name, value === true ? '' : value);
   }
   node.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));
@@ -70,6 +69,7 @@ function formatTime(time) {
   return `${day} ${two(date.getHours())}:${two(date.getMinutes())}`;
 }
 
+const batchText = (batch, total) => formatNumber(batch) + (known(total) ? ` of ${formatNumber(total)}` : '');
 const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '' : 's'}`;
 
 /** Return a table whose columns are sorted by a click or the Enter key on their heads.
@@ -103,12 +103,8 @@ function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
   function compare(left, right) {
     const [a, b] = [key(left[order.column]), key(right[order.column])];
     if (!known(a) || !known(b)) return known(a) ? -1 : known(b) ? 1 : 0; // missing values last
-    return (
-      order.sign *
-      (typeof a === 'number' && typeof b === 'number'
-        ? a - b
-        : String(a).localeCompare(String(b), 'en', {numeric: true}))
-    );
+    const difference = typeof a === 'number' && typeof b === 'number' ? a - b : null;
+    return order.sign * (difference ?? String(a).localeCompare(String(b), 'en', {numeric: true}));
   }
   function fill() {
     heads.forEach((head, index) => {
@@ -117,61 +113,56 @@ function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
       head.querySelector('.arrow').textContent = mine ? (order.sign > 0 ? ' ▲' : ' ▼') : '';
     });
     const sorted = order.column < 0 ? rows : [...rows].sort(compare);
-    body.replaceChildren(
-      ...sorted.map(row =>
-        element(
-          'tr',
-          {},
-          row.map((cell, index) => tableCell(cell, columns[index])),
-        ),
-      ),
-    );
+    const cells = row => row.map((cell, index) => tableCell(cell, columns[index]));
+    body.replaceChildren(...sorted.map(row => element('tr', {}, cells(row))));
   }
   fill();
-  const table = element(
-    'table',
-    {},
-    element('caption', {class: 'hidden'}, caption),
-    element('thead', {}, element('tr', {}, heads)),
-    body,
-  );
-  return scrolling(table, caption);
+  const head = element('thead', {}, element('tr', {}, heads));
+  return scrolling(element('table', {}, element('caption', {class: 'hidden'}, caption), head, body), caption);
 }
 
 function tableCell(cell, column) {
   const rich = cell !== null && typeof cell === 'object' && !(cell instanceof Node);
   let content = rich ? cell.content : cell;
   if (typeof content === 'number' || !known(content)) content = formatNumber(content);
-  const tag = column.head ? 'th' : 'td';
+  const best = rich && cell.best;
+  const style = [column.kind === 'text' ? '' : column.kind, best ? 'best' : ''].join(' ').trim() || null;
   return element(
-    tag,
-    {
-      scope: column.head ? 'row' : null,
-      class: [column.kind === 'text' ? '' : column.kind, rich && cell.best ? 'best' : ''].join(' ').trim() || null,
-    },
+    column.head ? 'th' : 'td',
+    {scope: column.head ? 'row' : null, class: style},
     content,
-    rich && cell.best
-      ? element('span', {class: 'star', title: 'best'}, ' ★', element('span', {class: 'hidden'}, ' best'))
-      : null,
-    rich ? cell.below : null,
+    best && element('span', {class: 'star', title: 'best'}, ' ★', element('span', {class: 'hidden'}, ' best')),
+    rich && cell.below,
   );
 }
 
-/** Return a plain table of names and values. */
-function valueTable(caption, rows) {
-  return scrolling(
-    element(
-      'table',
-      {class: 'values'},
-      element('caption', {class: 'hidden'}, caption),
-      element(
-        'tbody',
-        {},
-        rows.map(([name, value]) => element('tr', {}, element('th', {scope: 'row'}, name), element('td', {}, value))),
-      ),
-    ),
-    caption,
+/** Return a table of names with values, below the `titles` of the columns, if any; `kind` is the class of the cells. */
+function plainTable(caption, titles, rows, {style = null, kind = null, label = caption} = {}) {
+  const head = titles.map(title => (title ? element('th', {scope: 'col', class: kind}, title) : element('td')));
+  const body = rows.map(([name, ...values]) => {
+    const cells = values.map(value => element('td', {class: kind}, value));
+    return element('tr', {}, element('th', {scope: 'row', class: kind}, name), cells);
+  });
+  const table = element(
+    'table',
+    {class: style},
+    element('caption', {class: 'hidden'}, caption),
+    head.length ? element('thead', {}, element('tr', {}, head)) : null,
+    element('tbody', {}, body),
   );
+  return scrolling(table, label);
+}
+
+/** Return the columns of a table from their kinds by title; `head` is the title of the column that names the rows. */
+const columnsOf = (kinds, head) => Object.entries(kinds).map(([title, kind]) => ({title, kind, head: title === head}));
+const numbers = titles => titles.map(title => ({title, kind: 'number'}));
+
+/** Return a button that turns something on and off; `change` does so and returns the new state. */
+function toggleButton(pressed, change, ...content) {
+  const press = () => button.setAttribute('aria-pressed', String(change()));
+  const attributes = {type: 'button', class: 'small', 'aria-pressed': String(pressed), onclick: press};
+  const button = element('button', attributes, ...content);
+  return button;
 }
 
 /** Return a block that scrolls sideways on small screens, also by keyboard. */
@@ -181,3 +172,11 @@ const scrolling = (content, label) =>
 const card = (title, ...content) =>
   element('section', {class: 'card'}, title ? element('h3', {}, title) : null, ...content);
 const quiet = text => element('p', {class: 'quiet'}, text);
+
+const notesBox = (notes, open) =>
+  element(
+    'details',
+    {class: 'notes', open},
+    element('summary', {}, plural(notes.length, 'note')),
+    element('ul', {}, notes.map(note => element('li', {}, note))),
+  );

@@ -161,22 +161,12 @@ function categoryTables() {
     const metrics = Object.keys(each.categories),
       names = [...new Set(metrics.flatMap(metric => Object.keys(each.categories[metric])))];
     const title = `Scores per category, ${several() ? `${run.label}, ` : ''}batch ${formatNumber(each.batch)}`;
-    return [
-      card(
-        title,
-        sortableTable(
-          title,
-          [
-            {title: 'Category', kind: 'text', head: true},
-            ...metrics.map(metric => ({title: metricTitle(metric), kind: 'number'})),
-          ],
-          names.map(name => [
-            name,
-            ...metrics.map(metric => scoreCell(each.categories[metric][name], each.intervals[metric]?.[name])),
-          ]),
-        ),
-      ),
-    ];
+    const columns = [{title: 'Category', kind: 'text', head: true}, ...numbers(metrics.map(metricTitle))];
+    const rows = names.map(name => [
+      name,
+      ...metrics.map(metric => scoreCell(each.categories[metric][name], each.intervals[metric]?.[name])),
+    ]);
+    return [card(title, sortableTable(title, columns, rows))];
   });
 }
 
@@ -239,26 +229,14 @@ function scatter(groups, xTitle, yTitle, marked = null) {
       ]),
     ];
   });
-  const legend = element(
-    'ul',
-    {class: 'keys'},
-    groups.map(group => {
-      const swatch = element('span', {class: 'swatch', 'aria-hidden': 'true'});
-      swatch.style.borderTopColor = colorOf(group.color);
-      return element('li', {}, swatch, group.label);
-    }),
-  );
-  const svg = svgElement(
-    'svg',
-    {
-      viewBox: `0 0 ${width} ${height}`,
-      role: 'img',
-      'aria-label': `${yTitle} against ${xTitle}; the table beside it has the values`,
-    },
-    ...marks,
-    ...lines,
-  );
-  return element('div', {}, svg, legend);
+  const keys = groups.map(group => {
+    const swatch = element('span', {class: 'swatch', 'aria-hidden': 'true'});
+    swatch.style.borderTopColor = colorOf(group.color);
+    return element('li', {}, swatch, group.label);
+  });
+  const label = `${yTitle} against ${xTitle}; the table beside it has the values`;
+  const attributes = {viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label};
+  return element('div', {}, svgElement('svg', attributes, ...marks, ...lines), element('ul', {class: 'keys'}, keys));
 }
 
 /** Return the images of each run's last evaluation of the prompts with the lowest and highest scores, by kind. */
@@ -286,29 +264,18 @@ function exampleCards() {
   });
 }
 
-const exampleGrid = (side, images) =>
-  element(
-    'div',
-    {},
-    element('p', {class: 'quiet'}, side),
-    element(
-      'div',
-      {class: 'grid'},
-      images.map(({image, prompt, why, score}) =>
-        element(
-          'figure',
-          {},
-          image ? picture(image, `${prompt}, ${side}`) : element('div', {class: 'lacking'}, 'no image'),
-          element('figcaption', {}, element('b', {}, prompt), element('br'), why || `score ${settingText('', score)}`),
-        ),
-      ),
-    ),
-  );
+function exampleGrid(side, images) {
+  const figures = images.map(({image, prompt, why, score}) => {
+    const shown = image ? picture(image, `${prompt}, ${side}`) : element('div', {class: 'lacking'}, 'no image');
+    const text = why || `score ${settingText('', score)}`;
+    return element('figure', {}, shown, element('figcaption', {}, element('b', {}, prompt), element('br'), text));
+  });
+  return element('div', {}, quiet(side), element('div', {class: 'grid'}, figures));
+}
 
 /** Return a card with a table, of limited height, and a text below. */
 const tableCard = (title, columns, rows, text) =>
   card(title, element('div', {class: 'tall'}, sortableTable(title, columns, rows)), quiet(text));
-const numbers = titles => titles.map(title => ({title, kind: 'number'}));
 
 /** Return, by benchmark, what training had cost at each evaluated checkpoint, in all and per point of the score. */
 function costCards() {

@@ -13,40 +13,22 @@ function attemptsOf(run) {
   if (!run.attempts.length) return quiet(`${several() ? `${run.label}: ` : ''}No attempts were recorded.`);
   const wall = run.breakdown.wall || 1;
   const shares = Object.entries(PARTS).filter(([key]) => run.breakdown[key] > 0);
-  const strip = element(
-    'div',
-    {
-      class: 'strip',
-      role: 'img',
-      'aria-label': shares.map(([key, label]) => `${label} ${formatPercent(run.breakdown[key] / wall)}`).join(', '),
-    },
-    shares.map(([key]) => {
-      const part = element('span', {class: `part ${key}`});
-      part.style.width = `${(100 * run.breakdown[key]) / wall}%`;
-      return part;
-    }),
-  );
-  const keys = element(
-    'ul',
-    {class: 'keys'},
-    shares.map(([key, label]) =>
-      element(
-        'li',
-        {},
-        element('span', {class: `block part ${key}`, 'aria-hidden': 'true'}),
-        `${label} ${formatDuration(run.breakdown[key])} (${formatPercent(run.breakdown[key] / wall)})`,
-      ),
-    ),
-  );
+  const text = shares.map(([key, label]) => `${label} ${formatPercent(run.breakdown[key] / wall)}`).join(', ');
+  const parts = shares.map(([key]) => {
+    const part = element('span', {class: `part ${key}`});
+    part.style.width = `${(100 * run.breakdown[key]) / wall}%`;
+    return part;
+  });
+  const keys = shares.map(([key, label]) => {
+    const block = element('span', {class: `block part ${key}`, 'aria-hidden': 'true'});
+    const share = formatPercent(run.breakdown[key] / wall);
+    return element('li', {}, block, `${label} ${formatDuration(run.breakdown[key])} (${share})`);
+  });
   const lost = Object.entries(run.lost);
-  const columns = [
-    {title: 'Attempt', kind: 'number', head: true},
-    {title: 'Begin', kind: 'text'},
-    {title: 'Duration', kind: 'number'},
-    {title: 'Batches', kind: 'number'},
-    {title: 'Devices', kind: 'number'},
-    {title: 'End', kind: 'long'},
-  ];
+  const columns = columnsOf(
+    {Attempt: 'number', Begin: 'text', Duration: 'number', Batches: 'number', Devices: 'number', End: 'long'},
+    'Attempt',
+  );
   const rows = run.attempts.map(attempt => [
     attempt.number,
     {sort: attempt.begin, content: formatTime(attempt.begin)},
@@ -69,8 +51,8 @@ function attemptsOf(run) {
         ? ` Lost: ${lost.map(([cause, seconds]) => `${formatDuration(seconds)} (${cause})`).join(', ')}.`
         : '',
     ),
-    strip,
-    keys,
+    element('div', {class: 'strip', role: 'img', 'aria-label': text}, parts),
+    element('ul', {class: 'keys'}, keys),
     sortableTable('Attempts', columns, rows),
   );
 }
@@ -107,40 +89,10 @@ function costTable() {
             : 'unknown; pass --price',
     ],
   ];
+  const values = rows.map(([name, value]) => [name, ...runs.map(value)]);
   return card(
     '',
-    scrolling(
-      element(
-        'table',
-        {class: 'values'},
-        element('caption', {class: 'hidden'}, 'Cost'),
-        several()
-          ? element(
-              'thead',
-              {},
-              element(
-                'tr',
-                {},
-                element('td'),
-                runs.map((run, index) => element('th', {scope: 'col'}, runName(run, index))),
-              ),
-            )
-          : null,
-        element(
-          'tbody',
-          {},
-          rows.map(([name, value]) =>
-            element(
-              'tr',
-              {},
-              element('th', {scope: 'row'}, name),
-              runs.map(run => element('td', {}, value(run))),
-            ),
-          ),
-        ),
-      ),
-      'Cost',
-    ),
+    plainTable('Cost', several() ? ['', ...runs.map(runName)] : [], values, {style: 'values'}),
     quiet('Time to come: the remaining batches at the recent speed, without evaluations, saves and failures.'),
   );
 }
@@ -149,17 +101,11 @@ function costTable() {
 function recipeDifferences() {
   const {runs, differences} = page.data;
   const columns = [{title: 'Key', kind: 'text', head: true}, ...runs.map(run => ({title: run.label, kind: 'long'}))];
+  const rows = differences.map(({key, values}) => [key, ...values]);
   return card(
     'Differences of the recipes',
-    differences.length
-      ? sortableTable(
-          'Differences of the recipes',
-          columns,
-          differences.map(row => [
-            row.key,
-            ...row.values.map(value => (value === null ? {sort: null, content: MISSING} : value)),
-          ]),
-        )
+    rows.length
+      ? sortableTable('Differences of the recipes', columns, rows)
       : quiet('The recipes are the same, except for their names and folders.'),
   );
 }
@@ -168,28 +114,11 @@ function recipeSection() {
   const {runs} = page.data,
     parts = [];
   for (const run of runs) {
-    const columns = [
-      {title: 'Batch', kind: 'number'},
-      {title: 'Time', kind: 'text'},
-      {title: 'Key', kind: 'text', head: true},
-      {title: 'Change', kind: 'long'},
-    ];
-    if (run.changes.length)
-      parts.push(
-        card(
-          `Changes on resume${several() ? `, ${run.label}` : ''}`,
-          sortableTable(
-            'Changes on resume',
-            columns,
-            run.changes.map(each => [
-              each.batch,
-              {sort: each.time, content: formatTime(each.time)},
-              each.key,
-              each.change,
-            ]),
-          ),
-        ),
-      );
+    const columns = columnsOf({Batch: 'number', Time: 'text', Key: 'text', Change: 'long'}, 'Key');
+    const timeOf = each => ({sort: each.time, content: formatTime(each.time)});
+    const rows = run.changes.map(each => [each.batch, timeOf(each), each.key, each.change]);
+    const title = `Changes on resume${several() ? `, ${run.label}` : ''}`;
+    if (rows.length) parts.push(card(title, sortableTable('Changes on resume', columns, rows)));
     parts.push(
       run.recipe
         ? element(
@@ -205,14 +134,10 @@ function recipeSection() {
 }
 
 function checkpointsOf(run) {
-  const columns = [
-    {title: 'Batch', kind: 'number', head: true},
-    {title: 'Saved', kind: 'text'},
-    {title: 'Size', kind: 'number'},
-    {title: 'Devices', kind: 'number'},
-    {title: 'Kind', kind: 'text'},
-    {title: 'State', kind: 'text'},
-  ];
+  const columns = columnsOf(
+    {Batch: 'number', Saved: 'text', Size: 'number', Devices: 'number', Kind: 'text', State: 'text'},
+    'Batch',
+  );
   const rows = run.checkpoints.map(each => [
     each.batch,
     {sort: each.saved, content: formatTime(each.saved)},
@@ -223,34 +148,23 @@ function checkpointsOf(run) {
   ]);
   const saves = [
     {title: 'Saved into', kind: 'text', head: true},
-    ...['Saves', 'Last at batch', 'Mean time', 'Training stopped for', 'Failed'].map(title => ({
-      title,
-      kind: 'number',
-    })),
+    ...numbers(['Saves', 'Last at batch', 'Mean time', 'Training stopped for', 'Failed']),
   ];
+  const tiers = run.saves.map(each => [
+    each.place,
+    each.saves,
+    each.last_batch,
+    {sort: each.mean_seconds, content: formatDuration(each.mean_seconds)},
+    {sort: each.stall_seconds, content: formatDuration(each.stall_seconds)},
+    each.failed,
+  ]);
+  const titles = several()
+    ? [`Checkpoints of ${run.label}`, `Saves of ${run.label}`]
+    : ['Checkpoints that the run keeps', 'Saves, by tier'];
   return [
     rows.length
-      ? card(
-          several() ? `Checkpoints of ${run.label}` : 'Checkpoints that the run keeps',
-          sortableTable('Checkpoints', columns, rows),
-        )
+      ? card(titles[0], sortableTable('Checkpoints', columns, rows))
       : quiet(`${several() ? `${run.label}: ` : ''}No checkpoint yet.`),
-    run.saves.length
-      ? card(
-          several() ? `Saves of ${run.label}` : 'Saves, by tier',
-          sortableTable(
-            'Saves',
-            saves,
-            run.saves.map(each => [
-              each.place,
-              each.saves,
-              each.last_batch,
-              {sort: each.mean_seconds, content: formatDuration(each.mean_seconds)},
-              {sort: each.stall_seconds, content: formatDuration(each.stall_seconds)},
-              each.failed,
-            ]),
-          ),
-        )
-      : null,
-  ].filter(Boolean);
+    ...(tiers.length ? [card(titles[1], sortableTable('Saves', saves, tiers))] : []),
+  ];
 }

@@ -39,18 +39,7 @@ const SECTIONS = [
 
 function notes() {
   const all = page.data.runs.flatMap(run => run.notes.map(note => (several() ? `${run.label}: ${note}` : note)));
-  return all.length
-    ? element(
-        'details',
-        {class: 'notes', open: all.length < 5},
-        element('summary', {}, plural(all.length, 'note')),
-        element(
-          'ul',
-          {},
-          all.map(note => element('li', {}, note)),
-        ),
-      )
-    : null;
+  return all.length ? notesBox(all, all.length < 5) : null;
 }
 
 /** Return what a section shows apart from charts, as a text; the section is built again when it changes. */
@@ -119,17 +108,10 @@ function choice(name, label, options, chosen, change) {
     {class: 'choice'},
     element('legend', {class: 'hidden'}, label),
     options.map(([value, text, disabled]) => {
-      const id = `${name}-${value}`;
+      const id = `${name}-${value}`,
+        onchange = () => change(value);
       return [
-        element('input', {
-          type: 'radio',
-          id,
-          name,
-          value,
-          checked: value === chosen,
-          disabled,
-          onchange: () => change(value),
-        }),
+        element('input', {type: 'radio', id, name, value, checked: value === chosen, disabled, onchange}),
         element('label', {for: id}, text),
       ];
     }),
@@ -153,34 +135,17 @@ function toolbar() {
     },
   });
   const output = element('output', {for: 'smoothing'}, `${settings.smoothing}%`);
+  const changeAxis = () => {
+    settings.logX = !settings.logX;
+    redrawCharts();
+    return settings.logX;
+  };
   return [
-    choice(
-      'axis',
-      'Horizontal axis',
-      [
-        ['batches', 'Batches'],
-        ['hours', 'Hours', !hours],
-      ],
-      settings.axis,
-      value => {
-        settings.axis = value;
-        redrawCharts();
-      },
-    ),
-    element(
-      'button',
-      {
-        type: 'button',
-        class: 'small',
-        'aria-pressed': 'false',
-        onclick: event => {
-          settings.logX = !settings.logX;
-          event.currentTarget.setAttribute('aria-pressed', String(settings.logX));
-          redrawCharts();
-        },
-      },
-      'Log axis',
-    ),
+    choice('axis', 'Horizontal axis', [['batches', 'Batches'], ['hours', 'Hours', !hours]], settings.axis, value => {
+      settings.axis = value;
+      redrawCharts();
+    }),
+    toggleButton(settings.logX, changeAxis, 'Log axis'),
     element(
       'span',
       {class: 'range'},
@@ -188,41 +153,27 @@ function toolbar() {
       smoothing,
       output,
     ),
+    // Draw again what has colors of the theme.
     themeChoice(() => {
-      showThemed();
+      page.signatures.clear();
+      showData(page.data);
     }),
   ];
-}
-
-/** Draw again what has colors of the theme. */
-function showThemed() {
-  page.signatures.clear();
-  showData(page.data);
 }
 
 function themeChoice(changed) {
   const stored = storedTheme();
   setTheme(stored);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', changed);
-  return choice(
-    'theme',
-    'Colors',
-    [
-      ['auto', 'Auto'],
-      ['light', 'Light'],
-      ['dark', 'Dark'],
-    ],
-    stored,
-    value => {
-      setTheme(value);
-      try {
-        localStorage.setItem('theme', value);
-      } catch {
-        /* storage is refused to this page */
-      }
-      changed();
-    },
-  );
+  return choice('theme', 'Colors', [['auto', 'Auto'], ['light', 'Light'], ['dark', 'Dark']], stored, value => {
+    setTheme(value);
+    try {
+      localStorage.setItem('theme', value);
+    } catch {
+      /* storage is refused to this page */
+    }
+    changed();
+  });
 }
 
 function storedTheme() {
@@ -252,8 +203,9 @@ async function follow(seconds, show) {
         tag = answer.headers.get('ETag') || '';
         show(await answer.json());
       }
-      status.textContent = answer.ok || answer.status === 304 ? 'live' : `the server answers ${answer.status}`;
-      status.className = answer.ok || answer.status === 304 ? 'badge good' : 'badge bad';
+      const isLive = answer.ok || answer.status === 304;
+      status.textContent = isLive ? 'live' : `the server answers ${answer.status}`;
+      status.className = isLive ? 'badge good' : 'badge bad';
     } catch {
       status.textContent = 'not connected';
       status.className = 'badge bad';
@@ -267,13 +219,11 @@ function start() {
   page.query = location.search;
   const main = document.querySelector('main'),
     isTable = data.kind === 'table';
+  page.data = data;
   if (isTable) {
-    page.data = data;
-    setTheme(storedTheme());
     document.getElementById('toolbar').append(themeChoice(() => {}));
     showTable(data, main);
   } else {
-    page.data = data;
     for (const run of data.runs) run.label = run.name;
     document.getElementById('toolbar').append(...toolbar());
     main.append(...SECTIONS.map(([id]) => element('section', {id, class: 'part-of-page'})));

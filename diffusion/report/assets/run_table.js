@@ -4,17 +4,13 @@
 const tableOrder = {column: 8, sign: -1}; // the newest first
 
 function showTable(data, main) {
-  const columns = [
-    {title: 'Run', kind: 'long', head: true},
-    {title: 'State', kind: 'long'},
-    {title: 'Batch', kind: 'number'},
-    {title: 'Loss', kind: 'number'},
-    {title: 'Last evaluation', kind: 'long'},
-    {title: 'Goodput', kind: 'number'},
-    {title: 'Device-hours', kind: 'number'},
-    {title: 'Dollars', kind: 'number'},
-    {title: 'Last activity', kind: 'text'},
-  ];
+  const columns = columnsOf(
+    {
+      Run: 'long', State: 'long', Batch: 'number', Loss: 'number', 'Last evaluation': 'long', Goodput: 'number',
+      'Device-hours': 'number', Dollars: 'number', 'Last activity': 'text',
+    },
+    'Run',
+  );
   const rows = data.rows.map(row => [
     {sort: row.name, content: row.link ? element('a', {href: row.link + page.query}, row.name) : row.name},
     {sort: row.state, content: element('span', {class: `badge ${row.kind}`}, row.state)},
@@ -30,7 +26,7 @@ function showTable(data, main) {
               'aria-label': `${row.name}: share of the batches`,
             })
           : '',
-        `${formatNumber(row.batch)}${known(row.total) ? ` of ${formatNumber(row.total)}` : ''}`,
+        batchText(row.batch, row.total),
       ),
     },
     row.loss,
@@ -51,18 +47,7 @@ function showTable(data, main) {
       data.rows.some(row => !row.link)
         ? quiet('Runs have a link if diffusion report RUN has written their page, and this table is in their parent folder.')
         : '',
-      data.notes.length
-        ? element(
-            'details',
-            {class: 'notes', open: true},
-            element('summary', {}, plural(data.notes.length, 'note')),
-            element(
-              'ul',
-              {},
-              data.notes.map(note => element('li', {}, note)),
-            ),
-          )
-        : '',
+      data.notes.length ? notesBox(data.notes, true) : '',
     ),
   );
 }

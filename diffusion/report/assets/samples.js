@@ -47,21 +47,9 @@ function samplesOverTime() {
   }
   show(index);
   const left = runs.map(run => run.total_sheets - run.sheets.length).reduce((sum, count) => sum + count, 0);
-  return element(
-    'div',
-    {},
-    element(
-      'div',
-      {class: 'slider'},
-      element('label', {for: 'samples-slider'}, 'Samples at '),
-      output,
-      step('Previous', -1),
-      step('Next', 1),
-      slider,
-    ),
-    grid,
-    left ? quiet(`${plural(left, 'grid')} between these are left out.`) : null,
-  );
+  const label = element('label', {for: 'samples-slider'}, 'Samples at ');
+  const bar = element('div', {class: 'slider'}, label, output, step('Previous', -1), step('Next', 1), slider);
+  return element('div', {}, bar, grid, left ? quiet(`${plural(left, 'grid')} between these are left out.`) : null);
 }
 
 function sampleGrid(runs, batch) {
@@ -80,83 +68,43 @@ function sampleGrid(runs, batch) {
     );
   }
   if (!several() || runs.length === 1) {
-    return [
-      element(
-        'div',
-        {class: 'grid'},
-        sheets[0].figures.map(figure =>
-          element(
-            'figure',
-            {},
-            figure.images.map(image => picture(image, `${figure.caption}, batch ${sheets[0].batch}`)),
-            element('figcaption', {}, figure.caption),
-          ),
-        ),
-      ),
-    ];
+    const figures = sheets[0].figures.map(({images, caption}) => {
+      const pictures = images.map(image => picture(image, `${caption}, batch ${sheets[0].batch}`));
+      return element('figure', {}, pictures, element('figcaption', {}, caption));
+    });
+    return [element('div', {class: 'grid'}, figures)];
   }
   const captions = [...new Set(sheets.flatMap(sheet => sheet.figures.map(figure => figure.caption)))];
-  return [
-    element(
-      'div',
-      {class: 'grid wide'},
-      captions.map(caption =>
-        element(
-          'div',
-          {class: 'prompt'},
-          element('h4', {}, caption),
-          element(
-            'div',
-            {class: 'beside'},
-            runs.map((run, index) => {
-              const figure = sheets[index].figures.find(each => each.caption === caption);
-              return figure
-                ? element(
-                    'figure',
-                    {},
-                    figure.images.map(image =>
-                      picture(image, `${caption}, ${run.label}, batch ${sheets[index].batch}`),
-                    ),
-                    element('figcaption', {}, run.label, element('br'), `batch ${formatNumber(sheets[index].batch)}`),
-                  )
-                : null;
-            }),
-          ),
-        ),
-      ),
-    ),
-  ];
+  const prompts = captions.map(caption => {
+    const figures = runs.map((run, index) => {
+      const {batch, figures} = sheets[index];
+      const figure = figures.find(each => each.caption === caption);
+      if (!figure) return null;
+      const pictures = figure.images.map(image => picture(image, `${caption}, ${run.label}, batch ${batch}`));
+      const text = element('figcaption', {}, run.label, element('br'), `batch ${formatNumber(batch)}`);
+      return element('figure', {}, pictures, text);
+    });
+    return element('div', {class: 'prompt'}, element('h4', {}, caption), element('div', {class: 'beside'}, figures));
+  });
+  return [element('div', {class: 'grid wide'}, prompts)];
 }
 
 /** Return generated images beside the real ones of the same captions, of the last evaluation. */
 function generatedImages() {
+  const title = 'Generated and real images';
+  const figureOf = ({images, caption}) => {
+    const textOf = index => (caption ? `${caption}, ${index ? 'real' : 'generated'}` : title);
+    const pictures = images.map((image, index) => picture(image, textOf(index)));
+    const text = caption ? element('figcaption', {}, caption) : null;
+    return element('figure', {class: caption ? 'pair' : 'whole'}, element('div', {class: 'beside'}, pictures), text);
+  };
   return page.data.runs
     .filter(run => run.generated)
     .map(run =>
       card(
-        several() ? `Generated and real images, ${run.label}` : 'Generated and real images',
+        several() ? `${title}, ${run.label}` : title,
         quiet('Of each caption: the image that the last evaluation generated, and the real one.'),
-        element(
-          'div',
-          {class: 'grid'},
-          run.generated.figures.map(figure =>
-            element(
-              'figure',
-              {class: figure.caption ? 'pair' : 'whole'},
-              element(
-                'div',
-                {class: 'beside'},
-                figure.images.map((image, index) =>
-                  picture(
-                    image,
-                    figure.caption ? `${figure.caption}, ${index ? 'real' : 'generated'}` : 'Generated and real images',
-                  ),
-                ),
-              ),
-              figure.caption ? element('figcaption', {}, figure.caption) : null,
-            ),
-          ),
-        ),
+        element('div', {class: 'grid'}, run.generated.figures.map(figureOf)),
       ),
     );
 }

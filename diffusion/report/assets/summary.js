@@ -22,39 +22,22 @@ function stateText(run) {
 function stateBadge(run) {
   const attempt = run.attempts.at(-1);
   const {state} = run.status;
-  const kind =
-    state === 'running'
-      ? 'good'
-      : state === 'silent'
-        ? 'bad'
-        : state === 'ended' && attempt
-          ? attempt.cause === 'done'
-            ? 'good'
-            : attempt.cause === 'preempted'
-              ? 'plain'
-              : 'bad'
-          : 'plain';
+  const kinds = {running: 'good', silent: 'bad'},
+    ends = {done: 'good', preempted: 'plain'};
+  const kind = state === 'ended' && attempt ? ends[attempt.cause] || 'bad' : kinds[state] || 'plain';
   return element('span', {class: `badge ${kind}`}, stateText(run));
 }
 
 function progressBar(run) {
   const share = shareDone(run);
   if (share === null) return null;
-  return element('progress', {
-    max: 1,
-    value: share,
-    'aria-label': `${run.name}: ${formatPercent(share)} of the batches`,
-  });
+  const label = `${run.name}: ${formatPercent(share)} of the batches`;
+  return element('progress', {max: 1, value: share, 'aria-label': label});
 }
 
 function tile(name, value, detail = '') {
-  return element(
-    'div',
-    {class: 'tile'},
-    element('dt', {}, name),
-    element('dd', {}, value),
-    detail ? element('dd', {class: 'detail'}, detail) : null,
-  );
+  const below = detail ? element('dd', {class: 'detail'}, detail) : null;
+  return element('div', {class: 'tile'}, element('dt', {}, name), element('dd', {}, value), below);
 }
 
 function summary() {
@@ -66,7 +49,8 @@ function singleSummary(run) {
   const {status, cost} = run,
     share = shareDone(run);
   const speed = last(run, 'throughput/samples_per_sec'),
-    mfu = last(run, 'throughput/device/mfu');
+    mfu = last(run, 'throughput/device/mfu'),
+    activity = formatTime(status.last_activity);
   const pieces = [
     tile(
       'Batch',
@@ -79,11 +63,7 @@ function singleSummary(run) {
     tile('Validation loss', formatNumber(bestLoss(run)), 'best so far'),
     tile(
       'Speed',
-      known(speed)
-        ? `${formatNumber(speed)}`
-        : known(status.batches_per_second)
-          ? formatNumber(status.batches_per_second)
-          : MISSING,
+      formatNumber(known(speed) ? speed : status.batches_per_second),
       known(speed) ? 'images/s' : 'batches/s',
     ),
     known(mfu) ? tile('MFU', formatPercent(mfu), 'last window') : null,
@@ -99,11 +79,7 @@ function singleSummary(run) {
     ),
     status.state === 'running' && known(cost.hours_left)
       ? tile('Time left', formatDuration(3600 * cost.hours_left), 'without evaluations and saves')
-      : tile(
-          'Last activity',
-          formatTime(status.last_activity).slice(11) || MISSING,
-          formatTime(status.last_activity).slice(0, 10),
-        ),
+      : tile('Last activity', activity.slice(11) || MISSING, activity.slice(0, 10)),
   ];
   return element('div', {}, element('dl', {class: 'tiles'}, pieces.filter(Boolean)));
 }
@@ -112,34 +88,26 @@ function runsTable(runs) {
   const columns = [
     {title: 'Run', kind: 'text', head: true},
     {title: 'State', kind: 'long'},
-    ...['Batch', 'Training loss', 'Best validation loss', 'Images/s', 'MFU', 'Goodput', 'Device-hours'].map(title => ({
-      title,
-      kind: 'number',
-    })),
+    ...numbers(['Batch', 'Training loss', 'Best validation loss', 'Images/s', 'MFU', 'Goodput', 'Device-hours']),
   ];
   const losses = runs.map(bestLoss),
     best = Math.min(...losses.filter(known));
-  return card(
-    '',
-    sortableTable(
-      'Runs',
-      columns,
-      runs.map((run, index) => [
-        {sort: run.label, content: runName(run, index)},
-        {sort: stateText(run), content: stateBadge(run)},
-        {
-          sort: run.status.batch,
-          content: `${formatNumber(run.status.batch)}${known(run.status.total_batches) ? ` of ${formatNumber(run.status.total_batches)}` : ''}`,
-        },
-        {sort: run.status.last_loss, content: formatNumber(run.status.last_loss)},
-        {sort: losses[index], content: formatNumber(losses[index]), best: losses[index] === best},
-        last(run, 'throughput/samples_per_sec'),
-        {sort: last(run, 'throughput/device/mfu'), content: formatPercent(last(run, 'throughput/device/mfu'))},
-        {sort: run.status.goodput, content: formatPercent(run.status.goodput)},
-        {sort: run.cost.device_hours, content: formatHours(run.cost.device_hours)},
-      ]),
-    ),
-  );
+  const rows = runs.map((run, index) => {
+    const {batch, total_batches, last_loss, goodput} = run.status,
+      mfu = last(run, 'throughput/device/mfu');
+    return [
+      {sort: run.label, content: runName(run, index)},
+      {sort: stateText(run), content: stateBadge(run)},
+      {sort: batch, content: batchText(batch, total_batches)},
+      last_loss,
+      {sort: losses[index], content: losses[index], best: losses[index] === best},
+      last(run, 'throughput/samples_per_sec'),
+      {sort: mfu, content: formatPercent(mfu)},
+      {sort: goodput, content: formatPercent(goodput)},
+      {sort: run.cost.device_hours, content: formatHours(run.cost.device_hours)},
+    ];
+  });
+  return card('', sortableTable('Runs', columns, rows));
 }
 
 function runName(run, index) {
@@ -167,37 +135,8 @@ function stageShares() {
     meter.style.width = `${Math.round(160 * (value || 0))}px`;
     return element('span', {class: 'meter'}, element('span', {class: 'number'}, formatPercent(value)), meter);
   };
-  return card(
-    'Mean share of each stage',
-    scrolling(
-      element(
-        'table',
-        {},
-        element('caption', {class: 'hidden'}, 'Mean share of each stage of a training step'),
-        element(
-          'thead',
-          {},
-          element(
-            'tr',
-            {},
-            element('th', {scope: 'col'}, 'Stage'),
-            runs.map(run => element('th', {scope: 'col'}, several() ? run.label : 'Share of the time')),
-          ),
-        ),
-        element(
-          'tbody',
-          {},
-          rows.map(([label, values]) =>
-            element(
-              'tr',
-              {},
-              element('th', {scope: 'row'}, label),
-              values.map(value => element('td', {}, bar(value))),
-            ),
-          ),
-        ),
-      ),
-      'Mean share of each stage',
-    ),
-  );
+  const title = 'Mean share of each stage';
+  const titles = ['Stage', ...runs.map(run => (several() ? run.label : 'Share of the time'))];
+  const cells = rows.map(([label, values]) => [label, ...values.map(bar)]);
+  return card(title, plainTable(`${title} of a training step`, titles, cells, {label: title}));
 }

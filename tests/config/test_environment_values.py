@@ -142,8 +142,10 @@ def test_variable_that_is_not_set_is_an_error_that_names_it(capsys):
         load(RECIPE, [override])
     assert message in output_of(capsys, 'check', RECIPE, override), 'complete but for the variable'
     assert message in refusal(capsys, 'check', RECIPE, override, '--strict')
-    with pytest.raises(UnreadableYAML, match='x: needs the environment variable ABSENT'):
-        merge([{'x': '${oc.env:ABSENT}'}], [])
+    with pytest.raises(
+        UnreadableYAML, match='x: needs the environment variables ABSENT and GONE, .* not set; export them'
+    ):
+        merge([{'x': '${oc.env:ABSENT}${oc.env:GONE}'}], [])
 
 
 def test_saved_recipe_is_usable_without_variables_of_sections_that_a_task_does_not_read(tmp_path, monkeypatch):

@@ -128,11 +128,12 @@ def test_expected_failures_yield_to_those_of_the_run():
     assert observed_mtbf_hours(prior_hours=2, failures=12, hours=24) == pytest.approx(2)
 
 
-@pytest.mark.parametrize(('interval', 'seconds'), [('30m', 1800.0), ('1.5h', 5400.0), ('auto', None)])
-def test_intervals_in_time_are_planned(tmp_path, interval, seconds):
+@pytest.mark.parametrize('interval', ['9s', '9sec', '9m', '9min', '1.5h', 'auto'])
+def test_intervals_in_time_are_planned(tmp_path, interval):
     work = phase(write_recipe(tmp_path, trainer={'max_duration': '100ba', 'save_interval': interval}))
     found = resilience_of(work, images_per_second=100.0, nodes=1, mtbf_hours=10, stall_seconds=5)
-    assert found.recipe_interval_seconds == (seconds or chosen_interval(stall=5, mtbf=36_000))
+    seconds = {'9s': 9, '9sec': 9, '9m': 540, '9min': 540, '1.5h': 5400, 'auto': chosen_interval(stall=5, mtbf=36_000)}
+    assert found.recipe_interval_seconds == seconds[interval]
 
 
 @pytest.mark.parametrize(

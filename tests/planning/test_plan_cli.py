@@ -8,6 +8,9 @@ import pytest
 from commands import modules_of, output_of, refusal
 
 from diffusion.cli import main
+from diffusion.planning import amounts
+from diffusion.planning.cost_plot import costs_at, counts_around
+from diffusion.planning.throughput import Assumptions, Cost
 from tests.planning.recipes import PHASES, YAMLS
 
 BOTH = [str(path) for path in PHASES]
@@ -313,8 +316,6 @@ def test_plot_is_a_png_with_the_colors_of_both_phases(capsys, tmp_path, monkeypa
 
 
 def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
-    from diffusion.planning.cost_plot import costs_at, counts_around
-    from diffusion.planning.throughput import Assumptions
     from tests.planning.recipes import A100, both, phase
 
     assert counts_around(both(), 128) == [8, 16, 32, 64, 128]
@@ -330,9 +331,6 @@ def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
 
 
 def test_amounts_have_the_unit_that_fits_their_size():
-    from diffusion.planning import amounts
-    from diffusion.planning.throughput import Cost
-
     for form, expected in (
         (amounts.run_time, {24_000: '1,000.00 days', 2.4: '0.10 days', 2.3: '2.3 hours', 1: '1.0 hours'}),
         (amounts.run_time, {0.5: '30.0 minutes', 1 / 60: '1.0 minutes', 0.01: '36 seconds'}),

@@ -25,23 +25,13 @@ class Chart {
       return this.log;
     };
     this.logButton = toggleButton(this.log, changeScale, 'log', element('span', {class: 'hidden'}, ' scale'));
-    this.table = element(
-      'details',
-      {class: 'data', ontoggle: () => this.fillTable()},
-      element('summary', {}, 'Table'),
-      element('div'),
-    );
+    const attributes = {class: 'data', ontoggle: () => this.fillTable()};
+    this.table = element('details', attributes, element('summary', {}, 'Table'), element('div'));
     this.heading = element('h3');
     this.note = element('p', {class: 'quiet'});
-    this.card = element(
-      'section',
-      {class: 'card chart', id: `chart-${id}`},
-      element('div', {class: 'head'}, this.heading, this.position, this.logButton),
-      this.box,
-      this.legend,
-      this.note,
-      this.table,
-    );
+    const head = element('div', {class: 'head'}, this.heading, this.position, this.logButton);
+    const parts = [head, this.box, this.legend, this.note, this.table];
+    this.card = element('section', {class: 'card chart', id: `chart-${id}`}, parts);
     new ResizeObserver(() => this.resize()).observe(this.box);
     this.update(spec);
   }
@@ -343,22 +333,14 @@ class Chart {
       swatch.style.borderTopColor = series.color();
       swatch.style.borderTopStyle = series.dash && series.dash.length ? 'dashed' : 'solid';
       this.values.push([series, value]);
-      return element(
-        'button',
-        {
-          type: 'button',
-          'aria-pressed': String(!this.hidden.has(series.label)),
-          onclick: event => {
-            if (!this.hidden.delete(series.label)) this.hidden.add(series.label);
-            const index = [...this.legend.children].indexOf(event.currentTarget);
-            this.draw();
-            this.legend.children[index].focus();
-          },
-        },
-        swatch,
-        element('span', {class: 'name'}, series.label),
-        value,
-      );
+      const press = event => {
+        if (!this.hidden.delete(series.label)) this.hidden.add(series.label);
+        const index = [...this.legend.children].indexOf(event.currentTarget);
+        this.draw();
+        this.legend.children[index].focus();
+      };
+      const attributes = {type: 'button', 'aria-pressed': String(!this.hidden.has(series.label)), onclick: press};
+      return element('button', attributes, swatch, element('span', {class: 'name'}, series.label), value);
     });
     this.legend.replaceChildren(...buttons);
   }

@@ -58,11 +58,8 @@ function trainingCharts() {
   const {runs} = page.data,
     specs = [],
     marks = marksOf();
-  const resumed = marks.length
-    ? marks.length === 1
-      ? 'Dashed line: the run was resumed.'
-      : `Dashed lines: the run was resumed ${marks.length} times.`
-    : '';
+  const times = marks.length === 1 ? 'line: the run was resumed' : `lines: the run was resumed ${marks.length} times`;
+  const resumed = marks.length ? `Dashed ${times}.` : '';
   const train = perRun(TRAIN, 'training', 0, {rough: true});
   const validation = runs.flatMap((run, index) =>
     namesOf(run, isValidation).map(name =>
@@ -100,9 +97,8 @@ const isRate = name => name.startsWith('lr-');
 
 function gapNote(series) {
   const count = series.reduce((sum, each) => sum + (each.curve.nonfinite_count || 0), 0);
-  return count
-    ? `Triangles on the axis: ${plural(count, 'value')} that ${count === 1 ? 'is' : 'are'} NaN or infinite.`
-    : '';
+  const text = `${plural(count, 'value')} that ${count === 1 ? 'is' : 'are'} NaN or infinite`;
+  return count ? `Triangles on the axis: ${text}.` : '';
 }
 
 function noiseLevelCharts(runs, marks) {
@@ -118,9 +114,8 @@ function noiseLevelCharts(runs, marks) {
     return series.length ? [['levels', spec]] : [];
   }
   const series = runs.flatMap((run, index) => {
-    const names = namesOf(run, name => levelOf(name) !== null && run.series[name].y.length).sort(
-      (a, b) => levelOf(a) - levelOf(b),
-    );
+    const found = namesOf(run, name => levelOf(name) !== null && run.series[name].y.length);
+    const names = found.sort((a, b) => levelOf(a) - levelOf(b));
     const curve = {x: names.map(levelOf), y: names.map(name => run.series[name].y.at(-1))};
     return names.length
       ? [{curve, label: run.label, color: () => colorOf(index), dash: DASHES[index % 8], points: true}]

@@ -83,20 +83,13 @@ const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '
 function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
   const body = element('tbody');
   const heads = columns.map((column, index) => {
-    const button = element(
-      'button',
-      {
-        type: 'button',
-        class: 'sort',
-        onclick: () => {
-          order.sign = order.column === index ? -order.sign : 1;
-          order.column = index;
-          fill();
-        },
-      },
-      column.title,
-      element('span', {'aria-hidden': 'true', class: 'arrow'}),
-    );
+    const sort = () => {
+      order.sign = order.column === index ? -order.sign : 1;
+      order.column = index;
+      fill();
+    };
+    const arrow = element('span', {'aria-hidden': 'true', class: 'arrow'});
+    const button = element('button', {type: 'button', class: 'sort', onclick: sort}, column.title, arrow);
     return element('th', {scope: 'col', class: column.kind === 'number' ? 'number' : null}, button);
   });
   const key = cell => (cell !== null && typeof cell === 'object' ? cell.sort : cell);

@@ -252,12 +252,11 @@ function exampleCards() {
             ends = rangeText(each.intervals[metric]?.[single ? '' : kind]),
             mean = single ? each.metrics[metric] : each.categories[metric]?.[kind],
             text = known(mean) ? ` ${formatNumber(mean)}${ends && ` (${ends})`}` : '';
-          return element(
-            'div',
-            {class: 'kind'},
-            element('h4', {}, kind === 'none' ? 'all prompts' : kind.replaceAll('_', ' '), element('span', {class: 'quiet'}, text)),
-            element('div', {class: 'sides'}, ['worst', 'best'].map(side => both[side].length && exampleGrid(side, both[side]))),
-          );
+          const name = kind === 'none' ? 'all prompts' : kind.replaceAll('_', ' ');
+          const heading = element('h4', {}, name, element('span', {class: 'quiet'}, text));
+          const shown = ['worst', 'best'].filter(side => both[side].length);
+          const sides = shown.map(side => exampleGrid(side, both[side]));
+          return element('div', {class: 'kind'}, heading, element('div', {class: 'sides'}, sides));
         }),
       ),
     );

@@ -59,19 +59,14 @@ function attemptsOf(run) {
 
 function costTable() {
   const {runs} = page.data;
-  const dollars = (run, hours) => (known(run.cost.price) ? formatDollars(costOf(run, hours)) : MISSING);
-  const total = run =>
-    known(run.cost.device_hours) && known(run.cost.device_hours_left)
-      ? run.cost.device_hours + run.cost.device_hours_left
-      : null;
+  const dollars = (run, hours) => formatDollars(costOf(run, hours));
+  const total = ({cost}) =>
+    known(cost.device_hours) && known(cost.device_hours_left) ? cost.device_hours + cost.device_hours_left : null;
+  const devices = ({cost}) =>
+    `${formatNumber(cost.devices)} × ${cost.gpu === 'cpu' ? 'CPU' : cost.gpu || 'unknown device'}`;
+  const price = ({cost}) => (known(cost.price) ? `${formatDollars(cost.price)} (${cost.price_source})` : null);
   const rows = [
-    [
-      'Devices',
-      run =>
-        known(run.cost.devices)
-          ? `${formatNumber(run.cost.devices)} × ${run.cost.gpu === 'cpu' ? 'CPU' : run.cost.gpu || 'unknown device'}`
-          : 'unknown',
-    ],
+    ['Devices', run => (known(run.cost.devices) ? devices(run) : 'unknown')],
     ['Device-hours so far', run => formatHours(run.cost.device_hours)],
     ['Dollars so far', run => dollars(run, run.cost.device_hours)],
     ['Time to come', run => (known(run.cost.hours_left) ? formatDuration(3600 * run.cost.hours_left) : MISSING)],
@@ -79,15 +74,7 @@ function costTable() {
     ['Dollars to come', run => dollars(run, run.cost.device_hours_left)],
     ['Device-hours in all', run => formatHours(total(run))],
     ['Dollars in all', run => dollars(run, total(run))],
-    [
-      'Price per device-hour',
-      run =>
-        known(run.cost.price)
-          ? `${formatDollars(run.cost.price)} (${run.cost.price_source})`
-          : run.cost.gpu === 'cpu'
-            ? 'none'
-            : 'unknown; pass --price',
-    ],
+    ['Price per device-hour', run => price(run) || (run.cost.gpu === 'cpu' ? 'none' : 'unknown; pass --price')],
   ];
   const values = rows.map(([name, value]) => [name, ...runs.map(value)]);
   return card(

@@ -120,21 +120,17 @@ function choice(name, label, options, chosen, change) {
 
 function toolbar() {
   const hours = page.data.runs.some(run => run.hours);
-  const smoothing = element('input', {
-    type: 'range',
-    id: 'smoothing',
-    min: 0,
-    max: 10,
-    step: 0.5,
-    value: settings.smoothing,
-    oninput: () => {
-      settings.smoothing = Number(smoothing.value);
-      output.textContent = `${settings.smoothing}%`;
-      cancelAnimationFrame(page.frame);
-      page.frame = requestAnimationFrame(redrawCharts);
-    },
-  });
+  const smooth = () => {
+    settings.smoothing = Number(smoothing.value);
+    output.textContent = `${settings.smoothing}%`;
+    cancelAnimationFrame(page.frame);
+    page.frame = requestAnimationFrame(redrawCharts);
+  };
+  const range = {type: 'range', id: 'smoothing', min: 0, max: 10, step: 0.5, value: settings.smoothing};
+  const smoothing = element('input', {...range, oninput: smooth});
   const output = element('output', {for: 'smoothing'}, `${settings.smoothing}%`);
+  const title = 'Width of the average, in percent of the curve';
+  const label = element('label', {for: 'smoothing', title}, 'Smoothing');
   const changeAxis = () => {
     settings.logX = !settings.logX;
     redrawCharts();
@@ -146,13 +142,7 @@ function toolbar() {
       redrawCharts();
     }),
     toggleButton(settings.logX, changeAxis, 'Log axis'),
-    element(
-      'span',
-      {class: 'range'},
-      element('label', {for: 'smoothing', title: 'Width of the average, in percent of the curve'}, 'Smoothing'),
-      smoothing,
-      output,
-    ),
+    element('span', {class: 'range'}, label, smoothing, output),
     // Draw again what has colors of the theme.
     themeChoice(() => {
       page.signatures.clear();

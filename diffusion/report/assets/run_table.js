@@ -11,24 +11,15 @@ function showTable(data, main) {
     },
     'Run',
   );
+  const barOf = row => {
+    if (!known(row.total) || !known(row.batch)) return '';
+    const value = Math.min(1, row.batch / row.total);
+    return element('progress', {max: 1, value, 'aria-label': `${row.name}: share of the batches`});
+  };
   const rows = data.rows.map(row => [
     {sort: row.name, content: row.link ? element('a', {href: row.link + page.query}, row.name) : row.name},
     {sort: row.state, content: element('span', {class: `badge ${row.kind}`}, row.state)},
-    {
-      sort: row.batch,
-      content: element(
-        'span',
-        {},
-        known(row.total) && known(row.batch)
-          ? element('progress', {
-              max: 1,
-              value: Math.min(1, row.batch / row.total),
-              'aria-label': `${row.name}: share of the batches`,
-            })
-          : '',
-        batchText(row.batch, row.total),
-      ),
-    },
+    {sort: row.batch, content: element('span', {}, barOf(row), batchText(row.batch, row.total))},
     row.loss,
     {sort: row.evaluation, content: row.evaluation || MISSING},
     {sort: row.goodput, content: formatPercent(row.goodput)},

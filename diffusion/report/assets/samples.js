@@ -22,21 +22,12 @@ function samplesOverTime() {
   index = Math.max(0, index);
   const grid = element('div');
   const output = element('output', {for: 'samples-slider', id: 'samples-batch'});
-  const slider = element('input', {
-    type: 'range',
-    id: 'samples-slider',
-    min: 0,
-    max: last,
-    step: 1,
-    value: index,
-    oninput: () => show(Number(slider.value)),
-  });
-  const step = (text, change) =>
-    element(
-      'button',
-      {type: 'button', class: 'small', onclick: () => show(Math.min(last, Math.max(0, Number(slider.value) + change)))},
-      text,
-    );
+  const range = {type: 'range', id: 'samples-slider', min: 0, max: last, step: 1, value: index};
+  const slider = element('input', {...range, oninput: () => show(Number(slider.value))});
+  const step = (text, change) => {
+    const move = () => show(Math.min(last, Math.max(0, Number(slider.value) + change)));
+    return element('button', {type: 'button', class: 'small', onclick: move}, text);
+  };
   function show(at) {
     slider.value = at;
     // At the end, the slider follows a run that continues.
@@ -56,16 +47,12 @@ function sampleGrid(runs, batch) {
   const sheets = runs.map(run => sheetAt(run, batch));
   const whole = sheets.some(sheet => sheet.figures.some(figure => !figure.caption));
   if (whole) {
-    return runs.map((run, index) =>
-      element(
-        'figure',
-        {class: 'whole'},
-        several() ? element('figcaption', {}, `${run.label}, batch ${formatNumber(sheets[index].batch)}`) : null,
-        sheets[index].figures.flatMap(figure =>
-          figure.images.map(image => picture(image, `Samples at batch ${sheets[index].batch}`)),
-        ),
-      ),
-    );
+    return runs.map((run, index) => {
+      const {batch, figures} = sheets[index];
+      const text = several() ? element('figcaption', {}, `${run.label}, batch ${formatNumber(batch)}`) : null;
+      const pictures = figures.flatMap(({images}) => images.map(image => picture(image, `Samples at batch ${batch}`)));
+      return element('figure', {class: 'whole'}, text, pictures);
+    });
   }
   if (!several() || runs.length === 1) {
     const figures = sheets[0].figures.map(({images, caption}) => {

@@ -50,15 +50,11 @@ function singleSummary(run) {
     share = shareDone(run);
   const speed = last(run, 'throughput/samples_per_sec'),
     mfu = last(run, 'throughput/device/mfu'),
-    activity = formatTime(status.last_activity);
+    activity = formatTime(status.last_activity),
+    total = status.total_batches,
+    ofTotal = `of ${formatNumber(total)}, ${formatPercent(share)}`;
   const pieces = [
-    tile(
-      'Batch',
-      formatNumber(status.batch),
-      known(status.total_batches)
-        ? `of ${formatNumber(status.total_batches)}, ${formatPercent(share)}`
-        : status.duration || '',
-    ),
+    tile('Batch', formatNumber(status.batch), known(total) ? ofTotal : status.duration || ''),
     tile('Training loss', formatNumber(status.last_loss), 'last batch'),
     tile('Validation loss', formatNumber(bestLoss(run)), 'best so far'),
     tile(

@@ -61,16 +61,8 @@ def write_dpg(path: Path, prompts: int, *, seed: int = 0) -> Path:
             for number in range(1, draw.randint(3, 8)):
                 parents = draw.sample(range(1, number), min(number - 1, draw.randrange(3))) or [0]
                 kind = draw.choice(['entity', 'attribute', 'relation'])
-                row = [
-                    f'item{item}',
-                    f'scene {item}, "with" a\nline',
-                    '',
-                    number,
-                    ', '.join(map(str, parents)),
-                    kind,
-                    'x',
-                ]
-                lines.writerow([*row, f'{kind} - whole (thing {number})', f'Is thing {number} in scene {item}?'])
+                row = [f'item{item}', f'scene {item}, "with" a\nline', '', number, ', '.join(map(str, parents)), kind]
+                lines.writerow([*row, 'x', f'{kind} - whole (thing {number})', f'Is thing {number} in scene {item}?'])
     return path
 
 

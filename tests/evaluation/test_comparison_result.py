@@ -4,15 +4,22 @@ import json
 import math
 import random
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 from evaluation.comparisons import answers_of, attentive, make_key, rater_name
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_result import (
+    ComparisonResult,
+    Preference,
     analyze_answers,
     analyze_preference,
+    clustered_proportion,
+    draw_result,
     krippendorff_alpha,
     result_json,
     result_text,
@@ -57,16 +64,6 @@ def test_interval_covers_the_true_preference_in_95_percent_of_simulations(base, 
     assert 0.93 <= covered <= 0.97
 
 
-def test_answers_of_one_person_and_one_prompt_do_not_count_as_independent():
-    random = np.random.default_rng(3)
-    raters, prompts = cells()
-    widths = {}
-    for effects in [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]:
-        found = [analyze_preference(draw(random, 0.0, *effects, 0.0), raters, prompts) for _ in range(50)]
-        widths[effects] = np.mean([each.high - each.low for each in found])
-    assert widths[1.0, 0.0] > 3 * widths[0.0, 0.0] and widths[0.0, 1.0] > 2 * widths[0.0, 0.0]
-
-
 def test_several_images_of_a_prompt_are_one_prompt():
     key = make_key(['a', 'a', 'b', 'b'], checks=0)
     result = analyze_answers(key, answers_of(key, 1) + answers_of(key, 2))
@@ -86,6 +83,7 @@ def test_variance_equals_that_of_the_definition_with_dummy_matrices():
     assert found.by_rater == pytest.approx(by_rater - single)
     assert found.by_prompt == pytest.approx(by_prompt - single)
     assert found.by_answer == pytest.approx(single)
+    assert (found.wins, found.ties) == ((values == 1).mean(), (values == 0.5).mean())
     ratio = (by_rater + by_prompt - single) / (found.share * (1 - found.share))
     assert (found.low, found.high) == pytest.approx(wilson_interval(found.share, ratio, 2.570582))  # t with 5
 
@@ -100,22 +98,21 @@ def test_wilson_interval_equals_published_values():
 def test_equal_answers_of_all_do_not_give_an_interval_of_width_zero():
     raters, prompts = cells(10, 20)
     found = analyze_preference([1.0] * 200, raters, prompts)
-    assert found.share == found.high == 1
-    assert 0.6 < found.low < 0.8
+    assert found.share == found.high == 1 and found.by_answer == 0.25 / 10
+    assert found.low == pytest.approx(wilson_interval(1, 1 / 10, 1.971957)[0])  # t with 199
     ties = analyze_preference([0.5] * 200, raters, prompts)
     assert ties.low < 0.4 and ties.high > 0.6 and not ties.differs
     needed = ties.people_needed(0.05)
     assert needed is not None and needed > 10
 
 
-def test_more_people_do_not_help_where_prompts_are_too_few():
-    random = np.random.default_rng(7)
-    found = analyze_preference(draw(random, 0.0, 0.2, 1.0, 0.0), *cells())
-    assert found.people_needed(0.02) is None
-    assert found.people_needed(0.3) is not None
-    people_differ = analyze_preference(draw(random, 0.0, 1.0, 0.0, 0.0), *cells())
-    needed = people_differ.people_needed(0.05)
-    assert needed is not None and needed > RATERS
+def test_proportion_of_few_clusters():
+    few = [(([8.0, 1.0], [8.0, 8.0], 'ab'), (9 / 16, 7 / 9)), (([1.0, 0, 2], [1.0, 1, 2], 'abb'), (3 / 4, 1 / 4))]
+    for (parts, wholes, labels), (mean, ratio) in few:  # the second one has no more information than 4 answers
+        found = clustered_proportion(np.array(parts), np.array(wholes), [*labels])
+        assert found == (mean, pytest.approx(wilson_interval(mean, ratio, 12.7062047)))  # t with 1
+    assert clustered_proportion(np.ones(2), np.array([1.0, 2]), ['a', 'a']) == (2 / 3, (0, 1)), 'of one cluster'
+    assert clustered_proportion(np.zeros(2), np.zeros(2), ['a', 'b']) == (0, (0, pytest.approx(0.9877637)))
 
 
 def test_krippendorff_alpha_equals_published_value():
@@ -200,24 +197,59 @@ def test_too_few_answers_are_refused(answers, message):
         analyze_answers(KEY, answers)
 
 
-def mixed(pair, question):
-    return (
-        random.Random(f'{pair.prompt} {question}').choice(('first', 'second', 'tie'))
-        if pair.a
-        else attentive(pair, question)
-    )
+def preference(**values) -> Preference:
+    given: dict[str, Any] = {'by_rater': 0.0004, 'by_prompt': 0.0002, 'by_answer': 0.0003, 'agreement': 0.25}
+    given |= {'share': 0.6, 'low': 0.52, 'high': 0.68, 'wins': 0.5, 'ties': 0.2}
+    return Preference(**({'answers': 90, 'raters': 6, 'prompts': 30} | given | values))
 
 
-def test_text_has_a_table_and_a_sentence_per_question():
-    answers = [answer for number in range(6) for answer in answers_of(KEY, number, mixed)]
-    answers += [answer for number in range(6, 9) for answer in answers_of(KEY, number)]
-    text = result_text(analyze_answers(KEY, answers), 0.05)
-    assert text.startswith('A: runs/first/ba10, ema weights\nB: runs/second/ba20, ema weights\n')
-    for line in ('image quality  ', 'prompt alignment  ', 'Image quality: A and B d', 'Prompt alignment: A and B d'):
-        assert f'\n{line}' in text
-    assert 'Needed to show a preference of 55% with a power of 80%:' in text
-    assert 'people' in text.split('Needed')[1]
-    assert max(map(len, text.splitlines())) <= 120
+UNCLEAR = preference(share=0.4, low=0.3, by_prompt=0.001, agreement=math.nan, wins=0.38, ties=0.04, answers=80)
+BOTH = {'quality': preference(), 'alignment': UNCLEAR}
+RESULT = ComparisonResult('runs/first', 'runs/second', BOTH, 6, {'r': 0.5, 's': 1.0}, 2)
+
+
+def test_text_has_a_table_a_sentence_per_question_and_the_answers_needed():
+    lines = result_text(RESULT, 0.05).splitlines()
+    assert lines[:6] == [
+        *('A: runs/first', 'B: runs/second', ''),
+        ' ' * 18 + ' prefer A  neither  prefer B       preference for A   answers   people  prompts  agreement',
+        'image quality         50.0%    20.0%     30.0%   60.0% [52.0%, 68.0%]        90        6       30       0.25',
+        'prompt alignment      38.0%     4.0%     58.0%   40.0% [30.0%, 68.0%]        80        6       30    unknown',
+    ]
+    assert lines[14:16] == [
+        '  image quality     36 people with these prompts (450 more answers), or 14 people and 69 prompts',
+        '  prompt alignment  28 people and 139 prompts; with these prompts, no number of people is enough',
+    ]
+    for found in (preference(), preference(by_answer=0.0), preference(by_rater=0.0, by_answer=0.001)):
+        factor = found.factor_needed(0.05)
+        variance = (found.by_rater + found.by_prompt) / factor + found.by_answer / factor**2
+        assert (1.959964 + 0.841621) * math.sqrt(variance) == pytest.approx(0.05)
+    enough = preference(by_rater=0.0001, by_prompt=0.0, by_answer=0.0001)
+    assert enough.factor_needed(0.05) == 1 and enough.people_needed(0.2) == 2, 'one person has no interval'
+    assert result_text(ComparisonResult('a', 'b', {'quality': enough}, 6, {}, 0), 0.05).endswith('answers are enough')
+
+
+def test_figure_has_the_shares_and_intervals(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, 'savefig', lambda *args, **options: figures.append(args[0]) or save(*args, **options))
+    draw_result(RESULT, tmp_path / 'result.png')
+    assert figures[0].get_size_inches().tolist() == [8, 4.2] and (tmp_path / 'result.png').exists()
+    [axes] = figures[0].axes
+    bars = [(bar.get_x(), bar.get_width(), bar.get_y(), bar.get_height()) for bar in axes.patches]
+    shares = {0.07: [(0, 0.5), (0.5, 0.2), (0.7, 0.3)], 1.07: [(0, 0.38), (0.38, 0.04), (0.42, 0.58)]}
+    assert np.allclose(bars, [(*ends, row, 0.3) for row, each in shares.items() for ends in each])
+    ends = [part.get_segments() for part in axes.collections]
+    assert np.allclose(ends, [[[[0.52, -0.1], [0.68, -0.1]]], [[[0.3, 0.9], [0.68, 0.9]]]])
+    places = {'50%': 0.25, '20%': 0.6, '30%': 0.85, '60.0% [52.0%, 68.0%]': 0.6, '38%': 0.19, '58%': 0.71}
+    shown = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    assert shown == pytest.approx(places | {'40.0% [30.0%, 68.0%]': 0.4}), 'a share of 4% has no place for its text'
+    assert {text.get_text() for text in figures[0].findobj(Text) if text not in axes.texts} == {
+        *('', '0%', '25%', '50%', '75%', '100%', 'Image quality', 'Prompt alignment', 'prefer A', 'prefer neither'),
+        *('prefer B', 'preference for A (ties count half) with 95% interval', '6 people, 30 prompts'),
+        'A: runs/first\nB: runs/second',
+    }
+    assert axes.get_xlim() == (0, 1) and axes.get_ylim() == (1.45, -0.5), 'the first question is above'
+    assert axes.lines[-1].get_xdata() == [0.5, 0.5], 'a line marks no preference'
 
 
 def test_json_has_the_numbers_of_the_text():
@@ -234,5 +266,4 @@ def test_json_has_the_numbers_of_the_text():
         'people_and_prompts': {'people': math.ceil(4 * factor), 'prompts': math.ceil(30 * factor)},
     }
     assert content['excluded'] == {rater_name(9): 1.0}
-    alone = [each for each in answers if each.rater == rater_name(each.pair % 2)]  # no pair has answers of two people
-    assert result_json(analyze_answers(KEY, alone), 0.05)['questions']['quality']['agreement'] is None
+    assert result_json(RESULT, 0.05)['questions']['alignment']['agreement'] is None

@@ -125,12 +125,8 @@ def test_wrong_weights_are_refused_and_not_run(tmp_path, monkeypatch, inception_
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r'missing.pth: does not exist; it must be weights-inception.* from https'):
         Inception('missing.pth')
-    wrong = {
-        'pickle': pickle.dumps(Harmful()),
-        'text': b'<html>404</html>',
-        'empty': b'',
-        'cut': inception_file.read_bytes()[:1000],
-    }
+    wrong = {'pickle': pickle.dumps(Harmful()), 'text': b'<html>404</html>', 'empty': b''}
+    wrong['cut'] = inception_file.read_bytes()[:1000]
     for name, content in wrong.items():
         Path(name).write_bytes(content)
         with pytest.raises(UserError, match=f'{name} .*does not contain the weights of torch-fidelity'):

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -105,7 +106,9 @@ def test_table_leads_to_live_pages_of_its_runs(run):
 def test_data_is_sent_once_until_it_changes(run):
     with serving(served(run, seconds=0.0)) as server:
         status, body, headers = get(server, '/data.json', **{'Accept-Encoding': 'gzip'})
-        assert status == 200 and headers['Content-Encoding'] == 'gzip'
+        assert status == 200
+        assert headers['Content-Encoding'] == 'gzip' and headers['Content-Length'] == str(len(body))
+        assert 'Content-Encoding' not in get(server, '/data.json')[2]
         assert json.loads(gzip.decompress(body))['runs'][0]['name'] == 'sd2'
         assert get(server, '/data.json', **{'If-None-Match': headers['ETag']})[0] == 304
         append_metrics(run, {'step': 80, 'loss/train/total': 0.5})
@@ -116,6 +119,10 @@ def test_server_is_read_only_and_serves_no_other_file(run):
     with serving(served(run)) as server:
         assert [get(server, '/', method)[0] for method in ('POST', 'PUT', 'DELETE')] == [501] * 3
         assert get(server, '/', 'HEAD')[:2] == (200, b'')
+        [(key, image), *_] = server.main.content().images.items()
+        status, body, headers = get(server, f'/images/{key}.webp', **{'Accept-Encoding': 'gzip'})
+        assert (status, body, headers['Content-Type']) == (200, image, 'image/webp')
+        assert headers['Cache-Control'] == 'private, max-age=86400, immutable'
         for path in ('/metrics.jsonl', '/../sd2/recipe.yaml', '/images/..%2Frecipe.yaml', '/images/', '/run/sd2/'):
             assert get(server, path)[0] == 404, path
         # A web page whose own name was made to point at this server must not read it.
@@ -140,13 +147,17 @@ def test_port_in_use_or_host_of_another_machine_is_an_error_with_a_way_out(run):
             ReportServer(host, 0, ServedPage(RunsSource([str(run)]), 5.0))
 
 
-@pytest.mark.slow
-def test_command_serves_until_ctrl_c(run):
-    command = [sys.executable, '-m', 'diffusion', 'report', str(run), '--serve', '--port', '0']
+def test_command_serves_a_table_and_its_runs_until_ctrl_c(run):
+    command = [sys.executable, '-m', 'diffusion', 'report', str(run.parent), '--serve', '--port', '0', '--price', '2']
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith(f'{run}: http://127.0.0.1:') and line.endswith('/ (Ctrl-C ends it)\n')
+    assert line.startswith(f'{run.parent}: http://127.0.0.1:') and line.endswith('/ (Ctrl-C ends it)\n')
+    server = Mock(url=line.split()[1])
+    table, page = (json.loads(get(server, f'{path}/data.json')[1]) for path in ('', '/run/sd2'))
+    assert table['rows'][0]['link'] == 'run/sd2/' and page['runs'][0]['cost']['price'] == 2
+    assert get(server, '/run/..%2Fsd2/')[0] == get(server, '/run/sd3/')[0] == 404
+    assert b'"live":5.0' in get(server, '/run/sd2/')[1]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 0

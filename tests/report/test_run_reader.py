@@ -12,11 +12,12 @@ from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.planning.gpus import load_gpus
-from diffusion.report import report_source
-from diffusion.report.report_source import RunsSource, TableSource, page_data, runs_in
-from diffusion.report.run_parts import batch_hours, gpu_of_product, run_cost
+from diffusion.report import report_source, run_parts
+from diffusion.report.report_source import RunsSource, TableSource, _kind, page_data, runs_in
+from diffusion.report.run_parts import RunCost, batch_hours, gpu_of_product, read_evaluations, run_cost
 from diffusion.report.run_reader import RunContent, RunReader
 from diffusion.runs.attempts import Attempt
+from diffusion.storage.places import LocalPlace
 
 
 def read(run: Path | str, **options: object) -> RunContent:
@@ -35,11 +36,16 @@ def test_everything_of_a_run_is_read(run):
     assert len(content.series['loss/train/total'].steps) == 400, 'the repeated batches count once'
     assert [each['batch'] for each in content.evaluations] == [100, 200, 300, 400]
     assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 9
+    row = content.evaluations[3]['guidance'][4]
+    assert (row['method'], row['sampler'], row['shift']) == ('interval low=0.1 high=0.8', 'ddim', None)
+    assert row['intervals'] == {'geneval_hf': pytest.approx([0.475, 0.545])}
     assert [sheet.batch for sheet in content.images.sheets] == [100, 200, 300, 400]
     assert [figure['caption'] for figure in content.images.sheets[0].figures] == PROMPTS
     assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 100]
     assert [each['pinned'] for each in content.checkpoints] == [False, False, True, False]
     assert [each['place'] for each in content.saves] == ['storage of the run', 'memory of the nodes']
+    values = [[each[key] for each in content.saves] for key in ('saves', 'last_batch', 'mean_seconds', 'failed')]
+    assert values == [[7, 7], [350, 350], [21, 1.5], [0, 0]]
     change = {'time': '2026-11-18T10:00:00+00:00', 'key': 'optimizer.weight_decay', 'change': '0.1 -> 0.01'}
     assert content.changes == [change | {'batch': 200}] and content.notes == []
 
@@ -48,10 +54,12 @@ def test_cost_is_that_of_the_attempts_and_of_the_batches_left(run):
     cost = read(run).cost
     attempts = [(each['end'] - each['begin']) / 3600 for each in read(run).status.attempts]
     assert cost.device_hours == pytest.approx(128 * sum(attempts))
-    assert cost.price == 2.95 and cost.price_source.startswith('h100-sxm')
+    assert cost.price == 2.95 and cost.price_source.startswith('h100-sxm, ')
     seconds = (read(run).status.attempts[1]['last_at'] - read(run).status.attempts[1]['first_at']) / 200
     assert cost.hours_left == pytest.approx(600 * seconds / 3600)
-    assert read(run, price=1.5).cost.price == 1.5
+    assert cost.device_hours_left == pytest.approx(128 * 600 * seconds / 3600)
+    cost = read(run, price=1.5).cost
+    assert (cost.price, cost.price_source) == (1.5, '--price')
 
 
 def test_devices_of_an_earlier_version_are_those_of_the_receipts(run):
@@ -66,7 +74,8 @@ def test_devices_of_an_earlier_version_are_those_of_the_receipts(run):
 def test_a_cpu_costs_nothing_and_attempts_may_differ_in_devices():
     attempts = [Attempt(0, 0.0, 3600.0, devices=8), Attempt(1, 4000.0, 7600.0, devices=4, gpu='cpu')]
     cost = run_cost(attempts, world_sizes=[], hours_left=2.0, price=None)
-    assert (cost.device_hours, cost.device_hours_left, cost.price) == (12.0, 8.0, None)
+    assert (cost.device_hours, cost.device_hours_left, cost.price, cost.price_source) == (12.0, 8.0, None, '')
+    assert run_cost([], world_sizes=[4, 8], hours_left=2.0, price=None) == RunCost(4, '', None, 2.0, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,11 @@ def test_hours_exclude_time_between_attempts_and_count_repeated_batches_once():
     ]
     assert batch_hours(records) == ([0, 80, 180], [1.0, 3.0, 4.0])
     assert batch_hours(records[:1]) is None
+    many = [record(BEGIN, BEGIN + at, at - 1, BEGIN + at - 1, at, BEGIN + at) for at in range(1, 1000)]
+    many += [record(BEGIN, BEGIN + 1000, True, BEGIN + 999, 2000, BEGIN - 1)]
+    batches, hours = batch_hours(many) or ([], [])
+    assert len(batches) == 400 and [*batches[:3], batches[-1]] == [0, 3, 5, 999]
+    assert hours == [round(batch / hour, 6) for batch in batches]
 
 
 def test_a_run_without_results_or_without_a_batch(tmp_path):
@@ -174,10 +188,13 @@ def test_results_with_strange_values_show_what_can_be_shown(run):
         'guidance': [3, {'guidance_scale': None}, row, {'guidance_scale': 2, 'intervals': 3}],
     }
     (run / 'evaluations' / 'ba300.json').write_text(json.dumps(strange))
-    assert read(run).evaluations[2]['metrics'] == {'cmmd': 0.5}
+    found = read_evaluations(LocalPlace(run), [])[2]
+    assert [row['intervals'] for row in found['guidance']] == [{'cmmd': None}, {}]
+    assert (found['metrics'], found['intervals'], found['images']) == ({'cmmd': 0.5}, {'cmmd': {}}, None)
+    assert found['examples'] == {'cmmd': {kind: {'worst': [], 'best': []} for kind in 'abc'}}
 
 
-def test_damaged_receipts_and_images_are_notes(run):
+def test_damaged_receipts_and_images_are_notes(run, monkeypatch):
     (run / 'ba100' / 'receipt.json').write_text('{}')
     (run / 'ba200' / 'receipt.json').unlink()
     (run / 'images' / 'ba000100.png').write_bytes(b'no image')
@@ -186,6 +203,11 @@ def test_damaged_receipts_and_images_are_notes(run):
     assert {each['batch']: each['state'] for each in content.checkpoints} == states
     assert [sheet.batch for sheet in content.images.sheets] == [200, 300, 400]
     assert len(content.notes) == 3
+    (run / 'ba150.damaged').mkdir()
+    monkeypatch.setattr(run_parts, 'MAX_CHECKPOINTS', 3)
+    content = read(run)
+    assert content.notes[0] == 'Of 4 checkpoints, the newest 3 are shown.'
+    assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 150]
 
 
 def test_images_fit_into_their_bytes_with_the_first_and_the_last(tmp_path):
@@ -203,7 +225,7 @@ def test_secrets_in_a_recipe_are_hidden(run):
     text = (run / 'recipe.yaml').read_text()
     (run / 'recipe.yaml').write_text(text + f'loggers:\n  wandb:\n    api_key: {secret}\n')
     content = read(run)
-    assert secret not in content.recipe and 'api_key: <hidden>' in content.recipe
+    assert secret not in content.recipe and content.recipe.endswith('api_key: <hidden>\n')
 
 
 def test_a_second_read_adds_what_is_new(run):
@@ -240,7 +262,7 @@ def test_huge_page_has_fewer_points(tmp_path, monkeypatch):
     monkeypatch.setattr(report_source, 'MAX_BYTES', size - 30_000)
     assert len(source.write()) < size - 30_000
     monkeypatch.setattr(report_source, 'MAX_BYTES', 1000)
-    with pytest.raises(UserError, match='compare fewer runs'):
+    with pytest.raises(UserError, match='would have more than 0 MB; compare fewer runs'):
         source.write()
 
 
@@ -254,6 +276,9 @@ def test_points_are_shared_by_the_curves(tmp_path):
     assert len(many['layer3']['x']) == 2000 and len(many['layer3']['mx']) == 1000
     assert max(few['layer3']['y']) == 2999 * 3 and few['layer3']['count'] == 2960
     json.dumps([few, many], allow_nan=False)
+    page = page_data([content])['runs'][0]
+    assert [each['reason'] for each in page['attempts']] == ['preempted', 'completed']
+    assert (page['lost'], page['hours'][1]) == ({'preempted': 350.0}, [0.016667, 0.034722, 0.038889])
 
 
 def test_published_scores_have_sources_and_stand_beside_their_metric(tmp_path):
@@ -272,15 +297,20 @@ def test_published_scores_have_sources_and_stand_beside_their_metric(tmp_path):
 
 def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     for name in ('b', 'a'):
-        write_run(tmp_path / name, batches=40, evaluations=False, sheets=0)
+        write_run(tmp_path / name, batches=40, evaluations=name == 'b', sheets=0)
     (tmp_path / 'notes').mkdir()
     assert runs_in(str(tmp_path)) == ['a', 'b']
     table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)
     rows = {row['name']: row for row in table.read().data['rows']}
     assert rows['a']['batch'] == 40 and rows['a']['dollars'] == pytest.approx(2 * rows['a']['device_hours'])
     assert re.fullmatch(r'validation loss \d[.\d]* \(ba\d+\)', rows['a']['evaluation'])
-    assert rows['a']['state'] == 'ended, completed'
+    assert (rows['a']['state'], rows['a']['kind'], rows['a']['link']) == ('ended, completed', 'good', None)
     assert rows['a']['loss'] == pytest.approx(RunReader(str(tmp_path / 'a')).read().status.last_loss)
+    metrics = json.loads((tmp_path / 'b/evaluations/ba40.json').read_text())['metrics']
+    assert rows['b']['evaluation'] == f'fid {metrics["fid"]:.4g}, clip_score {metrics["clip_score"]:.4g} (ba40)'
+    kinds = [('running', None, 'good'), ('ended', 'done', 'good'), ('silent', None, 'bad'), ('ended', 'crash', 'bad')]
+    kinds += [('ended', cause, 'plain') for cause in (None, 'preempted', 'stopped')] + [('starting', 'done', 'plain')]
+    assert [_kind(state, cause) for state, cause, _ in kinds] == [kind for _, _, kind in kinds]
 
     monkeypatch.setattr(RunReader, 'read', Mock(side_effect=UserError('gone')))
     data = table.read().data

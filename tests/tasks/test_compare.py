@@ -53,10 +53,8 @@ def build(*words: str | Path, out: str = 'page') -> int:
 def test_page_answers_and_result(folders, capsys):
     assert build() == 0
     printed = capsys.readouterr().out
-    assert (
-        'page/index.html: 8 pairs and 2 attention checks' in printed
-        and 'Send only this file. Keep page/key.json' in printed
-    )
+    assert 'page/index.html: 8 pairs and 2 attention checks' in printed
+    assert 'Send only this file. Keep page/key.json' in printed
     assert sorted(path.name for path in Path('page').iterdir()) == ['index.html', 'key.json']
     key = read_key(Path('page/key.json'))
     assert (key.a['source'], key.b['source'], key.prompts) == ('a', 'b', 'prompts.txt')
@@ -78,6 +76,8 @@ def test_page_answers_and_result(folders, capsys):
     assert run('--analyze', *files, 'page/key.json', '--json', '--difference', '10') == 0
     content = json.loads(capsys.readouterr().out)
     assert content['questions']['quality']['needed']['difference'] == 0.1
+    assert build('--checks', '8', out='more') == 0
+    assert 'more/index.html: 8 pairs and 8 attention checks' in capsys.readouterr().out
     shutil.move('page/key.json', 'kept.json')
     assert run('--analyze', *files, '--key', 'kept.json') == 0
 
@@ -90,6 +90,11 @@ def test_limit_takes_evenly_spread_prompts_with_their_images(folders):
 BUILD = ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new']
 BAD: dict[str, tuple[list[str], str]] = {
     'nothing': ([], 'A and B: are missing; give two of run, checkpoint, exported pipeline and folder of images'),
+    'no B': (['a', *BUILD[2:]], 'B: is missing; give two of run'),
+    'no out': (BUILD[:4], '--out: is missing; add for example --out page'),
+    'checks': ([*BUILD, '--checks', '9'], '--checks: 9 is more than the 8 prompts; use at most as many'),
+    'build and serve': ([*BUILD, '--serve', 'page'], "--serve: serves the page that is built in --out; remove 'page'"),
+    'analyze and serve': (['--analyze', 'x.json', '--serve'], '--analyze: only reads answers; remove --serve'),
     'no prompts': (['a', 'b', '--out', 'new'], '--prompts: is missing; add for example --prompts prompts.txt'),
     'A is nowhere': (['nowhere', *BUILD[1:]], 'A: nowhere: does not exist; check'),
     'B is not a model': (['a', '.', *BUILD[2:]], 'B: checkpoint: . is not a checkpoint or a'),
@@ -128,6 +133,7 @@ def test_mistakes_of_an_analysis_name_the_file(folders, capsys):
         (['mine.json', '--key', 'page/key.json'], '--analyze: image quality: .* at least 2 people with answers; found'),
         (['mine.json', '--key', 'prompts.txt'], 'prompts.txt: is not the key.json'),
         (['mine.json', '--key', 'page/key.json', '--difference', '50'], '--difference: 50 is out of range; use more'),
+        (['mine.json', '--key', 'page/key.json', '--difference', '0'], '--difference: 0 is out of range; use more'),
         (['mine.json', '--key', 'page/key.json', '--png', 'a'], '--png: a is not the name of a PNG file'),
         (['mine.json', '--key', 'page/key.json', '--png', 'mine.json/b.png'], '--png: .*mine.json is not a folder'),
     ]:
@@ -147,9 +153,7 @@ def test_port_in_use_is_found_before_the_page_is_built(folders, capsys):
 def test_comparison_runs_in_one_process(folders, capsys, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert build(out='new') == USAGE_ERROR
-    assert (
-        'compare: runs in one process; start it as `diffusion compare`, without a launcher' in capsys.readouterr().err
-    )
+    assert 'compare: runs in one process; start it as `diffusion compare`, without a' in capsys.readouterr().err
 
 
 def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys):
@@ -198,10 +202,8 @@ def test_server_takes_answers_until_ctrl_c(folders):
         server.send_signal(signal.SIGINT)
         printed = server.stdout.read()
         assert server.wait(20) == 0, server.stderr.read()
-    assert (
-        'Answers of 1 person are in page/answers. Analyze them with:\n  diffusion compare --analyze page/answers'
-        in printed
-    )
+    assert 'Answers of 1 person are in page/answers.' in printed
+    assert 'Analyze them with:\n  diffusion compare --analyze page/answers' in printed
     assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
 
 
@@ -226,16 +228,8 @@ def trained(tmp_path_factory, tiny_recipe) -> Path:
 @pytest.mark.slow
 def test_checkpoints_are_compared_with_equal_seeds_and_images_are_kept(trained, tmp_path, monkeypatch):
     out = tmp_path / 'page'
-    words = [
-        trained / 'run' / 'ba1',
-        trained / 'run',
-        '--prompts',
-        trained / 'prompts.txt',
-        '--out',
-        out,
-        '--seed',
-        '7',
-    ]
+    words = [trained / 'run' / 'ba1', trained / 'run', '--prompts', trained / 'prompts.txt', '--out', out]
+    words += ['--seed', '7']
 
     def interrupted(*_) -> None:
         raise KeyboardInterrupt

@@ -88,13 +88,8 @@ def test_export_decodes_with_its_own_autoencoder(tmp_path, small_flux2, small_ra
 
 
 def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, small_vae):
-    small: dict[str, Any] = {
-        'depth': 1,
-        'dual_attention_blocks': 0,
-        'patch_size': 2,
-        'text_width': 32,
-        'text_layers': 1,
-    }
+    small: dict[str, Any] = {'depth': 1, 'dual_attention_blocks': 0, 'patch_size': 2}
+    small |= {'text_width': 32, 'text_layers': 1}
     model = tiny_mmdit(32, vae=str(small_vae), t5=False, t5_length=1, **small)
     torch.manual_seed(0)
     for weight in model.denoiser.parameters():  # at initialization, text hardly changes the image

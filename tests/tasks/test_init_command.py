@@ -27,14 +27,8 @@ def pretend(folder, count):
     """Write an index of shards that do not exist."""
     folder.mkdir(parents=True)
     size = {'basename': 'shard.00000.mds', 'bytes': 10_000 * count, 'hashes': {}}
-    entry = {
-        'samples': count,
-        'raw_data': size,
-        'zip_data': None,
-        'compression': None,
-        'hashes': [],
-        'size_limit': None,
-    }
+    entry = {'samples': count, 'raw_data': size, 'hashes': []}
+    entry |= {'zip_data': None, 'compression': None, 'size_limit': None}
     entry |= {'column_names': ['key'], 'column_encodings': ['str'], 'column_sizes': [None]}
     (folder / 'index.json').write_text(json.dumps({'version': 2, 'shards': [entry]}))
 
@@ -57,8 +51,10 @@ def test_few_images_without_gpu_get_the_small_recipe(folder, capsys):
     prepared(folder / 'data/photos/64px', '${HOME}', *captions, side=64)
     prepared(folder / 'data/photos-held-out/64px', 'a cat', side=64)
     recipe = written()
-    out = capsys.readouterr().out
-    assert 'since there is no GPU' in out and 'diffusion train mine.yaml' in out
+    out, text = capsys.readouterr().out, (folder / 'mine.yaml').read_text()
+    assert text.startswith(out) and 'since there is no GPU\n# Plan:     about 10 minutes on two CPU cores\n' in out
+    assert r'generate runs/mine "\"photo\": 0 #1 – ü" --out pictures' in out
+    assert 'seen once in 1.7 steps' in text and 'seen about 931 times' in text and '_interval' not in text
     assert (recipe.name, recipe.global_batch, recipe.model.name) == ('mine', 32, 'tiny_prx')
     assert recipe.trainer['max_duration'] == '1600ba'
     assert recipe.callbacks['image_grid'].kwargs['prompts'] == captions[:8]
@@ -70,32 +66,38 @@ def test_few_images_without_gpu_get_the_small_recipe(folder, capsys):
     assert 'mine.yaml exists' in capsys.readouterr().err and (folder / 'mine.yaml').read_bytes() == before
 
 
-def test_few_images_with_a_gpu_get_a_lora_of_a_length_that_fits_them(folder, capsys):
+def test_few_images_with_a_gpu_get_a_lora_of_a_length_that_fits_them(folder):
     prepared(folder / 'data/photos/512px', *(f'photo {index}' for index in range(54)), side=512)
     pretend(folder / 'data/photos/64px', 54)
     recipe = written('--gpu', 'v100-16gb', '--gpus', '2')
-    assert 'on 2 x v100-16gb, with 7 of 16 GiB' in capsys.readouterr().out
-    assert recipe.lora is not None and recipe.eval_streams == {}
+    assert recipe.lora is not None and recipe.eval_streams == {} and check_paths(recipe) == []
     assert (recipe.global_batch, recipe.device_train_microbatch_size) == (4, 2), 'at least 8 batches per epoch'
-    assert (recipe.trainer['max_duration'], recipe.trainer['save_interval']) == ('1350ba', '337ba'), '100 epochs'
-    assert recipe.trainer['precision'] == 'amp_fp16', 'a V100 has no bfloat16'
-    assert check_paths(recipe) == []
+    expected = {'max_duration': '1350ba', 'eval_interval': '337ba', 'save_interval': '337ba', 'precision': 'amp_fp16'}
+    assert recipe.trainer == recipe.trainer | expected, '100 epochs, and a V100 has no bfloat16'
+    assert recipe.scheduler is not None and recipe.scheduler.kwargs['t_warmup'] == '100ba'
+    grid = {'every': '337ba', 'prompts': [f'photo {index}' for index in range(8)]}
+    assert recipe.callbacks['image_grid'].kwargs.items() >= grid.items()
+    text = (folder / 'mine.yaml').read_text()
+    for part in ('4.3 minutes on 2 x v100-16gb, with 7 of 16 GiB', 'once in 13.5 steps', 'about 100 times'):
+        assert part in text
 
 
 @pytest.mark.parametrize(
-    ('size', 'count', 'gpu', 'base'),
+    ('size', 'count', 'gpu', 'base', 'reason'),
     [
-        (512, 5_000, 'h100-sxm', 'finetune'),
-        (768, 5_000, 'rtx-4090', 'finetune'),
-        (512, 5_000, 'v100-16gb', 'lora'),
-        (256, 5_000, 'h100-sxm', 'small'),
-        (256, 2_000_000, 'h100-sxm', 'prx_256'),
+        (512, 2_000, 'h100-sxm', 'finetune', '2,000 images are enough to fine-tune all of the published weights'),
+        (768, 5_000, 'rtx-4090', 'finetune', '5,000 images are'),
+        (512, 1_999, 'h100-sxm', 'lora', '1,999 images are too few'),
+        (512, 5_000, 'v100-16gb', 'lora', 'published weights needs more memory than the GPU has'),
+        (256, 5_000, 'h100-sxm', 'small', 'the published weights need images of at least 512 px'),
+        (256, 2_000_000, 'h100-sxm', 'prx_256', '2,000,000 images of 256 px are enough to train from scratch'),
     ],
 )
-def test_base_follows_number_size_and_memory(folder, size, count, gpu, base):
+def test_base_follows_number_size_and_memory(folder, size, count, gpu, base, reason):
     pretend(folder / f'data/photos/{size}px', count)
     assert main(['init', 'data/photos', '--out', 'mine.yaml', '--gpu', gpu, '--gpus', '1']) == 0
-    assert f'extends: diffusion:{base}\n' in (folder / 'mine.yaml').read_text()
+    text = (folder / 'mine.yaml').read_text()
+    assert f'extends: diffusion:{base}\n' in text and reason in text.replace('\n#           ', ' ')
     recipe = load('mine.yaml', allow_missing=True)
     assert [*recipe.streams] == ['photos'] and recipe.eval_streams == {}
     assert [each.where for each in recipe.missing] == (['model.revision'] if base == 'prx_256' else [])

@@ -133,10 +133,7 @@ def test_card_of_the_saved_recipe_is_the_same(card, tmp_path):
     """The saved recipe has the defaults of the components too; the card still shows what was chosen."""
     prx = {'name': 'prx', 'revision': 'b' * 40, 'objective': {'path': 'flow', 'prediction_type': 'sample'}}
     local = {'name': 'sd2', 'pretrained': 'secret-place/models'}
-    for written, model in (
-        ('PRXPipeline', prx),
-        ('StableDiffusionPipeline', local),
-    ):
+    for written, model in (('PRXPipeline', prx), ('StableDiffusionPipeline', local)):
         generate = {'noise_scheduler': 'euler'}
         _, body = card(written, model=model, generate=generate)
         saved = yaml.safe_load(to_yaml(load(tmp_path / 'painter.yaml')))

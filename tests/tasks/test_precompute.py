@@ -163,13 +163,8 @@ def test_model_trains_and_draws_on_stored_latents_of_its_autoencoder_alone(
     run, words = tmp_path / 'runs' / 'offline', ['--steps', '3', '--guidance', '5', '--shift', '4', '--rescale', '0.5']
     words += ['--guide', 'apg', '--scheduler', 'euler', '--out', str(tmp_path / 'drawn')]
     assert main(['generate', str(run), 'a', *words]) == 0
-    sampling: dict[str, Any] = {
-        'num_inference_steps': 3,
-        'guidance_scale': 5.0,
-        'snr_shift': 4.0,
-        'guidance_rescale': 0.5,
-    }
-    sampling['guidance'] = {'name': 'apg'}
+    sampling: dict[str, Any] = {'num_inference_steps': 3, 'guidance_scale': 5.0, 'snr_shift': 4.0}
+    sampling |= {'guidance_rescale': 0.5, 'guidance': {'name': 'apg'}}
     trained: Any = trained_model(load(run / 'recipe.yaml')).model
     expected = to_images(trained.generate(['a'], noise_scheduler='euler', **sampling))[0]
     with Image.open(tmp_path / 'drawn' / '00000-a.png') as drawn:

@@ -102,12 +102,8 @@ def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
 
 
 FEW_BATCHES = 4
-SHARDED_IN_FULL = {
-    'strategy': 'fsdp2',
-    'checkpoints': 'sharded',
-    'mixed_precision': 'full',
-    'activation_checkpointing': True,
-}
+SHARDED_IN_FULL: dict[str, object] = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'mixed_precision': 'full'}
+SHARDED_IN_FULL |= {'activation_checkpointing': True}
 
 
 @pytest.fixture(scope='module')

@@ -107,4 +107,5 @@ def test_mistakes(tmp_path, capsys, pictures):
     assert 'pixels are not normalized' in refusal(capsys, *command, 'pixels', pictures[32])
     message = 'is not a folder; give a folder that `diffusion prepare`'
     assert message in refusal(capsys, *command, TINY_VAE, tmp_path / 'no')
+    assert '36' in refusal(capsys, *command[:-1], '36', TINY_VAE, pictures[32])
     assert load_vae(str(TINY_VAE)).config['scaling_factor'] == 1.0

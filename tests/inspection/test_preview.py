@@ -81,14 +81,18 @@ def test_latents_are_decoded_by_local_vae_or_drawn_as_channels(write_recipe, tin
         for value in range(3):
             moments = np.full((8, 4, 4), value / 2, np.float16)
             writer.write({batch_keys.LATENT_MOMENTS: moments, 'captions': [f'number {value}']})
-    manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior='sample', dtype='float16')
+    manifest = LatentManifest('v', [1.0] * 4, [2.0] * 4, shape='32x32', posterior='sample', dtype='float16')
     (folder / 'manifest.json').write_text(manifest.text())
     model = tiny_recipe(tmp_path)['model'] | ({} if decode else {'vae': 'someone/other-vae'})
     streams = {'a': {'local': str(folder), 'resolution': 32}}
     path = write_recipe(streams=streams, dataset={'name': 'latents'}, model=model)
     out = tmp_path / 'look.html'
-    look(capsys, path, '--out', out, '--samples', '2')
-    assert {image.shape for image in images_of(out.read_text())} == {(32, 32, 3) if decode else (4, 4, 3)}
+    look(capsys, path, '--out', out, '--samples', '3')
+    shown = images_of(out.read_text())
+    assert {image.shape for image in shown} == {(32, 32, 3) if decode else (4, 4, 3)}
+    if not decode:  # 1/2, 1/4 and 0 standard deviations below the mean, of 6 from black to white
+        assert [np.unique(image).tolist() for image in shown] == [[106], [117], [128]]
+        assert 'someone/other-vae' in refusal(capsys, 'data', 'look', path, '--out', out, '--decode')
 
 
 @pytest.mark.parametrize(

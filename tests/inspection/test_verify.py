@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from streaming import MDSWriter
+from streaming.base.compression import decompress
 
 from diffusion.cli import main
+from diffusion.inspection.verify import VerifyReport
 from diffusion.models import batch_keys
 
 UNDAMAGED, DAMAGED, USER_ERROR = 0, 3, 2
@@ -58,7 +61,9 @@ def test_undamaged_streams_are_ok_and_counted(verify, pictures):
     size = {side: sum(path.stat().st_size for path in folder.glob('*.mds')) for side, folder in pictures.items()}
     size_text = f'{size[64] / 1e6:.1f} MB'
     assert lines[0].startswith(f'streams.large: ok; {shards[64]} of {shards[64]} shards, 24 samples, {size_text}')
-    assert lines[1].startswith(f'streams.small: ok; {shards[32]} of {shards[32]} shards, 40 samples')
+    assert re.match(rf'streams.small: ok; {shards[32]} of {shards[32]} shards, 40 samples, .* \d\d?\.\d s ', lines[1])
+    report = VerifyReport(1, 2, 3, bytes=6_000_000, seconds=2.0)
+    assert [*report.lines('a')] == ['a: ok; 1 of 2 shards, 3 samples, 6.0 MB, 2.0 s (3 MB/s)']
 
 
 @pytest.mark.slow
@@ -91,7 +96,8 @@ def test_truncated_shard_reports_missing_rows_and_a_missing_one_its_name(verify,
     status, lines = verify({'a': {'local': str(copied)}})
     assert status == DAMAGED
     assert f'  {shard.name}: {size // 2} bytes, expected {size}' in lines
-    assert any(f'{shard.name}, row' in line and line.partition(': ')[0].endswith(f'{samples - 1}') for line in lines)
+    rows = rf'  {shard.name}, rows \d+-{samples - 1}: it is past the end of the file'
+    assert sum(re.fullmatch(rows, line) is not None for line in lines) == 1
     assert len(lines) < 8
     shard.unlink()
     status, lines = verify({'a': {'local': str(copied)}})
@@ -131,16 +137,21 @@ def test_compressed_shards_are_checked(verify, tmp_path):
     stream = write(tmp_path / 'd', [{'image': jpeg()}] * 5, {'image': 'bytes'}, compression='zstd', hashes=['sha1'])
     assert verify({'a': stream})[0] == UNDAMAGED
     (packed,) = (tmp_path / 'd').glob('shard.*')
-    packed.write_bytes(packed.read_bytes()[:-9])
+    content = packed.read_bytes()
+    packed.write_bytes(content[:-9])
     status, lines = verify({'a': stream})
     assert status == DAMAGED
     assert any('expected' in line for line in lines)
+    assert any(line.startswith('  shard.00000.mds: it cannot be read (') for line in lines)
+    # Streaming has unpacked the shard, and reads the compressed file no more.
+    packed.with_name('shard.00000.mds').write_bytes(decompress('zstd', content))
+    assert verify({'a': stream})[0] == UNDAMAGED
 
 
-def latents(folder, shape=(8, 4, 4), **change):
+def latents(folder, shape=(8, 4, 4), posterior='sample', **change):
     from diffusion.data.latents import LatentManifest
 
-    manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior='sample', dtype='float16')
+    manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior=posterior, dtype='float16')
     moments = np.zeros(shape, np.float16)
     samples = [{batch_keys.LATENT_MOMENTS: moments, 'captions': ['a']}] * 2
     columns = {batch_keys.LATENT_MOMENTS: 'ndarray', 'captions': 'json'}
@@ -152,6 +163,9 @@ def latents(folder, shape=(8, 4, 4), **change):
 
 def test_latents_must_be_finite_and_match_manifest(verify, tmp_path):
     assert verify({'a': latents(tmp_path / 'good')})[0] == UNDAMAGED
+    for side in (32, 16, 8, 2, 1):  # a VAE downscales by a power of two
+        streams = {'a': latents(tmp_path / f'mean{side}', shape=(4, side, side), posterior='mean')}
+        assert verify(streams)[0] == UNDAMAGED
     infinite = np.full((8, 4, 4), np.inf, np.float16)
     status, lines = verify({'a': latents(tmp_path / 'infinite', last=infinite)})
     assert status == DAMAGED
@@ -170,9 +184,10 @@ def test_sample_option_checks_fraction_of_shards_chosen_by_seed(verify, pictures
     stream = {'small': {'local': str(pictures[32])}}
     shards = len(list(pictures[32].glob('*.mds')))
     assert shards > 1
-    status, lines = verify(stream, '--sample', '0.01')
-    assert status == UNDAMAGED
-    assert lines[0].startswith(f'streams.small: ok; 1 of {shards} shards')
+    for share, checked in (('0.01', 1), ('0.5', round(shards / 2))):
+        status, lines = verify(stream, '--sample', share)
+        assert status == UNDAMAGED
+        assert lines[0].startswith(f'streams.small: ok; {checked} of {shards} shards')
     counts = {verify(stream, '--sample', '0.01', '--seed', str(seed))[1][0].split(' samples')[0] for seed in range(8)}
     assert len(counts) > 1  # the last shard is shorter
 
@@ -216,13 +231,16 @@ def test_aspect_buckets_are_verified_separately(verify, pictures, tmp_path):
 def test_invalid_folder_is_a_defect_and_other_streams_are_checked(verify, pictures, tmp_path):
     (tmp_path / 'odd').mkdir()
     (tmp_path / 'odd/index.json').write_text('{"shards": [{"version": 2}]}')
-    folders = {'a_none': tmp_path / 'none', 'b_odd': tmp_path / 'odd', 'c_good': pictures[32]}
+    write(tmp_path / 'empty', [], {'image': 'bytes'})
+    folders = {f'a_{name}': tmp_path / name for name in ('none', 'empty', 'odd')} | {'c_good': pictures[32]}
     streams = {name: {'local': str(folder)} for name, folder in folders.items()}
     status, lines = verify(streams)
     assert status == DAMAGED
     problem = f'  {tmp_path}/none: cannot read index.json ({tmp_path}/none is not a folder); check the path or URL'
     assert any(line.startswith(problem) for line in lines)
     assert any('odd: index.json is not an index of MDS shards' in line for line in lines)
+    empty = lines.index('streams.a_empty: DAMAGED; 0 of 0 shards, 0 samples, 0.0 MB, 0.0 s (0 MB/s)')
+    assert lines[empty + 1] == '  it has no shards'
     assert lines[-1].startswith('streams.c_good: ok')
 
 

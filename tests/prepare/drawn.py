@@ -157,7 +157,7 @@ def interrupted(count: int) -> Callable[[Iterable[WorkerJob]], Iterator[Any]]:
 
 def report_of(given: PrepareSettings | dict[str, Any], source: Any = None, run: Any = here) -> PrepareReport:
     report = prepare(given if isinstance(given, PrepareSettings) else settings_of(given), source=source, run=run)
-    assert report is not None
+    assert report is not None and 0 <= report.seconds < 600
     return report
 
 

@@ -63,7 +63,7 @@ def start(out: Path | str, source: Any, **values: Any) -> PrepareReport:
 
 def add(out: Path | str, source: Any, **values: Any) -> PrepareReport:
     report = append(settings(out, **CHOICES | values), source=source, run=here)
-    assert report is not None
+    assert report is not None and 0 <= report.seconds < 600
     return report
 
 
@@ -99,6 +99,8 @@ def test_three_deliveries_give_the_samples_of_preparing_everything_at_once(tmp_p
         after = hashes(tmp_path / 'out')
         assert before.items() <= after.items(), 'the bytes of old shards have changed'
     assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
+    texts = [(tmp_path / name / 'captions.txt').read_text() for name in ('all', 'out')]
+    assert texts[0] == texts[1] != ''
     whole, grown = (PrepareReport.read(tmp_path / name / 'report.json') for name in ('all', 'out'))
     assert grown.rejected['duplicate'].count == whole.rejected['duplicate'].count > 10
     assert (grown.inputs, grown.pictures, grown.buckets) == (whole.inputs, whole.pictures, whole.buckets)
@@ -121,8 +123,12 @@ def test_three_deliveries_give_the_samples_of_preparing_everything_at_once(tmp_p
 def test_images_that_are_there_under_the_same_key_are_passed_over(tmp_path: Path) -> None:
     """A folder that grows: its files come in other parts each time, and only the new ones are added."""
     start(tmp_path / 'out', sliced(0, 10), duplicates='none')
+    (former,) = (tmp_path / 'out').glob('deliveries/*/report.json')
+    former.write_text(former.read_text().replace('"numpy": "', '"numpy": "0.'))
     report = add(tmp_path / 'out', sliced(0, 15, each=15), duplicates='none', max_rejected=0.0)
     assert (report.inputs, report.pictures, report.passed, report.rejected) == (15, 5, True, {})
+    assert f'than the delivery before (numpy 0.{np.__version__} -> {np.__version__}): pixels may' in report.notes[0]
+    assert report.notes[1:] == [f'added to {tmp_path}/out, which has 15 images of 2 deliveries now']
     assert report.passed_over['already in the dataset'].count == 10
     assert PrepareReport.read(tmp_path / 'out' / 'report.json').pictures == 15
 
@@ -212,7 +218,7 @@ def test_two_processes_with_the_same_delivery_add_it_once(tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
 
 
-def test_unfinished_work_is_finished_or_kept(tmp_path: Path) -> None:
+def test_unfinished_work_is_finished_or_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path / 'out', sliced(0, 10))
     with pytest.raises(KeyboardInterrupt):
         append(settings(tmp_path / 'out', **CHOICES), source=sliced(10, 20), run=interrupted(1))
@@ -220,6 +226,7 @@ def test_unfinished_work_is_finished_or_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'out.work: has an unfinished addition to a dataset; finish it with --append'):
         start(tmp_path / 'out', sliced(0, 10), overwrite=True)
     add(tmp_path / 'out', sliced(10, 25))
+    assert 'out.work: the input changed since the last (interrupted) run; starting over' in caplog.text
     start(tmp_path / 'all', sliced(0, 25))
     assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
     # Work on another source is not thrown away, even if there is nothing to add from this one.

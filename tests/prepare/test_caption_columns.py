@@ -24,7 +24,6 @@ from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.folder_source import FolderSource
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.parquet import ParquetSource
-from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Source
 from diffusion.prepare.webdataset import WebDatasetSource
 from diffusion.tasks.precompute import precompute
@@ -113,13 +112,6 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         ParquetSource(str(tmp_path), caption_column=('original', 'recaptoned')).parts()
     with pytest.raises(UserError, match=r"c.csv line 1: has no column 'recaptioned', only \['file', 'original'\]"):
         FolderSource(str(tmp_path / 'images'), captions=str(tmp_path / 'c.csv'), caption_column=COLUMNS).parts()
-
-
-@pytest.mark.parametrize('columns', [[], ['a', 'a'], ['a', '']])
-def test_bad_lists_of_columns_are_refused(columns: list[str], tmp_path: Path) -> None:
-    where = {'kind': 'parquet', 'location': 'x', 'caption_column': columns}
-    with pytest.raises(UserError, match=r'source\.caption_column: .* is not a column or several different ones'):
-        settings_of({'source': where, 'out': str(tmp_path / 'out'), 'sizes': [16]})
 
 
 @given(

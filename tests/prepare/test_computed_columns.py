@@ -15,6 +15,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
+from diffusion.prepare import convert_part
 from diffusion.prepare.append import append
 from diffusion.prepare.extra_columns import BATCH_IMAGES, compute_columns
 
@@ -44,7 +45,7 @@ def brightness_of(number: int) -> float:
     return float(np.asarray(Image.open(io.BytesIO(encoded_image(number))).convert('RGB')).mean())
 
 
-def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
+def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness, monkeypatch):
     source = DrawnSource(parts_count=2, each=70, broken=35)
     filters = {'columns': {'brightness': {'min': 127.5}}}
     report = run(tmp_path / 'out', source, columns_from=str(brightness), filters=filters)
@@ -59,6 +60,9 @@ def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
         assert stored[f'image-{number}']['aesthetic_score'] == number % 10
     # 68 images of each part can be decoded.
     assert {each['batch'] for each in stored.values()} <= {BATCH_IMAGES, 4}
+    monkeypatch.setattr(convert_part, 'BATCH_PIXELS', 16 * 16)  # every image has more
+    run(tmp_path / 'small', DrawnSource(1), columns_from=str(brightness))
+    assert {each['metadata']['batch'] for each in samples(tmp_path / 'small' / '16px')} == {1}
 
 
 def test_file_belongs_to_the_settings_of_the_dataset(tmp_path, brightness):

@@ -8,7 +8,7 @@ from prepare.drawn import tar_of, write_files
 from prepare.hub_datasets import image, parquet_of, rows
 
 from diffusion.errors import UserError
-from diffusion.prepare.dataset_splits import choose_split, group_by_split, split_in
+from diffusion.prepare.dataset_splits import group_by_split, split_in
 from diffusion.prepare.parquet import ParquetSource
 from diffusion.prepare.settings import SourceSettings
 
@@ -54,14 +54,6 @@ def test_sharded_names_take_precedence_over_folders_and_folders_over_files() -> 
 def test_names_of_images_are_words_unless_all_name_a_split() -> None:
     assert grouped('train-station.jpg', 'test-pattern.jpg', 'cat.jpg', by_file=False)[0].keys() == {'train'}
     assert grouped('train_1.jpg', 'test_1.jpg', by_file=False)[0].keys() == {'train', 'test'}
-
-
-def test_split_is_train_or_the_only_one() -> None:
-    assert choose_split(['test', 'train'], None, 'x') == 'train'
-    assert choose_split(['test'], None, 'x') == 'test'
-    assert choose_split(['test', 'train'], 'test', 'x') == 'test'
-    with pytest.raises(UserError, match='x: has the splits dev, test; choose one with --split'):
-        choose_split(['dev', 'test'], None, 'x')
 
 
 def folder_of(path: Path, names: list[str]) -> Path:

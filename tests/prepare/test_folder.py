@@ -74,6 +74,7 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
         ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'[' * 100_000 + b'\n', r'line 1: is not JSON'),
         ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list; write one object with `file` and `caption` per line'),
         ('c.csv', b'file;caption\na.jpg;x\n', r"only \['file;caption'\]; separate its cells with commas, not with ';'"),
+        ('c.jsonl', '{"file": "a.jpg"}'.encode('utf-16-le'), r'c\.jsonl line 1: is not UTF-8 text, but UTF-16'),
         ('c.txt', b'', 'neither .csv nor .jsonl'),
         ('none.csv', None, r'--captions: .* does not exist'),
     ],
@@ -120,6 +121,12 @@ def test_exit_status_counts_unusable_images_and_not_those_filtered_out(
     assert 'kept 1, filtered 1, unusable 1 (33.33%; the limit is 1.00%)' in printed
     assert len(samples(tmp_path / 'strict/16px')) == 1
     assert run(*arguments, *re.findall('--max-rejected [0-9.]+', printed)[0].split()) == 0
+    capsys.readouterr()
+    assert run('folder', source, '--out', tmp_path / 'strict', '--append') == 0
+    assert capsys.readouterr().out == f'{tmp_path}/strict: has all parts of the input already; nothing to do\n'
+    assert run('folder', source, '--out', tmp_path / 'shared', '--sizes', 16, '--share', '0/1') == 0
+    share = 'share 0/1 is done; after the last share, run the command without --share'
+    assert capsys.readouterr().out == f'{tmp_path}/shared.work: {share}\n'
     with pytest.raises(
         UserError, match=r"differs in:\n  formats: \[\] there, \['svg'\] now\ngive another --out or add --over"
     ):

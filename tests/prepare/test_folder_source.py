@@ -34,6 +34,7 @@ def test_img2dataset_files_are_read(tmp_path: Path) -> None:
     assert [entry.captions for entry in found] == [['a cat'], ['one', 'two'], []]
     assert found[0].metadata == {'status': 'success', 'similarity': 0.3, 'bad': None}
     assert list(found[2].metadata) == ['bad_metadata']
+    assert [entry.problem for entry in found] == [None, None, 'bad_json']
 
 
 def test_images_without_caption_are_reported_without_being_read(tmp_path: Path) -> None:

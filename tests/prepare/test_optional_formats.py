@@ -84,10 +84,7 @@ def test_truncated_photographs(kind: str, share: float) -> None:
     assert reason(encoded[: int(share * len(encoded))]) in ('undecodable', 'truncated', 'unknown_format')
 
 
-@pytest.mark.parametrize(
-    ('width', 'height'),
-    [(48, 32), (256, 256), (1000, 7), (513, 300), (1280, 720)],
-)
+@pytest.mark.parametrize(('width', 'height'), [(48, 32), (256, 256), (1000, 7), (513, 300), (1280, 720)])
 @pytest.mark.parametrize('container', [False, True])
 def test_jxl_header(width: int, height: int, container: bool) -> None:
     encoded = file_of(Image.new('RGB', (width, height)), 'JXL', effort=1, use_container=container)

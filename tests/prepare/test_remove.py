@@ -87,7 +87,9 @@ def test_removal_rewrites_only_the_shards_with_the_images_and_keeps_all_other_sa
             of.pop(key, None)
     assert contents(out) == content
     assert keys(out) == {bucket: [key for key in of if key not in gone] for bucket, of in order.items()}
-    assert 'allow_data_change: true' in printed and f'rewrote {len(touched)} shards' in printed
+    assert f'{out}: removing 2 images (' in printed and f') from {len(touched)} shards\n' in printed
+    assert f'{out}: rewrote {len(touched)} shards\n  a running job goes on until it needs an old shard' in printed
+    assert 'allow_data_change: true' in printed and 'would remove' not in printed
     report = PrepareReport.read(out / 'report.json')
     assert report.removed == 2
     assert report.buckets == {bucket: len(of) for bucket, of in keys(out).items()}
@@ -190,7 +192,8 @@ def test_unknown_removed_and_all_keys_change_nothing(out: Path, capsys: Any) -> 
     printed = run(capsys, out, '--key', *all_keys(out), status=2)
     assert 'no image would be left; delete the folder instead' in printed
     assert snapshot(out) == before
-    run(capsys, out, '--key', 'image-3', 'nothing', '--missing-ok')
+    printed = run(capsys, out, '--key', 'image-3', 'nothing', '--missing-ok')
+    assert printed.startswith('skipped 1 keys and hashes that no image has\n')
     assert not holding(out, 'image-3')
     before = snapshot(out)
     assert 'removed before: image-3' in run(capsys, out, '--key', 'image-3')
@@ -202,7 +205,7 @@ def test_dry_run_shows_shards_and_counts_and_changes_nothing(out: Path, capsys: 
     printed = run(capsys, out, '--key', 'image-3', '--dry-run')
     assert snapshot(out) == before and 'would remove 1 images' in printed
     bucket, _, file = min(holding(out, 'image-3')).rpartition('/')
-    assert f'{bucket}: shards {int(file.split(".")[1])}' in printed
+    assert f'{bucket}: shards {int(file.split(".")[1])}' in printed and 'rewrote' not in printed
 
 
 def test_removal_by_hash_and_by_image(out: Path, tmp_path: Path, capsys: Any) -> None:
@@ -219,8 +222,10 @@ def test_old_shards_can_be_kept_for_running_jobs_until_purge(out: Path, capsys: 
     before = hashes(out)
     assert 'running jobs go on' in run(capsys, out, '--key', 'image-3', '--keep-old-shards')
     assert before.items() <= hashes(out).items()
-    run(capsys, out, '--purge')
-    assert {f'{folder}/{shard["raw_data"]["basename"]}' for folder, shard in indexed(out)} == set(hashes(out))
+    current = {f'{folder}/{shard["raw_data"]["basename"]}' for folder, shard in indexed(out)}
+    for count in (len(set(before) - current), 0):
+        assert run(capsys, out, '--purge') == f'{out}: deleted {count} old shards that were kept\n'
+    assert current == set(hashes(out))
 
 
 def test_held_out_image_is_removed_from_both_datasets(tmp_path: Path, capsys: Any) -> None:
@@ -290,7 +295,8 @@ def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, ca
         (tmp_path / 'runs' / name / 'recipe.yaml').write_text(yaml.safe_dump(recipe))
     found = run(capsys, out, '--key', 'image-3', '--latents', tmp_path / 'latents', '--runs-dir', tmp_path / 'runs')
     assert f'stale: {tmp_path}/latents/photos was made from 32px/32x32' in found and 'latents/other' not in found
-    assert 'run images reads the dataset (streams.a)' in found
+    assert f'  diffusion data remove {tmp_path}/latents/photos --keys FILE --missing-ok\n' in found
+    assert 'run images reads the dataset (streams.a) and may have trained on the images\n' in found
     assert 'run latents reads the dataset (eval_streams.b)' in found and 'run others' not in found
 
 
@@ -301,9 +307,10 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     touched = holding(out, 'image-3')
     printed = run(capsys, out, '--key', 'image-3', 'image-x', status=2)
     assert 'image-x' in printed and hashes(out) == before
-    run(capsys, out, '--key', 'image-3', '--dry-run')
-    assert hashes(out) == before
-    printed = run(capsys, out, '--key', 'image-3')
+    assert 'would remove 1 samples from 1 shards' in run(capsys, out, '--key', 'image-3', '--dry-run')
+    printed = run(capsys, out, '--key', 'image-3', 'image-x', '--missing-ok')
+    assert printed.count(': removing 1 samples from 1 shards\n') == len(touched) and 'would' not in printed
+    assert printed.endswith(f'{out}: rewrote {len(touched)} shards; running jobs stop when they need an old one\n')
     assert contents(out) == {b: {k: s for k, s in of.items() if k != 'image-3'} for b, of in content.items()}
     assert set(before) - set(hashes(out)) == touched
     check_bucket_list(out)

@@ -6,6 +6,7 @@ import html.parser
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.prepare import report_content
-from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.counts_report import HeldOut, PrepareReport
 from diffusion.prepare.dataset_reports import merged_report, without_names
 from diffusion.prepare.report_content import CLIP_TOKENS, clip_token_counts
 from diffusion.prepare.source import Entry, NamedCount
@@ -94,6 +95,9 @@ def test_page_shows_images_of_every_bucket_and_reason(prepared: tuple[Path, Prep
     assert set(headings) == {*report.buckets, 'too_small', 'no_caption', 'no_image', 'duplicate'}
     sizes = {Image.open(io.BytesIO(base64.b64decode(image))).size for image in images}
     assert all(max(size) <= 96 for size in sizes) and (20, 9) in sizes
+    shown = [part.count('<img') for part in text.partition('<h2>Skipped')[0].split('<h3>')[1:]]
+    assert shown[-4:] == [6] * 4, 'of each reason'
+    assert max(shown[:-4]) == min(8, 300 // len([*report.buckets, *report.empty_buckets]))
     assert len(text) < 5e6
 
 
@@ -103,6 +107,33 @@ def test_report_has_license_and_settings_and_is_read_as_it_was_written(prepared:
     assert saved['license'] == f'CC0 {HOSTILE}'
     assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]
     assert saved['versions'].keys() >= {'pillow', 'simplejpeg', 'numpy'}
+
+
+REPORT = PrepareReport('photos', {'out': 'o'}, 0.05, {'numpy': '2.0'}, 'CC0', 1200, {'16px': 1200})
+REPORT.empty_buckets, REPORT.bytes = [f'{number}px' for number in range(6)], {'16px': 2_500_000}
+REPORT.held_out = HeldOut('o-held-out', 30, {'16px': 30}, {})
+REPORT.rejected = {'too_small': NamedCount(3, [*'abc']), 'truncated': NamedCount(99, ['d'])}
+REPORT.passed_over, REPORT.inputs = {'.svg': NamedCount(2, ['i', 'j'])}, 1334
+HISTOGRAM = {'edges': [1, 2, 4], 'counts': [5, 0, 2], 'quantiles': {'0%': 1.0, '50%': 2.0, '100%': 4.0}}
+REPORT.statistics, REPORT.fingerprint, REPORT.seconds = {'captions': HISTOGRAM}, 'f', 12.34
+
+
+def test_reports_of_deliveries_are_merged() -> None:
+    statistics = {'captions': HISTOGRAM | {'quantiles': {'0%': 0.0, '100%': 3.0}}}
+    other = replace(REPORT, source='more', license='MIT', statistics=statistics)
+    shards = [{'samples': 5, 'raw_data': {'bytes': 7}}] * 2
+    merged = merged_report([REPORT, other], {'16px': shards, '32px': []}, removed=3, removed_held_out=10)
+    assert (merged.source, merged.license, merged.fingerprint) == ('photos, more', 'CC0; MIT', None)
+    assert (merged.pictures, merged.removed, merged.inputs, merged.seconds) == (2397, 3, 2668, 12.3)
+    assert merged.held_out == HeldOut('o-held-out', 20, {'16px': 30}, {})
+    assert (merged.buckets, merged.bytes) == ({'16px': 10}, {'16px': 14})
+    assert merged.rejected['truncated'] == NamedCount(198, ['d', 'd']) and merged.empty_buckets[5:] == ['5px', '32px']
+    quantiles = {'0%': 0.0, '100%': 4.0}
+    assert merged.statistics['captions'] == HISTOGRAM | {'counts': [10, 0, 4], 'quantiles': quantiles}
+    line = {'date': None, 'source': 'photos', 'inputs': 1334, 'kept': 1230, 'duplicates': 0, 'rejected': 102}
+    assert merged.deliveries == [line | {'passed_over': 2}, line | {'source': 'more', 'passed_over': 2}]
+    alone = merged_report([REPORT], {}, removed=0)
+    assert (alone.fingerprint, alone.statistics) == ('f', REPORT.statistics)
 
 
 class Damaged(DrawnSource):

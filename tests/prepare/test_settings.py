@@ -9,6 +9,7 @@ from commands import refusal
 from diffusion.cli import CommandParser
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
+from diffusion.errors import UserError
 from diffusion.prepare import cli
 from diffusion.prepare.settings import LATER_SETTINGS, SETTINGS_OF_SOURCE, PrepareSettings, load_settings, settings_of
 from diffusion.prepare.work_dir import Share
@@ -55,22 +56,42 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     (tmp_path / 'a.yaml').write_text(text)
     short = ['parquet', 'images', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512', '--workers', '3']
     short += ['--aspects', '640x384', '512x512', '--duplicates', 'near', '--set', 'filters.columns.aesthetic.min=4.5']
+    assert parsed('parquet', 'a', '--out', 'b', '--sizes', '8', '--aspects', 'sdxl').aspects == 'sdxl'
+    with pytest.raises(UserError, match='--sizes: is missing; give the side lengths of the resolution buckets'):
+        parsed('parquet', 'a', '--out', 'b')
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
 @pytest.mark.parametrize(
     ('values', 'message'),
     [
-        ({'sizes': [100]}, r'sizes: \[100\]; sizes must be positive multiples of 8'),
+        ({'sizes': [100, 0]}, r'sizes: \[100, 0\]; sizes must be positive multiples of 8'),
         ({'sizes': [64, 64]}, 'sizes: .*contains a size twice'),
         ({'aspects': 'sdxxl'}, "aspects: 'sdxxl': did you mean 'sdxl'.*, or a list of shapes"),
         ({'aspects': []}, 'aspects: the list is empty'),
+        ({'sizes': []}, 'sizes: the list is empty; sizes must be'),
+        ({'step': 12}, 'step: 12 is not a positive multiple of 8'),
+        ({'step': 0}, 'step: 0 is not a positive multiple of 8'),
+        ({'step': 16, 'sizes': [24]}, r'sizes: \[24\]; sizes must be positive multiples of 16'),
+        *(
+            ({'source': VALID['source'] | {'caption_column': columns}}, 'is not a column or several different ones')
+            for columns in ([], ['a', 'a'], ['a', ''])
+        ),
+        ({'source': VALID['source'] | {'caption_suffix': 'JSON'}}, "'JSON' is not a suffix of text files; give txt"),
+        ({'source': VALID['source'] | {'caption_suffix': '.txt'}}, "'.txt' is not a suffix of text files; give txt"),
+        (
+            {'source': {'kind': 'openmoji', 'split': 'trian'}},
+            "source.split: 'trian' is not one of all, train, heldout; did",
+        ),
         ({'aspects': ['640x383']}, r"aspects\[0\]: '640x383': sides must be positive multiples of 8"),
         ({'workers': 0}, 'workers: 0 is out of range; give 1 to 4096'),
+        ({'max_pixels': 0}, 'max_pixels: 0 is out of range; give 1 to 2147483648'),
+        ({'jpeg_quality': 101}, 'jpeg_quality: 101 is out of range; give 1 to 100'),
+        ({'max_rejected': 1.1}, 'max_rejected: 1.1 is out of range; give 0 to 1'),
         ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),
         ({'store': 'original', 'fast_jpeg': True}, 'fast_jpeg: has no use with store: original'),
         ({'store': 'original', 'lossless_format': 'webp'}, 'lossless_format: has no use with store: original'),
-        ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
+        ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range; give 0.001 to 4000'),
         ({'background': 'transparent'}, "background: 'transparent' is not an opaque color"),
         ({'filters': {'max_aspect': 0.5}}, 'filters.max_aspect: 0.5 is below 1'),
         ({'source': {'kind': 'tar', 'location': 'a'}}, "source.kind: 'tar' is not one of folder, webdataset, parquet"),
@@ -80,7 +101,7 @@ filters: {columns: {aesthetic: {min: 4.5}}}
         ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder: --work DIR'),
         ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: is not supported for object stores'),
         ({'out': '.'}, r'out: \. contains the input tars; give another folder'),
-        ({'hold_out': -1}, 'hold_out: -1 is out of range; give 0 to 1000000000'),
+        ({'hold_out': -1}, r'hold_out: -1 is out of range; give 0 to 1000000000\b'),
         (
             {'hold_out': 5, 'source': {'kind': 'openmoji'}},
             'hold_out: is not supported for openmoji, since it would separate variants of a drawing; use source.split',

@@ -125,6 +125,8 @@ def test_repeated_keys_and_scattered_members_are_reported(tmp_path: Path) -> Non
     (jpg, txt, _), other = sample('1'), sample('2')
     expected = [('00000/1', None), ('00000/2', None), ('00000/1', 'sample_scattered')]
     assert problems(read(tmp_path, [jpg, *other, txt])) == expected
+    expected[0] = ('00000/1', 'no_image')
+    assert problems(read(tmp_path, [txt, *other, jpg])) == expected
 
 
 def test_folders_and_unusual_names_in_a_tar_are_read(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def extended(record: bytes) -> bytes:
 @pytest.mark.parametrize('record', [b'0 path=x\n', b'-9 path=x\n', b'x path=x\n', b'14 size=-2000\n', b'12 size=one\n'])
 def test_invalid_pax_headers_are_reported(tmp_path: Path, record: bytes) -> None:
     assert problems(read(tmp_path, extended(record))) == [('00000 at byte 0', 'part_damaged')]
-    assert problems(read(tmp_path, extended(b'14 path=2.jpg\n'))) == [('00000/2', None)]
+    assert problems(read(tmp_path, extended(b'5 a=\n14 path=2.jpg\n'))) == [('00000/2', None)]
 
 
 def test_too_large_image_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ RECIPE = 'yamls/quickstart.yaml'
 def _variables(monkeypatch):
     monkeypatch.setenv('KEY', SECRET)
     monkeypatch.setenv('NUMBER', '7')
+    monkeypatch.setenv('SIX', 'sesame')
     monkeypatch.delenv('ABSENT', raising=False)
 
 
@@ -123,9 +124,9 @@ def test_error_message_quotes_short_values_by_name():
 
 
 def test_later_message_has_the_name_instead_of_the_value():
-    recipe = load(RECIPE, ['init_from=${oc.env:KEY}/ba7', 'loggers.wandb.entity=${oc.env:NUMBER}'])
-    message = f'checkpoint: {SECRET}/ba7 is not a checkpoint; 7 were found'
-    assert hide_environment(recipe, message) == 'checkpoint: ${oc.env:KEY}/ba7 is not a checkpoint; 7 were found'
+    recipe = load(RECIPE, ['init_from=${oc.env:KEY}/ba7', wandb(name='${oc.env:NUMBER}', id='${oc.env:SIX}')])
+    hidden = 'checkpoint: ${oc.env:KEY}/ba7 of ${oc.env:SIX} is not a checkpoint; 7 were found'
+    assert hide_environment(recipe, f'checkpoint: {SECRET}/ba7 of sesame is not a checkpoint; 7 were found') == hidden
 
 
 def test_check_prints_the_name_instead_of_the_value(capsys):

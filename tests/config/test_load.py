@@ -156,9 +156,7 @@ def test_saved_recipe_has_no_defaults_of_components_that_users_register(write, m
 
 def test_mappings_merge_and_false_removes_an_entry(write):
     base = write({'callbacks': {'lr_monitor': None, 'nan_monitor': None}}, 'base.yaml')
-    child = write(
-        'extends: base.yaml\nname: child\ncallbacks:\n  lr_monitor: false\n  speed_monitor: {window_size: 5}\n'
-    )
+    child = write('extends: base.yaml\nname: child\ncallbacks: {lr_monitor: false, speed_monitor: {window_size: 5}}\n')
     recipe = load(child)
     assert set(load(base).callbacks) == {'lr_monitor', 'nan_monitor'}
     assert recipe.callbacks['speed_monitor'].kwargs == {'window_size': 5}
@@ -170,13 +168,8 @@ def test_mappings_merge_and_false_removes_an_entry(write):
 
 
 def test_overrides_replace_sections_and_add_entries(write):
-    overrides = [
-        'optimizer={name: adamw, lr: 1e-4}',
-        'streams.b={remote: s3://x/y, resolution: 32}',
-        'seed=3',
-        'init_from=null',
-    ]
-    recipe = load(write({}), overrides)
+    overrides = ['optimizer={name: adamw, lr: 1e-4}', 'streams.b={remote: s3://x/y, resolution: 32}', 'init_from=null']
+    recipe = load(write({}), [*overrides, 'seed=3'])
     assert recipe.optimizer.kwargs == {'lr': 1e-4}
     assert recipe.streams['b'].remote == 's3://x/y'
     assert recipe.seed == 3
@@ -309,6 +302,7 @@ WRONG_OVERRIDES = {
     'generate.num_inference_steps=0': 'generate.num_inference_steps: 0 is out of range',
     'generate.steps=5': "generate.steps: unknown key; did you mean 'num_inference_steps'",
     'task=generate generate.prompts=[a] model.objective.num_train_timesteps=40': 'steps: 50 is .*; use 1 to 40, the nu',
+    'generate.guidance=5 generate.prompts=5': '(?s)prompts: 5 is not a list, each a string.*guidance: 5 is not a mappi',
     'generate.guidance_scale=-1': 'generate.guidance_scale: -1.0 is out of range; use 0 or',
     'generate.guidance_rescale=1.5': 'generate.guidance_rescale: 1.5 is out of range',
     'generate.num_images_per_prompt=0': 'generate.num_images_per_prompt: 0 is out of range; use 1 or',
@@ -451,7 +445,8 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     ambiguous = problems({'from': 'org/name', 'revision': COMMIT})
     assert 'org/name is a local path, but revision is for a repository' in ambiguous['init_from.from']
     assert 'write hf://org/name' in ambiguous['init_from.from']
-    assert not problems({'from': 'hf://org/name', 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
+    for start in ('hf://org/name', 'org/absent'):
+        assert not problems({'from': start, 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
     assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']
 
 

@@ -42,6 +42,8 @@ class Settings(Base):
     """Columns."""
     serve: Annotated[str | None, Option('DIR', const='')] = None
     """Folder to serve."""
+    dry: bool = False
+    """Change nothing."""
     key: Annotated[str | None, Option(excludes='source')] = None
     """Key."""
     hash: Annotated[str | None, Option(excludes='source')] = None
@@ -121,5 +123,5 @@ def test_help_is_the_doc_strings_and_defaults(parse):
     text = ' '.join(parse.help().split())
     assert 'Options of one: a.yaml' not in text and 'Options of the evaluation:' in text
     assert 'RECIPE Recipe file' in text
-    assert '--workers N Number of workers (default: 4)' in text
+    assert '--workers N Number of workers (default: 4)' in text and '--dry Change nothing --key' in text
     assert '--max-rejected X Fraction of 100% (default: no limit)' in text

@@ -105,7 +105,7 @@ def test_each_key_has_one_rule():
 def test_keys_of_other_peoples_components_are_fixed_if_they_train_and_applied_if_they_observe():
     for key in ('model.depth', 'optimizer.dampening', 'algorithms.freeze.layers', 'algorithms.freeze'):
         assert rule_of(key).effect is Effect.FIXED
-    for key in ('callbacks.mine.every', 'callbacks.mine', 'loggers.mine.url', 'loggers.wandb.init_kwargs.tags'):
+    for key in ('callbacks.mine.every', 'callbacks.mine', 'loggers.wandb.init_kwargs.tags', 'trainer.profiler.skip'):
         assert rule_of(key).effect is Effect.APPLIED
 
 

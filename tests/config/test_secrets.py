@@ -18,6 +18,7 @@ SECRETS = {
     'AWS access key': 'AKIA' + 'ABCD1234' * 2,
     'temporary AWS access key': 'ASIA' + 'ABCD1234' * 2,
     'AWS secret key': 'wJalrXUtnFEMI/K7MDENG/bPxRfiCY' + 'EXAMPLEKEY',
+    'AWS secret key of 6 capitals': 'ABCDEF' + '///' + 'abcdef' + '01234' * 5,
     'AWS session token': 'IQoJb3JpZ2lu' + WORD,
     'older AWS session token': 'FwoGZXIvYXdz' + WORD,
     'Hugging Face token': 'hf_' + WORD[:34],

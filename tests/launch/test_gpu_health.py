@@ -46,7 +46,7 @@ def test_bad_hardware_is_reported(driver, count, check, message):
 
 
 def test_unsupported_queries_are_skipped():
-    assert not bad(Driver(rows=NotSupported(), errors=NotSupported(), recovery=None))
+    assert not bad(Driver(rows=NotSupported(), errors=NotSupported(), recovery=None, free=72))
 
 
 def test_wrong_or_smaller_gpu_model_is_a_user_error():

@@ -28,7 +28,7 @@ def resources(tmp_path):
 @pytest.mark.parametrize(
     ('scheduler', 'variables'),
     [
-        ('skypilot', SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '8'}),
+        ('skypilot', SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '0'}),
         ('mosaicml', MOSAICML),
         ('kubeflow', KUBEFLOW),
         ('slurm', SLURM),
@@ -47,11 +47,16 @@ def test_position_from_sagemaker_file(resources, tmp_path):
         find_position(REQUESTED | {environment.SCHEDULER: 'sagemaker'}, resources=tmp_path / 'none')
 
 
-def test_unresponsive_scontrol_is_retryable(tmp_path, monkeypatch):
+def test_first_node_is_that_of_scontrol_and_a_fault_of_it_is_retryable(tmp_path, monkeypatch):
     monkeypatch.setenv('PATH', str(tmp_path))
-    environ = {'SLURM_NODEID': '1', 'SLURM_NNODES': '3', 'SLURM_JOB_NODELIST': 'node[1-3]'}
-    with pytest.raises(ExternalError, match=r'scontrol cannot expand node\[1-3\] .*; set DIFFUSION_MASTER_ADDR'):
-        find_position(environ, resources=tmp_path / 'none')
+    environ = {'SLURM_NODEID': '1', 'SLURM_NNODES': '4', 'SLURM_STEP_NUM_NODES': '3', 'SLURM_GPUS_ON_NODE': '2'}
+    environ |= {'SLURM_JOB_NODELIST': 'node[1-3]'}
+    for status in (1, 0):
+        with pytest.raises(ExternalError, match=r'scontrol cannot expand node\[1-3\] .*; set DIFFUSION_MASTER_ADDR'):
+            find_position(environ, resources=tmp_path / 'none')
+        (tmp_path / 'scontrol').write_text(f'#!/bin/sh\n[ $3 = "node[1-3]" ] && echo node1 node2\nexit {status}\n')
+        (tmp_path / 'scontrol').chmod(0o755)
+    assert find_position(environ, resources=tmp_path / 'none') == NodePosition('slurm', 1, 3, 2, 'node1', 29500)
 
 
 def test_default_is_this_machine_with_all_gpus_whatever_composer_has_left(tmp_path, monkeypatch):
@@ -69,7 +74,7 @@ def test_gpus_are_counted_by_device_files(tmp_path):
     for name in ('nvidia0', 'nvidia1', 'nvidia11', 'nvidiactl', 'nvidia-uvm'):
         (tmp_path / name).touch()
     assert rank_discovery.count_gpus({}, tmp_path) == 3
-    assert rank_discovery.count_gpus({'CUDA_VISIBLE_DEVICES': '0, 2,7'}, tmp_path) == 2
+    assert rank_discovery.count_gpus({'CUDA_VISIBLE_DEVICES': '0, 2,3,7'}, tmp_path) == 2
     assert rank_discovery.count_gpus({'CUDA_VISIBLE_DEVICES': ''}, tmp_path) == 0
 
 
@@ -77,6 +82,7 @@ def test_gpus_are_counted_by_device_files(tmp_path):
     ('environ', 'message'),
     [
         (REQUESTED | SKYPILOT | {environment.NODES: '4'}, 'skypilot provides 3 nodes, but the job spec has 4'),
+        (REQUESTED | SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '4'}, 'skypilot provides 4 processes per node, but'),
         (REQUESTED | MOSAICML | {'LOCAL_WORLD_SIZE': '4'}, 'mosaicml provides 6 nodes, but the job spec has 3'),
         (REQUESTED | MOSAICML | {'WORLD_SIZE': '25'}, 'WORLD_SIZE=25 is not a multiple of LOCAL_WORLD_SIZE=8'),
         (REQUESTED | SLURM | {'SLURM_GPUS_ON_NODE': '4'}, 'slurm provides 4 processes per node, but the job spec has'),
@@ -85,7 +91,7 @@ def test_gpus_are_counted_by_device_files(tmp_path):
         (REQUESTED | {environment.SCHEDULER: 'slurm'}, 'SLURM_NODEID is not set; start this node with slurm'),
         (REQUESTED | {environment.SCHEDULER: 'pbs'}, "'pbs' is unknown; use one of local, slurm"),
         (REQUESTED | {'JOB_COMPLETION_INDEX': '1'}, 'jobset does not provide the address of the first node; set'),
-        (REQUESTED | JOBSET | {environment.MASTER_PORT: '70000'}, '70000 is not a port number'),
+        (REQUESTED | JOBSET | {environment.MASTER_PORT: '65536'}, '65536 is not a port number'),
         (JOBSET, 'jobset does not provide the number of nodes; set DIFFUSION_NODES'),
         (REQUESTED | JOBSET | {environment.PROCESSES_PER_NODE: '0'}, '0 processes per node; use 1 or more'),
     ],
@@ -106,3 +112,4 @@ def test_ranks_get_environment_of_composer_launcher():
 def test_nodes_of_local_job_share_one_machine():
     found = rank_environment(NodePosition('local', 1, 2, 2, '127.0.0.1', 29500), 1, {})
     assert (found['RANK'], found['LOCAL_RANK'], found['LOCAL_WORLD_SIZE'], found['NODE_RANK']) == ('3', '3', '4', '0')
+    assert 1024 <= rank_discovery.free_port() <= 65535

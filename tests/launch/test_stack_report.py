@@ -53,6 +53,8 @@ NEXT = 'torch/utils/data/dataloader.py:_next_data torch/utils/data/dataloader.py
         (f'{GATHER} diffusion/checkpointing/checkpointer.py:all', 'all_gather_object (all, checkpointer.py)', True),
         (f'{REDUCE} diffusion/training/train.py:fit', 'all_reduce (_train_loop, trainer.py)', True),
         ('torch/autograd/graph.py:_engine_run_backward', 'the backward pass', True),
+        ('torch/autograd/graph.py:backward', 'backward (graph.py)', False),
+        ('torch/cuda/streams.py:synchronize diffusion/runs/end.py:wait', 'cuda.synchronize (wait, end.py)', True),
         (f'diffusion/data/transforms.py:decode {NEXT}', 'DataLoader.next (decode, transforms.py)', False),
         ('torch/serialization.py:save diffusion/checkpointing/checkpointer.py:write', 'write (checkpointer.py)', False),
         ('torch/nn/modules/linear.py:forward', 'forward (linear.py)', False),
@@ -86,6 +88,8 @@ def test_rank_without_an_answer_counts_more_than_other_signs():
 def test_rank_with_an_older_heartbeat_counts_more_than_its_stack():
     reports = [report(0, READING), report(1), report(2, batch=4710), report(3)]
     assert [each.rank for each in suspects(reports)] == [2]
+    reports = [report(rank, batch=4710 + rank // 2) for rank in range(4)]
+    assert '; ranks 0-1 on node 0 (gpu-0) wait in all_reduce (highest_signal' in describe_hang(reports)
     # One rank that is ahead does not make all others late.
     reports = [report(0, batch=4712), *(report(rank, READING if rank == 3 else ALL_REDUCE) for rank in range(1, 4))]
     assert [each.rank for each in suspects(reports)] == [3]
@@ -93,13 +97,14 @@ def test_rank_with_an_older_heartbeat_counts_more_than_its_stack():
 
 def test_whole_node_is_named_as_a_range_and_a_missing_node_by_its_number():
     reports = [report(rank, READING if rank // 8 == 4 else ALL_REDUCE) for rank in range(120)]
-    sentence = describe_hang(reports, [15])
-    assert 'ranks 32-39 on node 4 (gpu-4) are in DataLoader.next; node 15 wrote no stacks' in sentence
+    for count, named in ((1, 'node 0'), (4, 'nodes 0, 1, 2, 3'), (5, 'nodes 0, 1, 2, 3 ...')):
+        sentence = describe_hang(reports, range(count))
+        assert f'ranks 32-39 on node 4 (gpu-4) are in DataLoader.next; {named} wrote no stacks' in sentence
 
 
 def test_no_rank_is_blamed_if_all_wait_in_the_same_collective():
     reports = [report(rank) for rank in range(16)]
-    assert suspects(reports) == []
+    assert suspects(reports) == suspects([report(rank, READING) for rank in range(3)]) == suspects([]) == []
     assert describe_hang(reports).startswith('all 16 ranks wait in all_reduce')
     assert describe_hang(reports).endswith('; no rank differs, so check the network and the GPUs')
     ended = dataclasses.replace(report(3), place='', problem='has ended with 1', ended=True)
@@ -111,3 +116,4 @@ def test_ranks_in_two_collectives_are_told_apart():
     reports = [report(rank, other if rank == 2 else ALL_REDUCE) for rank in range(4)]
     assert [each.rank for each in suspects(reports)] == [2]
     assert 'rank 2 on node 0 (gpu-0) waits in barrier (save, preemption.py)' in describe_hang(reports)
+    assert suspects([report(rank, other if rank % 2 else ALL_REDUCE) for rank in range(4)]) == []

@@ -105,15 +105,15 @@ def test_report(tmp_path):
     assert re.findall(r'(?m)^ {2,}(\d) ', text) == ['1', '2'], 'counted from 1, as in the report'
     for part in (
         '2 attempts',
-        'batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1',
-        'goodput 0.404 of 99.0 s: productive 40.0 s',
-        'time lost (process failed): 47.0 s',
+        '    32.0 s  batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1',
+        '\ngoodput 0.404 of 99.0 s: productive 40.0 s, starting 20.0 s, repeated 5.0 s, ending 4.0 s, down 30.0 s',
+        '\n  time lost (process failed): 47.0 s',
     ):
-        assert part in text
+        assert part in text and 'completed)' not in text
 
 
 def test_run_is_given_up_without_progress():
-    stuck, quick = ([attempt(number, pause * number, 40, 40) for number in range(3)] for pause in (1000.0, 100.0))
+    stuck, quick = ([attempt(number, pause * number, 40, 40) for number in range(3)] for pause in (894.0, 893.9))
     reason = reason_to_give_up(stuck, 100)
     assert reason == 'the last 3 attempts ended after batch 40 (); fix the cause and delete this file'
     assert reason_to_give_up(stuck[:2], 100) is None
@@ -231,7 +231,7 @@ def test_local_job_counts_failures_but_no_preemptions(prepare, monkeypatch, tmp_
 
 
 def beats(*times, doing=TRAINING):
-    return [{0: Beat(at, batch, doing, 0, times[0])} for batch, at in enumerate(times)]
+    return [{0: Beat(at, 2 * index, doing, 0, times[0])} for index, at in enumerate(times)]
 
 
 def test_watchdog_waits_for_ten_median_batch_times_and_at_least_hang_seconds():
@@ -240,12 +240,12 @@ def test_watchdog_waits_for_ten_median_batch_times_and_at_least_hang_seconds():
         assert watchdog.check(found, found[0].at) is None
     assert watchdog.limit() == 30.0
     watchdog = Watchdog(0.0, hang_seconds=60.0)
-    given = beats(*itertools.accumulate([20.0] * 6))
+    given = beats(*itertools.accumulate([20.0] * 6))  # 10 s per batch
     for found in given:
         assert watchdog.check(found, found[0].at) is None
-    assert watchdog.limit() == 200.0
-    assert watchdog.check(given[-1], 120.0 + 199) is None
-    assert 'no heartbeat for 201 s since batch 5 (limit 200 s)' in str(watchdog.check(given[-1], 120.0 + 201))
+    assert watchdog.limit() == 100.0
+    assert watchdog.check(given[-1], 120.0 + 100) is None
+    assert watchdog.check(given[-1], 120.0 + 101) == 'no heartbeat for 101 s since batch 10 (limit 100 s)'
 
 
 @given(
@@ -267,11 +267,11 @@ def test_default_timeout_of_collectives_and_warning_of_a_shorter_one_with_both_v
     for wrong in ('soon', '0', '-1', 'inf', 'nan'):
         with pytest.raises(UserError, match=f"DIFFUSION_HANG_SECONDS: '{wrong}' is not a number of seconds above 0"):
             collective_timeout({environment.HANG_SECONDS: wrong, ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'})
-    assert heartbeats.early_timeout_warning(3661, 900) is None
-    warning = str(heartbeats.early_timeout_warning(300, 900))
-    assert 'trainer.dist_timeout: 300 s is shorter than the watchdog' in warning and '900 s (3600 s for slow' in warning
+    assert heartbeats.early_timeout_warning(3601, 900) is None
+    warning = str(heartbeats.early_timeout_warning(900, 900))
+    assert 'trainer.dist_timeout: 900 s is shorter than the watchdog' in warning and '900 s (3600 s for slow' in warning
     assert 'so all hangs end as a failed collective' in warning and 'remove dist_timeout, which gives 3660 s' in warning
-    assert 'so hangs in saves, evaluations and the first batch end' in str(heartbeats.early_timeout_warning(1800, 900))
+    assert 'so hangs in saves, evaluations and the first batch end' in str(heartbeats.early_timeout_warning(3600, 900))
 
 
 def test_watchdog_waits_longer_for_the_start_the_first_batch_and_saves():
@@ -279,9 +279,9 @@ def test_watchdog_waits_longer_for_the_start_the_first_batch_and_saves():
     # The first batch waits for cold shards and for the compiler.
     first = {0: Beat(10.0, 4, TRAINING, 4, 10.0)}
     saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
-    for found, begin in (({}, 0.0), (first, 10.0), (saving, 50.0)):
-        assert watchdog.check(found, begin + limit - 1) is None
-        assert watchdog.check(found, begin + limit + 1) is not None
+    for found, begin, since in (({}, 0.0, 'the start'), (first, 10.0, 'batch 4'), (saving, 50.0, 'batch 4')):
+        assert watchdog.check(found, begin + limit) is None
+        assert f' for 121 s since {since} (limit 120 s)' in str(watchdog.check(found, begin + limit + 1))
 
 
 def test_exit_status_of_job_is_that_of_failure_elsewhere():
@@ -359,6 +359,7 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         assert f'{recipe.run_dir} is empty although this is attempt 4. If it is not mounted on' in message
         assert f'submit it as a new job, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
     last = Node(replace(position, rank=1), Settings.from_environ({}), ['-c', ''], recipe, environ)
+    assert last._seconds_to_save() == last.settings.notice_seconds - environment.MARGIN_SECONDS
     assert last._status_of_missing_run() == 0, 'its ranks compare its folder with those of the other nodes'
     # The second of an attempt whose attempts.jsonl could not be written.
     for exits in ('0 node1 begin\n76 node3 hardware GPU 0\n', '1 node3 crash rank 1 with 1\n'):

@@ -157,6 +157,8 @@ def test_training_starts_at_the_reference_and_moves_toward_preferred_images(make
     model = make_model(caption_dropout=0.5)
     model.keep_reference()
     assert not any('reference' in name for name in model.state_dict())
+    frozen = (*model.text.parameters(), *model._frozen['reference'].parameters())
+    assert not any(each.requires_grad for each in frozen)
     batch = {batch_keys.INPUT_IDS: torch.zeros(4, 1, 16, dtype=torch.int64)}
     batch |= {batch_keys.LATENT_MOMENTS: torch.empty(4, 4, 4, 4), batch_keys.TEXT_EMBEDS: torch.empty(4, 16, 32)}
     pairs_flops = model.flops_per_batch(batch | {batch_keys.REJECTED_IMAGE: torch.empty(4)})

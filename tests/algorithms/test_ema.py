@@ -95,7 +95,7 @@ def test_averages_of_another_architecture_are_rejected():
 
 
 def test_start_after_the_end_of_the_run_is_logged(caplog):
-    make_trainer(EMA('500ba'), duration='1ba').fit()
+    make_trainer(EMA('1ba'), duration='1ba').fit()
     assert 'EMA never starts' in caplog.text
 
 
@@ -105,6 +105,8 @@ def test_start_after_the_end_of_the_run_is_logged(caplog):
         ({'smoothing': 0.9, 'half_life': '3ba'}, 'smoothing and half_life set the same quantity'),
         ({'smoothing': 1.0}, r'smoothing: 1.0 is not in \[0, 1\)'),
         ({'update_interval': '3sp'}, "update_interval: '3sp'; use batches or epochs"),
+        ({'update_interval': '0ba'}, "update_interval: '0ba'; use batches or epochs"),
+        ({'half_life': '0ba'}, "half_life: '0ba'; use the unit of"),
         ({'half_life': '3ep'}, "half_life: '3ep'; use the unit of update_interval=1ba"),
     ],
 )

@@ -1,10 +1,14 @@
 """Values and gradients of the denoiser's low-precision norms against float32 norms."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from composer.core import Event, Precision
 from torch import nn
 
 from diffusion.algorithms.low_precision_norms import (
+    DenoiserLowPrecisionGroupNorm,
     LowPrecisionGroupNormLayer,
     LowPrecisionLayerNormLayer,
     replace_norms,
@@ -38,11 +42,15 @@ def test_values_and_gradients_match_float32(kind, width, dtype):
         assert (low.float() - reference).norm() / reference.norm() < tolerance
 
 
-def test_only_exact_classes_are_replaced_and_state_dict_names_stay(make_model):
-    model = make_model()
-    before = list(model.state_dict())
-    count = replace_norms(model.denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer)
-    assert count > 10
-    assert replace_norms(model.denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer) == 0
+def test_algorithm_replaces_only_exact_classes_in_16_bits_and_state_dict_names_stay(make_model, caplog):
+    caplog.set_level('INFO')
+    model, algorithm = make_model(), DenoiserLowPrecisionGroupNorm()
+    before, count = list(model.state_dict()), sum(type(layer) is nn.GroupNorm for layer in model.denoiser.modules())
+    assert [algorithm.match(event, None) for event in (Event.INIT, Event.FIT_START)] == [True, False]  # type: ignore[arg-type]
+    for precision, message in (('fp32', 'no effect'), ('amp_bf16', f'replaced {count} '), ('amp_fp16', 'replaced 0 ')):
+        state = SimpleNamespace(model=model, precision=Precision(precision))
+        algorithm.apply(Event.INIT, state, None)  # type: ignore[arg-type]
+        assert message in caplog.messages[-1]
+    assert len(caplog.messages) == 3 and count > 10
     assert list(model.state_dict()) == before
     assert not any(isinstance(layer, LowPrecisionGroupNormLayer) for layer in model.vae.modules())

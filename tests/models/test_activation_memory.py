@@ -162,6 +162,8 @@ def test_blocks_of_i1_are_measured_under_checkpointing():
     )
     assert found.kept_inside > 0
     assert found.kept > found.kept_between
+    last_but_one = [layer for layer in module.blocks[3].modules() if isinstance(layer, nn.Linear)]
+    assert found.copies_inside == 2 * sum(layer.weight.numel() for layer in last_but_one), 'the largest block'
 
 
 @pytest.mark.slow

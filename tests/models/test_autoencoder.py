@@ -1,8 +1,11 @@
 """Training of the autoencoder, and quality of the packaged one."""
 
+import math
+
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from model_batches import shapes_of
 from shards import open_shards
 
 from diffusion.config.image_shapes import square
@@ -10,7 +13,7 @@ from diffusion.config.load import load
 from diffusion.data.transforms import decode_for_model
 from diffusion.models import batch_keys
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
-from diffusion.models.pretrained import TINY_VAE
+from diffusion.models.pretrained import TINY_VAE, load_vae
 from diffusion.models.vae import decode_latents, posterior_of
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
@@ -31,6 +34,24 @@ def test_loss_is_squared_error_plus_weighted_l1_and_kl():
     kl = torch.distributions.kl_divergence(torch.distributions.Normal(posterior.mean, posterior.std), standard).mean()
     expected = error.square().mean() + 0.5 * error.abs().mean() + 0.1 * kl
     torch.testing.assert_close(model.loss(model(batch), batch), expected)
+
+
+def test_evaluation_measures_the_psnr_of_counted_images():
+    images, black = torch.tensor([0, 0.2, 7]).view(3, 1, 1, 1).expand(3, 3, 16, 16), torch.zeros(3, 3, 16, 16)
+    torch.testing.assert_close(psnr_db(images, black), torch.tensor([100, 20, 20 * math.log10(2)]))  # 7 is clipped
+    model = tiny_autoencoder(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4).eval()
+    batch = {batch_keys.IMAGE: torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)}
+    outputs = model.eval_forward(batch)
+    assert model.eval_forward(batch, outputs) is outputs and model.get_metrics(is_train=True) == {}
+    (metric,) = model.get_metrics(is_train=False).values()
+    model.update_metric(batch | {batch_keys.IS_COUNTED: torch.tensor([False, True])}, outputs, metric)
+    torch.testing.assert_close(metric.compute(), psnr_db(outputs.reconstructed, outputs.pixels)[1])
+
+
+def test_default_architecture_is_that_of_the_packaged_weights():
+    ours, packaged = tiny_autoencoder().vae, load_vae(str(TINY_VAE))
+    assert shapes_of(ours) == shapes_of(packaged)  # type: ignore[arg-type]
+    assert not [key for key, each in ours.config.items() if isinstance(each, int) and each != packaged.config[key]]
 
 
 def test_latent_statistics_follow_the_latents():

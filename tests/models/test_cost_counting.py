@@ -2,6 +2,7 @@
 
 import io
 import json
+import operator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import CLIPTextConfig
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, square
 from diffusion.models import batch_keys
+from diffusion.models.activation_memory import blocks_of, count_activations
 from diffusion.models.cost_counting import ModelCounter, answer, build_empty, main
 from diffusion.models.families.adapter import DenoiserAdapter, DenoiserSizes
 from diffusion.models.families.sd2 import builder as sd2_builder
@@ -37,6 +39,18 @@ def test_facts_of_tiny_match_the_built_model():
     assert facts['text_length'] == built.text.tokenizers[0].model_max_length
     assert (facts['text_width'], facts['trains_text_encoder']) == (built.text.width, built.train_text_encoder)
     assert facts['latent_diffusion']
+    sizes = [size_of(each) for each in blocks_of(built.denoiser)]
+    assert (facts['block_parameters'], facts['largest_block_parameters']) == (sum(sizes), max(sizes))
+    names = ('latent_channels', 'pixels_per_cell', 'pixels_per_patch', 'token_width', 'token_blocks')
+    assert [facts[name] for name in names] == [16, 8, 8, 0, 0]
+    layers: list[Any] = [layer for block in blocks_of(built.denoiser) for layer in block.modules()]
+    for name, kinds in (('linears', nn.Linear), ('all', nn.Linear | nn.Conv2d)):
+        shapes = [sorted(each.weight.flatten(1).shape) for each in layers if isinstance(each, kinds)]
+        # X X^T, its square, and a product with X.
+        expected = sum(2 * (2 * small * small * large + small**3) for small, large in shapes)
+        assert facts[f'newton_schulz_flops_{name}_split'] == facts[f'newton_schulz_flops_{name}_whole'] == expected
+    prx = ModelCounter(build_empty('tiny_prx', {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'patch_size': 2}))
+    assert [prx.facts()[name] for name in names] == [16, 8, 16, 32, 3]
 
 
 def test_empty_model_is_built_without_reading_weights(small_vae, tmp_path):
@@ -70,8 +84,12 @@ def test_training_the_text_encoder_adds_its_flops_and_memory(training):
     frozen = ModelCounter(build_empty('tiny', {**SMALLEST, 'train_text_encoder': False}))
     extra = training.flops(square(64))['trained'] - frozen.flops(square(64))['trained']
     assert extra == frozen.facts()['text_encoder_flops']
-    kept = [counter.activations(square(64), 'float32').kept for counter in (frozen, training)]
-    assert kept[0] < kept[1]
+    of_text = count_activations(training.text, lambda batch: ((training._tokens(batch),), {}), 'float32')
+    memory = [vars(each) for each in (training.activations(square(64), 'float32'), of_text)]
+    for name, alone in vars(frozen.activations(square(64), 'float32')).items():
+        is_transient = name in ('kept_inside', 'copies_inside', 'largest')
+        assert memory[0][name] == (max if is_transient else operator.add)(alone, memory[1][name]), name
+    assert memory[1]['kept'] > 0
 
 
 def test_costs_depend_on_the_image_shape(training):
@@ -109,6 +127,8 @@ def test_third_party_model_is_counted(monkeypatch):
     assert found['flops'] == {'64x32': {'trained': 2 * 16 * 27 * pixels, 'image_encoder': 2 * 16 * 3 * pixels}}
     assert found['activations']['64x32 float32']['kept'] == 4 * 3 * pixels  # the input of the convolution
     assert found['activations']['64x32 half']['kept'] == 2 * 3 * pixels
+    memory = {'kept_inside': 0, 'copies_inside': 0, 'largest_encoder_elements': 0, 'largest': 4 * 16 * pixels}
+    assert memory.items() <= found['activations']['64x32 float32'].items()
     assert found['activations']['64x32 half']['copies'] == 2 * 16 * 27
 
 
@@ -117,9 +137,6 @@ def test_program_prints_a_user_error_as_json(monkeypatch, capsys):
     monkeypatch.setattr('sys.stdin', io.StringIO(json.dumps(request)))
     assert main() == 0
     assert 'nowhere/vae: AutoencoderKL could not be loaded' in json.loads(capsys.readouterr().out)['mistake']
-
-
-SMALL: dict[str, Any] = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
 
 
 def counted(call, *inputs):
@@ -173,7 +190,7 @@ def test_later_changes_to_the_denoiser_do_not_change_its_count():
 
 
 def test_flops_of_encoders_match_torch(small_vae):
-    model = tiny(vae=str(small_vae), **SMALL)
+    model = tiny(vae=str(small_vae), **SMALLEST)
     image = torch.zeros(1, 3, 64, 96)
     assert vae_encoder_flops(model.vae, height=8, width=12) == counted(model.vae.encode, image)
     # torch does not count fused attention on a CPU; this VAE has no attention.
@@ -184,10 +201,12 @@ def test_flops_of_encoders_match_torch(small_vae):
 @pytest.mark.usefixtures('alone')
 def test_flops_of_a_batch_are_counted_when_fsdp2_has_sharded_a_trained_text_encoder(small_vae):
     """FSDP2 refuses to copy a module that it has sharded."""
-    model = tiny(vae=str(small_vae), **SMALL)
+    model = tiny(vae=str(small_vae), **SMALLEST)
     tokens = torch.ones(2, 1, 16, dtype=torch.int64)
     batch = {batch_keys.IMAGE: torch.zeros(2, 3, 32, 32, dtype=torch.uint8), batch_keys.INPUT_IDS: tokens}
     expected = model.flops_per_batch(batch)
+    trained = FlopCount(model.denoiser)(4, 4, 16) + text_encoder_flops(model.text, length=16)
+    assert expected == 2 * (3 * trained + vae_encoder_flops(model.vae, height=4, width=4))
     model._flops._counted.clear()
     torch.distributed.init_process_group('gloo')
     fully_shard(model.text)

@@ -67,11 +67,12 @@ def test_projected_update_equals_the_equations_of_the_paper():
 def test_predictions_of_diffusion_are_converted_to_clean_latents(prediction_type):
     objective = Objective(prediction_type=prediction_type)
     clean, noise = torch.randn(2, 1, 4, 8, 8)
-    alpha = objective.alpha_bars()[300].float()
-    noisy = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
-    exact = {'epsilon': noise, 'sample': clean, 'v_prediction': alpha.sqrt() * noise - (1 - alpha).sqrt() * clean}
-    shift, factor = space_coefficients(objective, 'sample', torch.tensor(300))
-    torch.testing.assert_close(shift * noisy + factor * exact[prediction_type], clean, rtol=1e-4, atol=1e-4)
+    for timestep, step in ((0.0, 0), (299.6, 300), (999.7, 999)):
+        alpha = objective.alpha_bars()[step].float()
+        noisy = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
+        exact = {'epsilon': noise, 'sample': clean, 'v_prediction': alpha.sqrt() * noise - (1 - alpha).sqrt() * clean}
+        shift, factor = space_coefficients(objective, 'sample', torch.tensor(timestep))
+        torch.testing.assert_close(shift * noisy + factor * exact[prediction_type], clean, rtol=1e-4, atol=1e-4)
 
 
 def guided_velocity(settings: dict[str, Any], time: float, step: int, x: Any, p: Any, q: Any, state: list[Any]) -> Any:

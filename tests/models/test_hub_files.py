@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.models.hub_files import check_weights
+from diffusion.models.hub_files import check_weights, fetch_file, missing_size
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, load_vae
 
 PARTS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
@@ -26,7 +26,7 @@ def repository(small_vae, tmp_path_factory):
     shutil.copytree(small_vae, folder / 'vae')
     (folder / 'vae/diffusion_pytorch_model.fp16.safetensors').write_bytes(b'not needed')
     config = CLIPTextConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
-    CLIPTextModel(config).save_pretrained(folder / 'text_encoder')
+    CLIPTextModel(config).save_pretrained(folder / 'text_encoder', max_shard_size='2MB')
     clip_tokenizer(max_length=16).save_pretrained(folder / 'tokenizer')
     (folder / 'unet').mkdir()
     (folder / 'unet/diffusion_pytorch_model.safetensors').write_bytes(b'not needed')
@@ -50,6 +50,7 @@ def test_part_is_fetched_once_and_then_loaded_without_a_request(hub, repository,
     fetched = [request for request in hub.requests if request.startswith('GET') and '/resolve/' in request]
     assert {request.rpartition('/')[2] for request in fetched} <= {path.name for path in (repository / name).iterdir()}
     assert not any('fp16' in request or 'unet' in request for request in hub.requests)
+    assert name != 'text_encoder' or fetched[-1].endswith('.index.json'), 'shards, which it lists, come first'
     listings = [request for request in hub.requests if '/api/' in request]
     assert listings == [f'GET /api/models/someone/model/revision/{COMMIT}']
     before = len(hub.requests)
@@ -59,6 +60,7 @@ def test_part_is_fetched_once_and_then_loaded_without_a_request(hub, repository,
     if isinstance(loaded, torch.nn.Module):
         expected = PARTS[name].from_pretrained(repository / name).state_dict()
         assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
+        assert check_weights(PARTS[name], 'someone/model', subfolder=name, revision=COMMIT) == 0
     else:
         assert again('a cat').input_ids == clip_tokenizer(max_length=16)('a cat').input_ids
         assert again.model_max_length == 16
@@ -141,6 +143,16 @@ def test_half_precision_alone_on_the_hub_is_refused_with_the_way_out(repository,
         (folder / 'vae/diffusion_pytorch_model.fp16.safetensors').unlink()
         with pytest.raises(UserError, match='has no weights in the format safetensors'):
             load('vae')
+
+
+def test_files_are_missing_until_they_are_fetched_once(hub, repository):
+    size = check_weights(CLIPTextModel, 'someone/model', subfolder='text_encoder', revision=COMMIT)
+    assert size == sum(each.stat().st_size for each in (repository / 'text_encoder').glob('*-of-*.safetensors'))
+    name = 'vae/diffusion_pytorch_model.fp16.safetensors'
+    for size in (len(b'not needed'), 0):
+        assert missing_size('someone/model', name, revision=COMMIT) == size
+        assert fetch_file('someone/model', name, revision=COMMIT).read_bytes() == b'not needed'
+    assert sum(each.startswith('GET') and each.endswith(name) for each in hub.requests) == 1
 
 
 def test_offline_mode_uses_the_cache_and_says_what_it_lacks(hub, monkeypatch):

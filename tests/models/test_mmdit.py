@@ -129,6 +129,7 @@ def test_pretrained_parts_are_read(pipeline_folder, monkeypatch, model, t5):
     torch.testing.assert_close(ours.embeds[:, :16], theirs.embeds[:, :16])
     torch.testing.assert_close(ours.embeds[:, 16:], theirs.embeds[:, 16:] * t5)
     assert type(loaded.vae) is AutoencoderKL
+    assert adapter_of(model.denoiser).single_file(model).architecture == 'stable-diffusion-v3.5-medium'
 
 
 def test_planner_reads_the_configurations_of_all_encoders(pipeline_folder, tmp_path):
@@ -152,7 +153,7 @@ def test_encoders_that_do_not_fit_together_are_refused(model):
     def conditioner(clips, t5, tokenizers, width=128, t5_length=24):
         return Sd3TextConditioner(clips, t5, tokenizers, width=width, t5_length=t5_length)
 
-    assert conditioner(clips, t5, tokenizers).width == 128
+    assert (conditioner(clips, t5, tokenizers).width, model.text.output) == (128, 'penultimate+pooled+t5')
     with pytest.raises(UserError, match='T5 has width 128 and a tokenizer of length 24; expected 256 and 24'):
         conditioner(clips, t5, tokenizers, width=256)
     with pytest.raises(UserError, match=r'2 CLIP models with tokenizers of lengths \[16, 12\]; use two'):
@@ -175,3 +176,4 @@ def test_export_without_t5_says_how_to_load_it(small_vae, caplog):
     sizes = [each.config['sample_size'] for each in (pipeline.transformer, model.denoiser)]
     assert sizes == [4, 64], 'the size of the images of training, and the scale of the position embeddings'
     assert 'zeros for dropped captions' in caplog.text
+    assert model.text.output == 'penultimate+pooled+zeros'

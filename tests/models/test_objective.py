@@ -42,6 +42,16 @@ def test_zero_terminal_snr_ends_at_zero_and_matches_diffusers(schedule):
     torch.testing.assert_close(DDIMScheduler(**config).alphas_cumprod, alpha_bars.float(), rtol=2e-3, atol=1e-6)
 
 
+def test_schedulers_get_the_published_settings():
+    # https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/scheduler/scheduler_config.json
+    published = {'beta_start': 0.00085, 'beta_end': 0.012, 'beta_schedule': 'scaled_linear', 'clip_sample': False}
+    published |= {'prediction_type': 'epsilon', 'set_alpha_to_one': False, 'skip_prk_steps': True}
+    common = {'num_train_timesteps': 1000, 'steps_offset': 1}
+    assert Objective().scheduler_config() == common | published
+    flow = {'prediction_type': 'flow_prediction', 'shift': 3.0, 'flow_shift': 3.0, 'use_flow_sigmas': True}
+    assert Objective(**FLOW, snr_shift=3.0).scheduler_config() == common | flow
+
+
 def test_shift_divides_the_snr_by_shift_squared():
     snr = [a / (1 - a) for a in (Objective().alpha_bars(), Objective(snr_shift=2).alpha_bars())]
     torch.testing.assert_close(snr[0] / snr[1], torch.full((1000,), 4.0, dtype=torch.float64))

@@ -112,18 +112,17 @@ def reference_projection(projector: Any, tokens: torch.Tensor, place: int) -> to
 
 
 @pytest.mark.parametrize(
-    ('encoder', 'routed', 'settings'),
+    ('encoder', 'route', 'settings'),
     [
-        pytest.param('dinov2', False, {}, marks=pytest.mark.slow),
-        ('dinov3', True, {'spatial_norm': 1.0}),
-        ('dinov3', False, {'projection': 'conv', 'spatial_norm': 0.6}),
+        pytest.param('dinov2', None, {}, marks=pytest.mark.slow),
+        ('dinov3', Route(0, 2, 0.25), {'spatial_norm': 1.0}),
+        ('dinov3', Route(2, 3, 0.25), {'projection': 'conv', 'spatial_norm': 0.6}),
     ],
 )
-def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, routed, settings):
+def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, route, settings):
     model, plain = make_prx(encoder, settings), make_prx(None)
     batch = batch_of(model, THREE, height=64, width=48)
-    route = Route(0, 2, 0.25)
-    if routed:
+    if route is not None:
         for each in (model, plain):
             each.route_tokens(route).begin(model.draws_of(batch))
     block, seen = plain.denoiser.blocks[1], []
@@ -135,8 +134,8 @@ def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, rou
 
     block.forward = recorded
     outputs = plain(batch)
-    kept = route.kept(model.draws_of(batch), 48) if routed else None
-    assert seen[0].shape[1] == (36 if routed else 48)
+    kept = None if route is None or route.start > 1 else route.kept(model.draws_of(batch), 48)
+    assert seen[0].shape[1] == (48 if kept is None else 36)
     similarity = reference_similarity(model, batch, seen[0], encoders[encoder], kept)
     expected = plain.loss(outputs, batch) + 0.5 * (1 - similarity).mean()
     expected.backward()

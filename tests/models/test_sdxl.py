@@ -16,6 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from diffusion.data.latents import manifest_of
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.sdxl.builder import UNET, sdxl, sdxl_tokenizers, tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import clip_tokenizer
@@ -183,7 +184,8 @@ def test_errors_name_the_way_out(frozen_text):
         LatentDiffusion(model.denoiser, model.vae, model.text, mask_padding=True)
 
 
-def test_manifest_records_the_output_of_the_text_encoders(frozen_text):
+def test_manifest_and_single_file_name_the_output_and_the_architecture(frozen_text):
     model = frozen_text
     manifest = manifest_of(model.vae, shape='', posterior='', dtype='', text=model.text, image_sizes=True)
     assert (manifest.text_output, manifest.image_sizes) == ('penultimate+pooled', True)
+    assert adapter_of(model.denoiser).single_file(model).architecture == 'stable-diffusion-xl-v1-base'

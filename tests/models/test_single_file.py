@@ -316,9 +316,10 @@ def test_other_scale_of_latents_is_folded_into_the_vae():
         torch.testing.assert_close(images, decode_latents(vae, latents * std + mean), rtol=1e-4, atol=1e-5)
     same = vae_of()
     assert with_latent_scale(same, 0.18215) is same
-    closed = vae_of(use_quant_conv=False, use_post_quant_conv=False)
-    with pytest.raises(UserError, match=r'by scale 1\.5305 and shift 0\.0609, but this VAE has other statistics'):
-        with_latent_scale(closed, 1.5305, 0.0609)
+    assert with_latent_scale(vae_of(shift_factor=0.1), 0.18215).config['shift_factor'] == 0
+    for convolution in ('use_quant_conv', 'use_post_quant_conv'):
+        with pytest.raises(UserError, match=r'by scale 1\.5305 and shift 0\.0609, but this VAE has other statistics'):
+            with_latent_scale(vae_of(**{convolution: False}), 1.5305, 0.0609)
 
 
 def test_projection_of_the_first_encoder_is_folded_into_the_transformer():

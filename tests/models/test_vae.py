@@ -179,6 +179,7 @@ def test_latents_of_pixel_space_are_the_pixels(images):
     latents = model.latents_of({batch_keys.IMAGE: images})
     assert torch.equal(latents, images.float() / 127.5 - 1)
     torch.testing.assert_close(model.decode(latents) * 255, images.float())
+    torch.testing.assert_close(model.decode(3 * latents), (1.5 * latents + 0.5).clamp(0, 1))
     assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
     with pytest.raises(UserError, match='a PRXPixelPipeline samples a flow by x-prediction, but'):
         adapter_of(model.denoiser).pipeline(model)
@@ -209,6 +210,10 @@ def test_shift_factor_is_kept_for_pipelines_that_apply_it():
     assert with_folded_statistics(flux, pipeline_shifts=True).config['shift_factor'] == 0.1159
     with pytest.raises(UserError, match='has a shift_factor but no quant_conv'):
         with_folded_statistics(flux)
+    scaled: Any = AutoencoderKL(block_out_channels=(32,), latents_std=(2.0,) * 4, scaling_factor=1.0)  # type: ignore[arg-type]
+    folded: Any = with_folded_statistics(scaled)
+    assert torch.equal(folded.post_quant_conv.weight, 2 * scaled.post_quant_conv.weight)
+    assert (folded.config['latents_std'], folded.config['scaling_factor']) == (None, 1.0)
 
 
 def test_stable_diffusion_pipeline_refuses_dc_ae(small_dc_ae):

@@ -216,16 +216,13 @@ def rescaled(guided: Tensor, conditional: Tensor, *, strength: float) -> Tensor:
 
 
 def as_captions(prompts: Sequence[str]) -> list[str]:
-    """Return prompts as a list; raise UserError unless they are a non-empty sequence of strings."""
+    """Return prompts, a sequence of strings, as a list; raise UserError if it is empty or a single string."""
     # A string is also a sequence of strings, and would give one image per letter.
     if isinstance(prompts, str):
         raise UserError(f'prompts: pass a list of captions, such as [{prompts!r}], instead of one string')
     captions = list(prompts)
     if not captions:
         raise UserError('prompts: pass at least one caption')
-    wrong = [caption for caption in captions if not isinstance(caption, str)]
-    if wrong:
-        raise UserError(f'prompts: {wrong[0]!r} is not a string; pass a list of captions')
     return captions
 
 

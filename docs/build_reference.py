@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 BUILDERS = re.compile(r'diffusion\.models\.families\.\w+\.builder$')
 """Modules of functions that build a LatentDiffusion and pass their last keywords on to it."""
 LATENT_DIFFUSION = ('diffusion.models.latent_diffusion', 'LatentDiffusion')
+TRAINING_KEYWORDS = 'diffusion.models.training_keywords'
 
 KINDS = {
     'model': 'Models',
@@ -262,7 +263,8 @@ def _component(kind: str, name: str) -> Iterator[str]:
     if not meanings and (base := _imported_base(module, node)) is not None:
         node, meanings = base, parse_docstring(base)[1]
     if BUILDERS.match(module):  # the builders pass the other keywords on
-        meanings = parse_docstring(_definition(*LATENT_DIFFUSION))[1] | meanings
+        shared = parse_docstring(_definition(*LATENT_DIFFUSION))[1] | parse_docstring(_tree(TRAINING_KEYWORDS))[1]
+        meanings = shared | meanings
     defaults = _defaults(node) | _resolved_defaults(module, node)
     supplied = {*SUPPLIED.get(kind, ()), *(('model',) if kind == 'trainer' else ())}
     signature = registry.signature(kind, name)
@@ -334,7 +336,7 @@ def _imported_base(module: str, node: ast.FunctionDef | ast.ClassDef) -> ast.Fun
     return next((_definition(home, name) for home, name in found if home and home.startswith('diffusion.')), None)
 
 
-def parse_docstring(node: ast.FunctionDef | ast.ClassDef) -> tuple[str, dict[str, str]]:
+def parse_docstring(node: ast.FunctionDef | ast.ClassDef | ast.Module) -> tuple[str, dict[str, str]]:
     """Split a Google-style docstring into its text before `Args:` and the meaning of each argument."""
     text = ast.get_docstring(node) or ''
     summary, _, rest = text.partition('\nArgs:\n')

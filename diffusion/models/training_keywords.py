@@ -2,6 +2,27 @@
 
 To add a keyword to all models, add an entry to `TrainingKeywords` and use the keyword in LatentDiffusion. The builders
 pass it on. Recipes, checks, resume rules, cache keys of model counts and documentation are derived from the entry.
+
+Several builders have these keywords of their own, with this meaning unless the builder's docstring gives another one:
+
+Args:
+    revision: Commit of the repository `pretrained`; required unless that is a folder.
+    vae: Source of the VAE if it is not `pretrained`: a folder or repository with an AutoencoderKL, AutoencoderKLFlux2,
+        AutoencoderDC or AutoencoderRAE at its top or in `vae`, or `pixels` to train on pixels.
+    vae_revision: Commit of the repository `vae`.
+    vae_layout: Layout of an AutoencoderKLFlux2's latents: `channels` has 32 per cell of 8x8 px, and `grouped` 128 per
+        cell of 16x16 px, which needs `patch_size: 1` for as many tokens.
+    depth: Number of blocks.
+    num_heads: Number of attention heads.
+    patch_size: Side of a token in latent cells.
+    bottleneck_size: Width of an additional layer before the first one, for large pixel patches; null means no such
+        layer.
+    mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning rates
+        from this width to `hidden_size`. null means that all layers have the same learning rate.
+    layers_per_block: Residual blocks per level.
+    text_width: Width of the text encoder, a multiple of 32.
+    text_layers: Number of layers of each text encoder.
+    max_length: Number of tokens, with the tokenizer's start and end, to which captions are padded and truncated.
 """
 
 from typing import Annotated, Literal, TypedDict

@@ -75,13 +75,11 @@ def i1(
         pretrained: Source of T5-Gemma, of which the encoder is used, and its tokenizer: a repository on the Hub or a
             local folder. None builds it, and the default VAE, with random weights, for tests and for counting
             parameters and FLOPs.
-        revision: Commit of `pretrained`; required if that is a repository.
         vae: Source of the VAE: a folder, or a repository with a `vae` subfolder; by default FLUX.2's, whose latents
             have 32 channels.
         vae_revision: Commit of `vae`; required if that is a repository.
         vae_layout: Layout of FLUX.2's latents: `channels` has 32 per cell of 8x8 px, with patches of 2x2 cells, as
             published; `grouped` has 128 per cell of 16x16 px, each a token.
-        max_length: L, number of tokens to which captions are padded and truncated.
         caption_dropout_mode: Replacement for a dropped caption: with zeros, the transformer's learned null caption, as
             published, also for guidance; or the empty caption.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published for 256 and
@@ -127,14 +125,8 @@ def tiny_i1(
     Args:
         resolution: Side of the images in pixels.
         vae: Folder of an autoencoder; by default the packaged VAE for 64 px OpenMoji images.
-        vae_layout: Layout of an AutoencoderKLFlux2's latents, `channels` or `grouped`.
         hidden_size: Width of the transformer, a multiple of 8 times `num_heads`.
-        num_heads: Number of attention heads.
         depth: Number of blocks, which is odd.
-        patch_size: Side of a token in latent cells.
-        text_width: T, width of the text encoder, a multiple of 32.
-        text_layers: Number of layers of the text encoder.
-        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
         caption_dropout_mode: Replacement for a dropped caption: with zeros, the transformer's learned null caption; or
             the empty caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.

@@ -42,15 +42,15 @@ from diffusion.models.pretrained import (
     tokenizes_with,
 )
 from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeLayout, VaeSource
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels, objective_for
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, Vae, latent_channels, objective_for
 
 PRETRAINED = 'stabilityai/stable-diffusion-3.5-medium'
 T5_LENGTH = 256
 T5_WIDTH = 4096
 HEAD_WIDTH = 64
 
-TRANSFORMER: dict[str, Any] = {'sample_size': 128, 'attention_head_dim': HEAD_WIDTH}
-"""Settings shared by all sizes. `sample_size` is the scale of the position embeddings at every resolution."""
+SAMPLE_SIZE = 128
+"""Scale of the position embeddings at every resolution."""
 
 T5_XXL: dict[str, Any] = {
     'vocab_size': 32128,
@@ -164,15 +164,8 @@ def mmdit(
             shift of the default objective.
         pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
-        revision: Commit of `pretrained`; required if that is a repository.
-        vae: Source of the VAE if it is not `pretrained`: a folder or repository with an AutoencoderKL,
-            AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE at its top or in `vae`, or `pixels` to train on pixels.
-        vae_revision: Commit of the repository `vae`.
-        vae_layout: Layout of an AutoencoderKLFlux2's latents: `channels` has 32 per cell of 8x8 px, and `grouped` 128
-            per cell of 16x16 px, which needs `patch_size: 1` for as many tokens.
         t5: Use T5 XXL, which has 4.8 B parameters. False uses zeros in place of its tokens, as diffusers does.
         t5_length: Number of T5 tokens, to which captions are padded and truncated; 77 CLIP tokens come before them.
-        patch_size: Side of a token in latent cells.
         depth: Number of blocks and of attention heads; the width is 64 times this number.
         dual_attention_blocks: Number of leading blocks that have a second attention layer for the image tokens only.
         qk_norm: Normalize queries and keys with RMSNorm, which prevents instability in 16 bits.
@@ -192,24 +185,9 @@ def mmdit(
         width=T5_WIDTH,
         t5_length=t5_length,
     )
-    training['objective'] = objective_for(autoencoder, training.get('objective'), sd3_objective(resolution))
-    return LatentDiffusion(
-        transformer(
-            latent_channels(autoencoder),
-            text,
-            depth=depth,
-            dual_attention_blocks=dual_attention_blocks,
-            qk_norm=qk_norm,
-            pos_embed_max_size=pos_embed_max_size,
-            patch_size=patch_size,
-            **TRANSFORMER,
-        ),
-        autoencoder,
-        text,
-        train_text_encoder=False,
-        latent_size=latent_side(resolution, autoencoder),
-        **training,
-    )
+    sizes = {'depth': depth, 'dual_attention_blocks': dual_attention_blocks, 'qk_norm': qk_norm}
+    sizes |= {'pos_embed_max_size': pos_embed_max_size, 'patch_size': patch_size, 'sample_size': SAMPLE_SIZE}
+    return _model(resolution, autoencoder, text, training, train_text_encoder=False, **sizes)
 
 
 def tiny_mmdit_tokenizers(
@@ -246,14 +224,11 @@ def tiny_mmdit(
         resolution: Side of the images in pixels, a multiple of 16.
         vae: Folder of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE, or `pixels` to train on
             pixels; by default the packaged VAE for 64 px OpenMoji images.
-        vae_layout: Layout of an AutoencoderKLFlux2's latents, `channels` or `grouped`.
         depth: Number of blocks and of attention heads; the width is 64 times this number.
         dual_attention_blocks: Number of leading blocks that have a second attention layer for the image tokens only.
         qk_norm: Normalize queries and keys with RMSNorm.
-        patch_size: Side of a token in latent cells.
         pos_embed_max_size: Maximum image side in patches; the size of the position embedding table.
         text_width: Width of each CLIP text encoder, a multiple of 32; T5 is 4 times as wide.
-        text_layers: Number of layers of each text encoder.
         max_length: Number of CLIP tokens, including start and end, to which captions are padded and truncated.
         t5: Use T5; False uses zeros in place of its tokens.
         t5_length: Number of T5 tokens, one per byte of the caption.
@@ -280,23 +255,29 @@ def tiny_mmdit(
         width=width,
         t5_length=t5_length,
     )
-    training['objective'] = objective_for(autoencoder, training.get('objective'), sd3_objective(resolution))
+    sizes = {'depth': depth, 'dual_attention_blocks': dual_attention_blocks, 'qk_norm': qk_norm}
+    sizes |= {'pos_embed_max_size': pos_embed_max_size, 'patch_size': patch_size}
+    sizes |= {'sample_size': patch_size * pos_embed_max_size}
+    return _model(resolution, autoencoder, text, training, train_text_encoder=train_text_encoder, **sizes)
+
+
+def _model(
+    resolution: int,
+    vae: Vae,
+    text: Sd3TextConditioner,
+    training: TransformerKeywords,
+    *,
+    train_text_encoder: bool,
+    **sizes: Any,
+) -> LatentDiffusion:
+    """Build a transformer for a VAE's latents and the outputs of `text`, and its model."""
+    training['objective'] = objective_for(vae, training.get('objective'), sd3_objective(resolution))
     return LatentDiffusion(
-        transformer(
-            latent_channels(autoencoder),
-            text,
-            depth=depth,
-            dual_attention_blocks=dual_attention_blocks,
-            qk_norm=qk_norm,
-            pos_embed_max_size=pos_embed_max_size,
-            patch_size=patch_size,
-            sample_size=patch_size * pos_embed_max_size,
-            attention_head_dim=HEAD_WIDTH,
-        ),
-        autoencoder,
+        transformer(latent_channels(vae), text, **sizes),
+        vae,
         text,
         train_text_encoder=train_text_encoder,
-        latent_size=latent_side(resolution, autoencoder),
+        latent_size=latent_side(resolution, vae),
         **training,
     )
 
@@ -314,8 +295,9 @@ def transformer(
         out_channels=channels,
         num_layers=depth,
         num_attention_heads=depth,
+        attention_head_dim=HEAD_WIDTH,
         joint_attention_dim=text.width,
-        caption_projection_dim=depth * sizes['attention_head_dim'],
+        caption_projection_dim=depth * HEAD_WIDTH,
         pooled_projection_dim=text.pooled_width,
         dual_attention_layers=tuple(range(dual_attention_blocks)),
         qk_norm='rms_norm' if qk_norm else None,

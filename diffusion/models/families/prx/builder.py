@@ -41,7 +41,7 @@ from diffusion.models.training_keywords import (
     VaeLayout,
     VaeSource,
 )
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels, objective_for
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, Vae, latent_channels, objective_for
 
 PRETRAINED = 'Photoroom/prx-256-t2i'
 TEXT_LENGTH = 256
@@ -119,23 +119,12 @@ def prx(
         pretrained: Source of VAE, text encoder (T5-Gemma, or the language part of Qwen3-VL) and tokenizer: a repository
             on the Hub or a local folder in diffusers' layout. None builds them with random weights, for tests and for
             counting parameters and FLOPs.
-        revision: Commit of `pretrained`; required if that is a repository.
-        vae: Source of the VAE if it is not `pretrained`: a folder or repository with an AutoencoderKL,
-            AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE at its top or in `vae`, or `pixels` to train on pixels.
-        vae_revision: Commit of the repository `vae`.
-        vae_layout: Layout of an AutoencoderKLFlux2's latents: `channels` has 32 per cell of 8x8 px, and `grouped` 128
-            per cell of 16x16 px, which needs `patch_size: 1` for as many tokens.
         patch_size: Side of a token in latent cells; 32 for pixels.
-        bottleneck_size: Width of an additional layer before the first one, for large pixel patches; null means no such
-            layer.
         resolution_embeds: Condition the transformer on the latents' height and width, as PRX 7B does.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads; 64 channels per head is usual.
-        depth: Number of blocks.
         max_length: L, number of tokens to which captions are padded and truncated. Padding is masked in the transformer
             and in the text encoder.
-        mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
-            rates from this width to `hidden_size`. null means that all layers have the same learning rate.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published.
     """
     check_sources(pretrained=pretrained, vae=vae)
@@ -147,27 +136,9 @@ def prx(
         prx_tokenizers(pretrained=pretrained, revision=revision, max_length=max_length),
         mask_padding=True,
     )
-    denoiser = transformer(
-        latent_channels(autoencoder),
-        text.width,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        depth=depth,
-        patch_size=patch_size,
-        bottleneck_size=bottleneck_size,
-        resolution_embeds=resolution_embeds,
-    )
-    training['objective'] = objective_for(autoencoder, training.get('objective'), FLOW)
-    return LatentDiffusion(
-        denoiser,
-        autoencoder,
-        text,
-        mask_padding=True,
-        train_text_encoder=False,
-        latent_size=latent_side(resolution, autoencoder),
-        mup_base=None if mup_base_width is None else at_width(denoiser, mup_base_width),
-        **training,
-    )
+    sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth, 'patch_size': patch_size}
+    options = {'bottleneck_size': bottleneck_size, 'resolution_embeds': resolution_embeds}
+    return _model(resolution, autoencoder, text, training, False, mup_base_width, **sizes, **options)
 
 
 @tokenizes_with(tiny_tokenizers)
@@ -195,40 +166,36 @@ def tiny_prx(
         resolution: Side of the images in pixels, a multiple of 16.
         vae: Folder of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC or AutoencoderRAE, or `pixels` to train on
             pixels; by default the packaged VAE for 64 px OpenMoji images.
-        vae_layout: Layout of an AutoencoderKLFlux2's latents, `channels` or `grouped`.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
-        num_heads: Number of attention heads.
-        depth: Number of blocks.
-        patch_size: Side of a token in latent cells.
-        bottleneck_size: Width of an additional layer before the first one, for large pixel patches; null means no such
-            layer.
-        text_width: D, width of the text encoder, a multiple of 32.
-        text_layers: Number of layers of the text encoder.
-        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
-        mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
-            rates from this width to `hidden_size`. null means that all layers have the same learning rate.
         objective: Training objective; by default flow matching with logit-normal timesteps.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)
-    denoiser = transformer(
-        latent_channels(autoencoder),
-        text.width,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        depth=depth,
-        patch_size=patch_size,
-        bottleneck_size=bottleneck_size,
-    )
-    training['objective'] = objective_for(autoencoder, training.get('objective'), FLOW)
+    sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth, 'patch_size': patch_size}
+    sizes |= {'bottleneck_size': bottleneck_size}
+    return _model(resolution, autoencoder, text, training, train_text_encoder, mup_base_width, **sizes)
+
+
+def _model(
+    resolution: int,
+    vae: Vae,
+    text: TextConditioner,
+    training: PixelTransformerKeywords,
+    train_text_encoder: bool,
+    mup_base_width: int | None,
+    **sizes: Any,
+) -> LatentDiffusion:
+    """Build a transformer for a VAE's latents and the embeddings of `text`, and its model."""
+    denoiser = transformer(latent_channels(vae), text.width, **sizes)
+    training['objective'] = objective_for(vae, training.get('objective'), FLOW)
     return LatentDiffusion(
         denoiser,
-        autoencoder,
+        vae,
         text,
         mask_padding=True,
         train_text_encoder=train_text_encoder,
-        latent_size=latent_side(resolution, autoencoder),
+        latent_size=latent_side(resolution, vae),
         mup_base=None if mup_base_width is None else at_width(denoiser, mup_base_width),
         **training,
     )

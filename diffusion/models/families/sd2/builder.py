@@ -91,7 +91,6 @@ def sd2(
             size of generated images.
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
-        revision: Commit of the repository `pretrained`.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
     """
@@ -137,10 +136,6 @@ def tiny(
             for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32.
-        layers_per_block: Residual blocks per level.
-        text_width: D, width of the text encoder, a multiple of 32.
-        text_layers: Number of layers of the text encoder.
-        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

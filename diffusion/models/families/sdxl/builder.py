@@ -96,10 +96,8 @@ def sdxl(
             size of generated images.
         pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
-        revision: Commit of the repository `pretrained`.
         vae: Source of the VAE; None uses that of `pretrained`, which overflows in float16. A folder or repository with
             an AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
-        vae_revision: Commit of the repository `vae`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if vae is None and pretrained is None:
@@ -151,10 +149,7 @@ def tiny_sdxl(
         vae: Folder of an AutoencoderKL; by default the packaged VAE for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32. The first level has no attention.
-        layers_per_block: Residual blocks per level.
         text_width: Width of each of the two text encoders and of the pooled text, a multiple of 32.
-        text_layers: Number of layers of each text encoder.
-        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

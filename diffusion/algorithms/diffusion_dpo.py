@@ -70,9 +70,8 @@ class DiffusionDPO(Algorithm):
             )
 
     def match(self, event: Event, state: State) -> bool:
-        return event in (
-            *(Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH),
-        )
+        of_batch = (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH)
+        return event in (Event.INIT, *of_batch)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:

@@ -58,11 +58,8 @@ class EMA(Algorithm):
         half_life: Annotated[str | None, DECAY] = None,
         update_interval: Annotated[str, DECAY] = '1ba',
     ) -> None:
-        for name, duration in {
-            'ema_start': ema_start,
-            'half_life': half_life,
-            'update_interval': update_interval,
-        }.items():
+        durations = {'ema_start': ema_start, 'half_life': half_life, 'update_interval': update_interval}
+        for name, duration in durations.items():
             if (problem := duration_problem(duration)) is not None:
                 raise UserError(f'{name}: {problem}')
         self.ema_start = Time.from_timestring(ema_start)

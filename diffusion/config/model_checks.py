@@ -3,7 +3,7 @@
 `diffusion check` and the constructors of models and algorithms use these checks. No check imports torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diffusion.config import registry
@@ -342,17 +342,27 @@ def mirror_problem(start: int, end: int, depth: int) -> str | None:
     )
 
 
-def _mirror_problems(model: Component, start: int, end: int, depth: int | None) -> dict[str, str]:
-    if not family_of_model(model.name).mirrored_depth or depth is None:
-        return {}
-    problem = mirror_problem(start, end, depth)
-    return {} if problem is None else {'end': problem}
-
-
-def _depth_of(model: Component) -> int | None:
-    """Return a transformer's number of blocks; None if neither the recipe nor the family states it."""
-    depth = registry.settings_of('model', model).get('depth')
-    return depth if isinstance(depth, int) else family_of_model(model.name).mirrored_depth or None
+def _problems_of_route(
+    model: Component, settings: Mapping[str, Any], dense_blocks: int, problems_of: Callable[..., dict[str, str]]
+) -> dict[str, str]:
+    """Return error messages, by key, for a route that by default ends `dense_blocks` before the model's last block."""
+    start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
+    mirrored, depth = family_of_model(model.name).mirrored_depth, registry.settings_of('model', model).get('depth')
+    if not isinstance(depth, int):
+        depth = mirrored or None  # None if neither the recipe nor the family states it
+    if end is None and depth is not None:
+        end = depth - dense_blocks
+    if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
+        return {}  # another check reports values of a wrong type
+    problems = {}
+    if mirrored and depth is not None and (problem := mirror_problem(start, end, depth)) is not None:
+        problems['end'] = problem
+    problems |= problems_of(start, end, fraction, depth=depth)
+    alignment = registry.settings_of('model', model, ALIGNMENT)
+    if isinstance(model.kwargs.get(ALIGNMENT), Mapping) and isinstance(alignment.get('block'), int):
+        problem = routed_alignment_problem(alignment, start, end)
+        problems |= {} if problem is None else {'': problem}
+    return problems
 
 
 SPRINT = 'sprint'
@@ -364,13 +374,7 @@ def _check_sprint(model: Component) -> list[Problem]:
     values, settings = (registry.settings_of('model', model, key) for key in (None, SPRINT))
     if not isinstance(values.get(SPRINT), Mapping) or not settings:
         return []
-    start, end, fraction, depth = *(settings[key] for key in ('start', 'end', 'fraction')), _depth_of(model)
-    if end is None and depth is not None:
-        end = depth - SPRINT_DENSE_BLOCKS
-    if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
-        return []  # another check reports values of a wrong type
-    problems = _mirror_problems(model, start, end, depth) | sprint_problems(start, end, fraction, depth=depth)
-    problems |= _alignment_on_route(model, start, end)
+    problems = _problems_of_route(model, settings, SPRINT_DENSE_BLOCKS, sprint_problems)
     return [Problem(join(f'model.{SPRINT}', key), problem) for key, problem in problems.items()]
 
 
@@ -384,14 +388,6 @@ def routes_tokens(recipe: Recipe) -> bool:
 def sprint_problems(start: int, end: int, fraction: float, *, depth: int | None) -> dict[str, str]:
     """Return error messages for settings of SPRINT, by key; `depth` is the number of blocks, or None if unknown."""
     return route_problems(start, end, fraction or 0.75, depth=depth)  # 0 is the second stage, on all tokens
-
-
-def _alignment_on_route(model: Component, start: int, end: int) -> dict[str, str]:
-    alignment = registry.settings_of('model', model, ALIGNMENT)
-    if not alignment or not isinstance(model.kwargs.get(ALIGNMENT), Mapping) or not isinstance(alignment['block'], int):
-        return {}
-    problem = routed_alignment_problem(alignment, start, end)
-    return {} if problem is None else {'': problem}
 
 
 def contrastive_problem(objective: Mapping[str, Any]) -> str | None:
@@ -425,14 +421,7 @@ def _tread_problems(model: Component, kwargs: Mapping[str, Any]) -> dict[str, st
     if has_no_denoiser(model) or family_of_model(model.name).u_net:
         return {'': f'the model {model.name} has no image tokens; use a transformer, such as prx, or remove it'}
     settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
-    start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
-    depth = _depth_of(model)
-    if end is None and depth is not None:
-        end = depth - UNROUTED_BLOCKS
-    if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
-        return {}  # another check reports values of a wrong type
-    problems = _mirror_problems(model, start, end, depth) | route_problems(start, end, fraction, depth=depth)
-    problems |= _alignment_on_route(model, start, end)
+    problems = _problems_of_route(model, settings, UNROUTED_BLOCKS, route_problems)
     if isinstance(model.kwargs.get(SPRINT), Mapping):
         problems[''] = f'model.{SPRINT} routes tokens too; remove one of the two'
     return problems

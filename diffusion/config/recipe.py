@@ -279,11 +279,8 @@ class GenerateConfig:
     @property
     def sampling(self) -> dict[str, Any]:
         """The keywords of `LatentDiffusion.generate` that this section sets for all images."""
-        keys = (
-            *('negative_prompt', 'guidance_scale', 'guidance_rescale', 'guidance'),
-            *('num_inference_steps', 'noise_scheduler'),
-        )
-        return {key: getattr(self, key) for key in (*keys, 'snr_shift')}
+        keys = ('negative_prompt', 'guidance_scale', 'guidance_rescale', 'guidance', 'num_inference_steps')
+        return {key: getattr(self, key) for key in (*keys, 'noise_scheduler', 'snr_shift')}
 
 
 NotifyEvent = Literal['started', 'ended', 'hang', 'loss_guard', 'checkpoint_failed', 'goodput']

@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,28 +46,8 @@ from diffusion.models.token_routing import Route
 from diffusion.models.vae import downsampling, encoder_blocks, latent_channels
 
 
-class AuxiliaryCounter(ABC):
-    """Counter of the costs of a loss's auxiliary networks, with the interface of `ModelCounter`."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, int | bool]:
-        """Return the number of `frozen_parameters` and of `trained_parameters`."""
-
-    @abstractmethod
-    def flops(self, shape: Shape) -> dict[str, int]:
-        """Return the FLOPs of a training step for one image of a shape, by network (such as `encoder`), or as `all`."""
-
-    @abstractmethod
-    def activations(self, shape: Shape, precision: str) -> Activations:
-        """Return the memory that the networks keep for the backward pass; `precision` is that of the denoiser."""
-
-    def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Return 0, since these networks do not encode the model's input."""
-        return 0
-
-
-class AlignmentCounter(AuxiliaryCounter):
-    """Counter for representation alignment: a frozen image encoder and a trained MLP.
+class AlignmentCounter:
+    """Counter for representation alignment, like `ModelCounter`: a frozen image encoder and a trained MLP.
 
     Args:
         encoder: Sizes of the image encoder, as in its config.json; `model_type` is one of `ENCODERS`.
@@ -117,8 +96,8 @@ class AlignmentCounter(AuxiliaryCounter):
         return shape.height // self.side, shape.width // self.side
 
 
-class PerceptualCounter(AuxiliaryCounter):
-    """Counter for the networks of perceptual losses.
+class PerceptualCounter:
+    """Counter for the networks of perceptual losses, like `ModelCounter`.
 
     Args:
         lpips: The `network` and `scale` of LPIPS; None if it is off.
@@ -153,10 +132,7 @@ class PerceptualCounter(AuxiliaryCounter):
         return count_activations(self.loss, pair, precision.partition('+')[0])
 
 
-COUNTERS: dict[str, type[AuxiliaryCounter]] = {
-    'representation_alignment': AlignmentCounter,
-    'perceptual_losses': PerceptualCounter,
-}
+COUNTERS: dict[str, Any] = {'representation_alignment': AlignmentCounter, 'perceptual_losses': PerceptualCounter}
 """Counters of auxiliary networks, by the model keyword that adds these networks."""
 
 
@@ -361,7 +337,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     counter = _counter(request)
     requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]
-    encoder = {shape: counter.largest_encoder_tensor(shape) for shape in dict(requested)}
+    # The networks of losses do not encode the model's input.
+    is_model = isinstance(counter, ModelCounter)
+    encoder = {shape: counter.largest_encoder_tensor(shape) if is_model else 0 for shape in dict(requested)}
     return {
         'facts': counter.facts(),
         'flops': {name: _flops(counter, name) for name in request['flops']},
@@ -373,7 +351,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
+def _counter(request: Mapping[str, Any]) -> ModelCounter | AlignmentCounter | PerceptualCounter:
     if request['name'] in COUNTERS:
         return COUNTERS[request['name']](**request['kwargs'])
     for module in request['imports']:
@@ -385,7 +363,7 @@ def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
     return ModelCounter(build_empty(request['name'], kwargs), lora)
 
 
-def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int]:
+def _flops(counter: ModelCounter | AlignmentCounter | PerceptualCounter, name: str) -> dict[str, int]:
     """Return the counter's `flops` for a shape such as '640x384', or with a route such as '640x384 tread=2:13:0.5'."""
     shape, _, route = name.partition(' tread=')
     if not route:

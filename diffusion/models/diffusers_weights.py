@@ -48,14 +48,14 @@ def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
 def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str) -> Path:
     """Fetch a repository's denoiser with `hub_files.fetch`, and return the folder of the Hub's cache that has it."""
     fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
-    subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
+    subfolder, _ = at_subfolder_or_top(fetch, subfolder_of(denoiser))
     return hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision).parent
 
 
 def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
     """Check that a repository's denoiser has the same architecture; return the bytes of weights not in the cache."""
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
-    subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
+    subfolder, size = at_subfolder_or_top(check, subfolder_of(denoiser))
     check_settings(
         denoiser, hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision)
     )
@@ -69,7 +69,7 @@ def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
     _weight_files(found)
 
 
-def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
+def at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
     """Try a request for `subfolder`, then for the top folder (''); return the folder that worked, and the result."""
     try:
         return subfolder, request(subfolder=subfolder)
@@ -77,7 +77,7 @@ def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple
         try:
             return '', request(subfolder='')
         except UserError:
-            raise error from None
+            raise error from error.__cause__
 
 
 def subfolder_of(denoiser: ModelMixin) -> str:

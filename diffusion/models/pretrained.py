@@ -30,6 +30,7 @@ from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
+from diffusion.models.diffusers_weights import at_subfolder_or_top
 from diffusion.models.hub_errors import TO_FIX, check_config, loading_error, missing_tokenizer_file
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import PixelSpace, Vae, check_sides, description, downsampling, image_step
@@ -316,13 +317,7 @@ def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]
     if Path(source).is_dir():
         subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
         return subfolder, read_config(AutoencoderKL, source, subfolder=subfolder)
-    try:
-        return 'vae', read_config(AutoencoderKL, source, subfolder='vae', revision=revision)
-    except UserError as error:
-        try:
-            return '', read_config(AutoencoderKL, source, subfolder='', revision=revision)
-        except UserError:
-            raise error from error.__cause__
+    return at_subfolder_or_top(functools.partial(read_config, AutoencoderKL, source, revision=revision), 'vae')
 
 
 def latent_side(resolution: int, vae: Vae) -> int:

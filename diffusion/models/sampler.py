@@ -98,6 +98,13 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
         ) from error
 
 
+def export_scheduler(objective: Objective) -> Any:
+    """Return the scheduler of a pipeline that can sample flows: Euler's for velocities, else one for any prediction."""
+    # FlowMatchEulerDiscreteScheduler only supports velocities.
+    takes_velocity = objective.is_flow and objective.prediction_type == 'velocity'
+    return inference_scheduler('euler' if takes_velocity else 'dpm++' if objective.is_flow else 'ddim', objective)
+
+
 def scheduler_class(name: str, *, flow: bool = False) -> Any:
     """Return a diffusers scheduler class by short or class name; UserError if unknown or not for this kind of model.
 

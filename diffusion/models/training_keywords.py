@@ -6,6 +6,10 @@ pass it on. Recipes, checks, resume rules, cache keys of model counts and docume
 Several builders have these keywords of their own, with this meaning unless the builder's docstring gives another one:
 
 Args:
+    resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; only sets the default size
+        of generated images.
+    pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
+        layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
     revision: Commit of the repository `pretrained`; required unless that is a folder.
     vae: Source of the VAE if it is not `pretrained`: a folder or repository with an AutoencoderKL, AutoencoderKLFlux2,
         AutoencoderDC or AutoencoderRAE at its top or in `vae`, or `pixels` to train on pixels.

@@ -140,7 +140,7 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'training': phase.training_flops,
             'image_encoder': phase.image_encoder_flops,
             'text_encoder': phase.text_encoder_flops,
-            'representation_alignment': phase.alignment_flops,
+            'representation_alignment': phase.alignment_flops(),
             'perceptual_losses': phase.perceptual_flops,
             'total': phase.flops(),
         },

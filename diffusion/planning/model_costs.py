@@ -24,25 +24,15 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class ActivationCounts:
-    """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights per microbatch.
-
-    models/activation_memory.py counts both.
-    """
+    """The fields of `Activations` in models/activation_memory.py, which explains them, and those of the encoder."""
 
     kept: int
-    """Activations per sample without activation checkpointing."""
     kept_between: int
-    """Activations per sample kept between checkpointed blocks, including the blocks' inputs."""
     kept_inside: int
-    """Activations per sample inside the largest checkpointed block while it is recomputed."""
     copies: int
-    """16-bit copies of weights without activation checkpointing; independent of the batch size."""
     copies_between: int
-    """16-bit copies of weights outside checkpointed blocks."""
     copies_inside: int
-    """16-bit copies of weights inside the largest checkpointed block."""
     largest: int
-    """Bytes of the largest intermediate tensor, per sample."""
     largest_encoder_elements: int
     """Number of elements in the frozen image encoder's largest tensor, per sample."""
 

@@ -222,7 +222,7 @@ def _failures(plan: Plan) -> str:
 
 def _flops(phase: Phase) -> str:
     parts = [f'{phase.training_flops / 1e9:,.1f}']
-    others = {'encoders': phase.encoder_flops(phase.encoding), 'REPA': phase.alignment_flops}
+    others = {'encoders': phase.encoder_flops(phase.encoding), 'REPA': phase.alignment_flops()}
     others['perceptual losses'] = phase.perceptual_flops
     parts += [f'+ {flops / 1e9:,.1f} {name}' for name, flops in others.items() if flops]
     if len(parts) > 1:

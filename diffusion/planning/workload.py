@@ -141,15 +141,12 @@ class Phase:
         """FLOPs per sample of the forward and backward passes of the trained modules, without recomputation."""
         return self.images_per_sample * self.passes * self.forward_flops
 
-    @property
-    def alignment_flops(self) -> float:
-        return self._alignment_flops(self.encoding)
-
-    def _alignment_flops(self, encoding: Encoding) -> float:
+    def alignment_flops(self, encoding: Encoding | None = None) -> float:
+        """Return the FLOPs per image of representation alignment with data in this form (default: the recipe's)."""
         alignment, route = self.alignment, self.route
         if alignment is None:
             return 0.0
-        encodes = encoding == 'pictures'  # stored latents include the encoder's features
+        encodes = (encoding or self.encoding) == 'pictures'  # stored latents include the encoder's features
         return self._mean(lambda shape: alignment.training_flops(shape, route, encodes=encodes))
 
     @cached_property
@@ -183,7 +180,7 @@ class Phase:
         networks of losses, but neither recomputation nor the optimizer.
         """
         encoding = encoding or self.encoding
-        online = self.encoder_flops(encoding) + self._alignment_flops(encoding)
+        online = self.encoder_flops(encoding) + self.alignment_flops(encoding)
         return self.training_flops + self.images_per_sample * online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:

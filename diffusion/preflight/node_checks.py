@@ -251,21 +251,21 @@ def _check_file(path: str) -> str:
 def _check_initial_weights(model: _Model, start: InitFrom) -> str:
     from diffusion.models.diffusers_weights import check_hub_denoiser, check_local_denoiser
     from diffusion.models.hub_files import missing_size
-    from diffusion.training.initial_weights import Checkpoint, OriginalFile, original_on_hub, source_of, with_denoiser
+    from diffusion.training import initial_weights
 
     if (problem := path_problem(start)) is not None:
         raise UserError(problem)
-    source, path = source_of(start), Path(start.source)
-    if isinstance(source, OriginalFile):
+    reader, path = initial_weights.reader_of(start), Path(start.source)
+    if reader is initial_weights.read_single_file:
         return _check_file(start.source)
-    if isinstance(source, Checkpoint):
+    if reader is initial_weights.read_checkpoint:
         return str(find_checkpoint(path))
-    built, repository = with_denoiser(model.build(), start), hub_repository(start)
+    built, repository = initial_weights.with_denoiser(model.build(), start), hub_repository(start)
     if repository is None:
         check_local_denoiser(built.denoiser, path)
         return 'found'
     assert start.revision is not None, 'the check of the recipe requires a revision'
-    if (name := original_on_hub(built, start)) is not None:
+    if (name := initial_weights.original_on_hub(built, start)) is not None:
         size = missing_size(repository, name, revision=start.revision)
     else:
         size = check_hub_denoiser(built.denoiser, repository, start.revision)

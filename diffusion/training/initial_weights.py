@@ -1,9 +1,9 @@
 """`init_from`: start a run from the weights of another run's checkpoint, or from published weights."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from composer.models import ComposerModel
@@ -76,7 +76,7 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
 def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
     """Read the weights named by `init_from`, and return them by their names in the model; errors as in `start_from`."""
     try:
-        return source_of(start).read(model)
+        return reader_of(start)(model, start)
     except DamagedCheckpoint as error:
         raise UserError(f'init_from: {error}; copy the checkpoint again, or name an earlier one') from error
     except NoAverages as error:
@@ -85,71 +85,58 @@ def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
         raise UserError(f'init_from: {str(error).removeprefix("checkpoint: ")}') from error
 
 
-def source_of(start: InitFrom) -> 'Checkpoint | OriginalFile | DiffusersModel':
-    """Return the source of weights that `init_from` names."""
+def reader_of(start: InitFrom) -> Callable[[Any, InitFrom], SourceWeights]:
+    """Return the function that reads the source of weights that `init_from` names, one of the three below."""
     is_on_hub, folder = hub_repository(start) is not None, Path(start.source)
     if not is_on_hub and start.source.endswith('.safetensors'):
-        return OriginalFile(start)
+        return read_single_file
     if is_on_hub or (is_diffusers_folder(folder) and local_checkpoint(folder) is None):
-        return DiffusersModel(start)
-    return Checkpoint(start)
+        return read_diffusers_model
+    return read_checkpoint
 
 
-class Checkpoint(NamedTuple):
-    """Path or URL of a checkpoint, of a run (whose newest checkpoint is read), or of a `.pt` file of original code."""
-
-    start: InitFrom
-
-    def read(self, model: ComposerModel) -> SourceWeights:
-        checkpoint = find_checkpoint(self.start.source)
-        if checkpoint.is_file() and isinstance(model, LatentDiffusion) and model.adapter.reads_pickles:
-            content = read_pickle(checkpoint)
-            if not (isinstance(content, dict) and 'state' in content):  # which a file of Composer has
-                return from_original(model, content, self.start, str(checkpoint))
-        weights, _ = weights_of(checkpoint, self.start.weights)
-        return SourceWeights(weights, str(checkpoint), f'the {self.start.weights} weights')
+def read_checkpoint(model: ComposerModel, start: InitFrom) -> SourceWeights:
+    """Read a checkpoint, the newest one of a run, or a `.pt` file of original code, from a path or URL."""
+    checkpoint = find_checkpoint(start.source)
+    if checkpoint.is_file() and isinstance(model, LatentDiffusion) and model.adapter.reads_pickles:
+        content = read_pickle(checkpoint)
+        if not (isinstance(content, dict) and 'state' in content):  # which a file of Composer has
+            return from_original(model, content, start, str(checkpoint))
+    weights, _ = weights_of(checkpoint, start.weights)
+    return SourceWeights(weights, str(checkpoint), f'the {start.weights} weights')
 
 
-class OriginalFile(NamedTuple):
-    """File whose tensors have the names and shapes of Stability AI's own code, not those of diffusers."""
-
-    start: InitFrom
-
-    def read(self, model: ComposerModel) -> SourceWeights:
-        model, source = with_denoiser(model, self.start), self.start.source
-        if model.train_text_encoder:
-            raise UserError(
-                f'{source}: the model trains its text encoder, which is not read from single files; '
-                'convert the file once with StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER) and '
-                'use the folder, or set model.train_text_encoder: false'
-            )
-        weights = read_original(model.denoiser, Path(source), self.start.weights)
-        return SourceWeights(_prefixed(DENOISER, weights), source, f'the {self.start.weights} weights of the denoiser')
+def read_single_file(model: ComposerModel, start: InitFrom) -> SourceWeights:
+    """Read a file whose tensors have the names and shapes of Stability AI's own code, not those of diffusers."""
+    model, source = with_denoiser(model, start), start.source
+    if model.train_text_encoder:
+        raise UserError(
+            f'{source}: the model trains its text encoder, which is not read from single files; '
+            'convert the file once with StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER) and '
+            'use the folder, or set model.train_text_encoder: false'
+        )
+    weights = read_original(model.denoiser, Path(source), start.weights)
+    return SourceWeights(_prefixed(DENOISER, weights), source, f'the {start.weights} weights of the denoiser')
 
 
-class DiffusersModel(NamedTuple):
-    """Pipeline or denoiser of diffusers in a folder or on the Hub, or a `.pt` file of original code on the Hub."""
-
-    start: InitFrom
-
-    def read(self, model: ComposerModel) -> SourceWeights:
-        model, start = with_denoiser(model, self.start), self.start
-        repository = hub_repository(start)
-        if repository is not None and (name := original_on_hub(model, start)) is not None:
-            file = hub_files.fetch_file(repository, name, revision=str(start.revision))
-            return from_original(model, read_pickle(file), start, f'{repository}/{name} at {start.revision}')
-        if start.weights == 'ema':
-            raise NoAverages(f'{start.source} has only one set of weights')
-        if repository is None:
-            folder = denoiser_folder(model.denoiser, Path(start.source))
-        else:
-            assert start.revision is not None, 'the check of the recipe requires a revision'
-            folder = fetched_denoiser_folder(model.denoiser, repository, start.revision)
-        weights = _prefixed(DENOISER, read_diffusers(model.denoiser, folder))
-        encoders = text_encoder_weights(model, repository or start.source, start.revision)
-        place = start.source if start.revision is None else f'{start.source} at {start.revision}'
-        what = 'the weights of denoiser and text encoder' if encoders else "the denoiser's weights"
-        return SourceWeights(weights | encoders, place, what)
+def read_diffusers_model(model: ComposerModel, start: InitFrom) -> SourceWeights:
+    """Read a pipeline or denoiser of diffusers in a folder or on the Hub, or a `.pt` file of original code there."""
+    model, repository = with_denoiser(model, start), hub_repository(start)
+    if repository is not None and (name := original_on_hub(model, start)) is not None:
+        file = hub_files.fetch_file(repository, name, revision=str(start.revision))
+        return from_original(model, read_pickle(file), start, f'{repository}/{name} at {start.revision}')
+    if start.weights == 'ema':
+        raise NoAverages(f'{start.source} has only one set of weights')
+    if repository is None:
+        folder = denoiser_folder(model.denoiser, Path(start.source))
+    else:
+        assert start.revision is not None, 'the check of the recipe requires a revision'
+        folder = fetched_denoiser_folder(model.denoiser, repository, start.revision)
+    weights = _prefixed(DENOISER, read_diffusers(model.denoiser, folder))
+    encoders = text_encoder_weights(model, repository or start.source, start.revision)
+    place = start.source if start.revision is None else f'{start.source} at {start.revision}'
+    what = 'the weights of denoiser and text encoder' if encoders else "the denoiser's weights"
+    return SourceWeights(weights | encoders, place, what)
 
 
 def original_on_hub(model: LatentDiffusion, start: InitFrom) -> str | None:

@@ -170,8 +170,6 @@ class Muon(Optimizer):
         eps: Annotated[float, AtLeast(0)] = 1e-8,
         fused: Annotated[bool | None, SAME_UPDATE] = None,
     ) -> None:
-        if newton_schulz_dtype not in ('auto', 'bfloat16', 'float32'):
-            raise UserError(f'newton_schulz_dtype: {newton_schulz_dtype!r}; use auto, bfloat16 or float32')
         if len(betas) != 2:
             raise UserError(f'betas: {list(betas)} has {len(betas)} numbers; give two')
         self.convolutions = convolutions

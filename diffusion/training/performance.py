@@ -195,19 +195,10 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 EVENTS_OF_A_STEP = frozenset(
     {
-        Event.BEFORE_DATALOADER,
-        Event.AFTER_DATALOADER,
-        Event.BATCH_START,
-        Event.BEFORE_TRAIN_BATCH,
-        Event.BEFORE_FORWARD,
-        Event.AFTER_FORWARD,
-        Event.BEFORE_LOSS,
-        Event.AFTER_LOSS,
-        Event.BEFORE_BACKWARD,
-        Event.AFTER_BACKWARD,
-        Event.AFTER_TRAIN_BATCH,
-        Event.BATCH_END,
-        Event.BATCH_CHECKPOINT,
+        *(Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH),
+        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH),
+        *(Event.BATCH_END, Event.BATCH_CHECKPOINT),
     }
 )
 

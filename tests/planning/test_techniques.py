@@ -255,7 +255,7 @@ def test_techniques_are_compared_at_equal_cost(pixel_recipe):
     assert tread.images_without == pytest.approx(work.images * rates[1] / rates[0])
     # The alignment's MLP sees the tokens of block 2, which is within the route.
     assert tread.flops_per_image < work.forward_flops * 3 - dense.forward_flops * 3
-    assert repa.flops_per_image == work.alignment_flops
+    assert repa.flops_per_image == work.alignment_flops()
     assert repa.published[0].speedup == pytest.approx(3.46 / 3.95)
     assert repa.published[0].images_without == pytest.approx(work.images * 3.95 / 3.46)
     assert techniques_of(phase()) == ()

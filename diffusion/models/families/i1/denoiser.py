@@ -10,7 +10,7 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoderModel
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.families.i1.original_layout import OriginalFile, from_original
 from diffusion.models.families.i1.transformer_i1 import I1Block, I1Transformer2DModel, TextBlock
-from diffusion.models.sampler import inference_scheduler
+from diffusion.models.sampler import export_scheduler
 from diffusion.models.vae import downsampling, with_folded_statistics
 from diffusion.models.wrapped_vaes import Flux2Vae, RepresentationVae
 
@@ -59,12 +59,9 @@ class I1(DenoiserAdapter):
 
         self.check_exportable(model, I1Pipeline.__name__)
         has_own_statistics = isinstance(model.vae, Flux2Vae | RepresentationVae)
-        # FlowMatchEulerDiscreteScheduler only supports velocities.
-        takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
-        name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
         return I1Pipeline(
             transformer=model.denoiser,
-            scheduler=inference_scheduler(name, model.objective),
+            scheduler=export_scheduler(model.objective),
             text_encoder=_public(model.text.encoders[0]),
             tokenizer=model.text.tokenizers[0],
             vae=model.vae.exported() if has_own_statistics else with_folded_statistics(model.vae, pipeline_shifts=True),

@@ -162,8 +162,6 @@ def mmdit(
     Args:
         resolution: Side of the images in pixels, a multiple of 16; sets the default size of generated images, and the
             shift of the default objective.
-        pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
-            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         t5: Use T5 XXL, which has 4.8 B parameters. False uses zeros in place of its tokens, as diffusers does.
         t5_length: Number of T5 tokens, to which captions are padded and truncated; 77 CLIP tokens come before them.
         depth: Number of blocks and of attention heads; the width is 64 times this number.

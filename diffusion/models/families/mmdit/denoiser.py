@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
-from diffusion.models.sampler import inference_scheduler
+from diffusion.models.sampler import export_scheduler
 from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 from diffusion.models.wrapped_vaes import Flux2Vae
 
@@ -94,9 +94,6 @@ class MMDiT(DenoiserAdapter):
             )
         if text.t5_length != PIPELINE_TEXT_LENGTH:
             log.info('export: call the pipeline with max_sequence_length=%d, as in training', text.t5_length)
-        # FlowMatchEulerDiscreteScheduler only supports velocities.
-        takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
-        scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
         if isinstance(model.vae, Flux2Vae):
             from diffusion.models.normalized_pipelines import NormalizedStableDiffusion3Pipeline as Pipeline
 
@@ -118,7 +115,7 @@ class MMDiT(DenoiserAdapter):
         encoders = [*text.encoders, None][:3]
         return Pipeline(
             transformer=transformer,
-            scheduler=inference_scheduler(scheduler, model.objective),
+            scheduler=export_scheduler(model.objective),
             vae=vae,
             text_encoder=encoders[0],  # type: ignore[arg-type]
             tokenizer=tokenizers[0],  # type: ignore[arg-type]

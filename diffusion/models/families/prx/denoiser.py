@@ -13,7 +13,7 @@ from torch import Tensor
 from diffusion.compatibility.diffusers_versions import keep_prx_masks_small, without_own_deprecations
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
-from diffusion.models.sampler import inference_scheduler
+from diffusion.models.sampler import export_scheduler, inference_scheduler
 from diffusion.models.vae import PixelSpace, downsampling, with_folded_statistics
 from diffusion.models.wrapped_vaes import Flux2Vae, RepresentationVae
 
@@ -121,9 +121,6 @@ def _latent_pipeline(model: Any) -> Any:
         'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no punctuation), '
         'and with use_resolution_binning=False unless the image side is 256, 512 or 1024 px'
     )
-    # FlowMatchEulerDiscreteScheduler only supports velocities.
-    takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
-    name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
     if isinstance(model.vae, Flux2Vae | RepresentationVae):
         from diffusion.models.normalized_pipelines import NormalizedPRXPipeline as PRXPipeline
 
@@ -136,7 +133,7 @@ def _latent_pipeline(model: Any) -> Any:
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
     return PRXPipeline(
         transformer=model.denoiser,
-        scheduler=inference_scheduler(name, model.objective),
+        scheduler=export_scheduler(model.objective),
         text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
         tokenizer=model.text.tokenizers[0],
         vae=vae,

@@ -87,10 +87,6 @@ def sd2(
     """Build Stable Diffusion 2: a U-Net from scratch (865,910,724 parameters), with pretrained VAE and text encoder.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; only sets the default
-            size of generated images.
-        pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
-            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
     """
@@ -131,7 +127,6 @@ def tiny(
     """Build a miniature Stable Diffusion: the same classes, small enough to train on a laptop.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
         vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; by default the packaged VAE
             for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads

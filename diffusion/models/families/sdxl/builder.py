@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import (
     CLIPTextConfig,
@@ -27,6 +26,7 @@ from diffusion.models.pretrained import (
     CLIP_BIG_G,
     CLIP_L,
     TINY_VAE,
+    build_vae,
     check_sources,
     clip_tokenizer,
     latent_side,
@@ -92,23 +92,12 @@ def sdxl(
     """Build Stable Diffusion XL: a U-Net from scratch (2,567,463,684 parameters), pretrained VAE and text encoders.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; only sets the default
-            size of generated images.
-        pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
-            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         vae: Source of the VAE; None uses that of `pretrained`, which overflows in float16. A folder or repository with
             an AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
     """
     check_sources(pretrained=pretrained, vae=vae)
-    if vae is None and pretrained is None:
-        autoencoder = AutoencoderKL(**VAE)
-    else:
-        if vae is not None:
-            autoencoder = load_vae(vae, revision=vae_revision)
-        else:
-            assert pretrained is not None
-            autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
-        _check_precision(autoencoder, vae or f'{pretrained}/vae', training['encoder_dtype'])
+    autoencoder = build_vae(vae, pretrained, revision, default=VAE, vae_revision=vae_revision)
+    _check_precision(autoencoder, vae or f'{pretrained}/vae', training['encoder_dtype'])
     channels = latent_channels(autoencoder)
     unet: dict[str, Any] = UNET | {
         'sample_size': latent_side(resolution, autoencoder),
@@ -145,7 +134,6 @@ def tiny_sdxl(
     """Build a miniature Stable Diffusion XL: the same classes, small enough to train on a laptop.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
         vae: Folder of an AutoencoderKL; by default the packaged VAE for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32. The first level has no attention.

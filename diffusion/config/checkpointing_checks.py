@@ -5,7 +5,6 @@ They make no requests.
 
 import os
 import re
-from collections.abc import Mapping
 
 from diffusion.config.checkpointing import KeepConfig, TierConfig, TiersConfig
 from diffusion.config.recipe import Recipe
@@ -106,14 +105,14 @@ def runs_dir_problem(runs_dir: str) -> str | None:
     return None
 
 
-def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
+def credentials_problem(runs_dir: str) -> str | None:
     """Return an error message if gs:// would use unsuitable credentials or az:// has no account, else None."""
-    if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= environ.keys():
+    if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= os.environ.keys():
         return (
             'conditional writes to gs:// need Application Default Credentials; unset GCS_KEY and GCS_SECRET, and run '
             '`gcloud auth application-default login` or attach a service account to the machine'
         )
-    has_account = {'AZURE_ACCOUNT_NAME', 'AZURE_STORAGE_ACCOUNT_NAME'} & environ.keys()
+    has_account = {'AZURE_ACCOUNT_NAME', 'AZURE_STORAGE_ACCOUNT_NAME'} & os.environ.keys()
     if runs_dir.startswith(('az://', 'azure-dl://')) and not has_account:
         return (
             f'the account of {runs_dir} is missing; set AZURE_ACCOUNT_NAME, or use a URL such as '

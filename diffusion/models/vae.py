@@ -59,6 +59,13 @@ STABLE_DIFFUSION_VAE: dict[str, Any] = {
     'scaling_factor': 0.18215,
 }
 """Configuration of Stable Diffusion 2's AutoencoderKL, on which later models' configurations are based."""
+SIXTEEN_CHANNEL_VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
+    'sample_size': 1024,
+    'latent_channels': 16,
+    'use_quant_conv': False,
+    'use_post_quant_conv': False,
+}
+"""What the AutoencoderKLs of FLUX.1 and Stable Diffusion 3 have in common."""
 RAE_BASE_DIMENSION = 4096
 """Number of values per image in latents for which a flow needs no time shift, such as 32x32 cells of 4 channels."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)

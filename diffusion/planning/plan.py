@@ -172,9 +172,7 @@ def load_phases(
     return phases
 
 
-def make_plan(
-    phases: Sequence[Phase], given: Assumptions, *, gpus: dict[str, GPU], today: datetime.date | None = None
-) -> Plan:
+def make_plan(phases: Sequence[Phase], given: Assumptions, *, gpus: dict[str, GPU]) -> Plan:
     """Return the plan of training phases that run one after another on the same GPUs.
 
     Raises:
@@ -188,7 +186,7 @@ def make_plan(
     plans = tuple(_plan_phase(phase, given, gpus) for phase in phases)
     for each in plans:
         _check_progress(each.resilience)
-    return Plan(plans, given, _warnings(plans, given, today or datetime.date.today()), _notes(plans, given))
+    return Plan(plans, given, _warnings(plans, given), _notes(plans, given))
 
 
 def _check_progress(saving: Resilience) -> None:
@@ -279,9 +277,9 @@ def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
     )
 
 
-def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.date) -> tuple[str, ...]:
+def _warnings(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     warnings = []
-    if given.price is None and (stale := given.gpu.stale(today)):
+    if given.price is None and (stale := given.gpu.stale(datetime.date.today())):
         warnings.append(stale)
     if given.price_usd_per_hour is None:
         warnings.append(f'the price of the {given.gpu.name} is unknown, so no cost is shown; pass --price')

@@ -160,7 +160,10 @@ class DenoiserAdapter(ABC):
 
     @abstractmethod
     def pipeline(self, model: Any) -> Any:
-        """Return the diffusers pipeline that generates the same images as a LatentDiffusion, or raise UserError."""
+        """Return the diffusers pipeline that generates the same images as a LatentDiffusion, or raise UserError.
+
+        Families import the pipeline's class in this method: it takes seconds, and training does not need it.
+        """
 
     def single_file(self, model: Any) -> Any:
         """Return the model as a `models.single_file.SingleFile` for ComfyUI; UserError if its family has none."""

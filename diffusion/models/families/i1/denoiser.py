@@ -54,7 +54,6 @@ class I1(DenoiserAdapter):
         return pipeline.transformer.config['in_channels'], side, side
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusion.models.families.i1.pipeline_i1 import I1Pipeline
 
         self.check_exportable(model, I1Pipeline.__name__)

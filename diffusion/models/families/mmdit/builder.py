@@ -42,7 +42,7 @@ from diffusion.models.pretrained import (
     tokenizes_with,
 )
 from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeLayout, VaeSource
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, Vae, latent_channels, objective_for
+from diffusion.models.vae import SIXTEEN_CHANNEL_VAE, Vae, latent_channels, objective_for
 
 PRETRAINED = 'stabilityai/stable-diffusion-3.5-medium'
 T5_LENGTH = 256
@@ -63,14 +63,7 @@ T5_XXL: dict[str, Any] = {
 }
 """T5 v1.1 XXL, the third text encoder."""
 
-VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
-    'sample_size': 1024,
-    'latent_channels': 16,
-    'scaling_factor': 1.5305,
-    'shift_factor': 0.0609,
-    'use_quant_conv': False,
-    'use_post_quant_conv': False,
-}
+VAE: dict[str, Any] = SIXTEEN_CHANNEL_VAE | {'scaling_factor': 1.5305, 'shift_factor': 0.0609}
 SPECIAL = ('<pad>', '</s>', '<unk>')
 """T5's special tokens, whose ids in T5 are 0, 1 and 2."""
 END = '<|endoftext|>'

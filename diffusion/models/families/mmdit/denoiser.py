@@ -72,7 +72,6 @@ class MMDiT(DenoiserAdapter):
         return settings
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
         name = StableDiffusion3Pipeline.__name__
@@ -126,7 +125,6 @@ class MMDiT(DenoiserAdapter):
         )
 
     def single_file(self, model: Any) -> Any:
-        # Import here: training does not need it.
         from diffusion.models.single_file import sd3_file
 
         autoencoder_kl_of(model.vae, 'single file')

@@ -41,7 +41,7 @@ from diffusion.models.training_keywords import (
     VaeLayout,
     VaeSource,
 )
-from diffusion.models.vae import STABLE_DIFFUSION_VAE, Vae, latent_channels, objective_for
+from diffusion.models.vae import SIXTEEN_CHANNEL_VAE, Vae, latent_channels, objective_for
 
 PRETRAINED = 'Photoroom/prx-256-t2i'
 TEXT_LENGTH = 256
@@ -58,14 +58,7 @@ TRANSFORMER: dict[str, Any] = {
 }
 """The published 1.2 B latent model, 1,170,691,648 parameters."""
 
-VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
-    'sample_size': 1024,
-    'latent_channels': 16,
-    'scaling_factor': 0.3611,
-    'shift_factor': 0.1159,
-    'use_quant_conv': False,
-    'use_post_quant_conv': False,
-}
+VAE: dict[str, Any] = SIXTEEN_CHANNEL_VAE | {'scaling_factor': 0.3611, 'shift_factor': 0.1159}
 """The autoencoder of FLUX.1, with 16 channels."""
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 BaseWidth = Annotated[

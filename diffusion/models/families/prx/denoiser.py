@@ -114,7 +114,6 @@ def _is_on_pixels(pipeline: Any) -> bool:
 
 
 def _latent_pipeline(model: Any) -> Any:
-    # Import here: training does not need pipelines, and importing them takes seconds.
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 
     log.info(

@@ -44,7 +44,6 @@ class CrossAttentionUNet(DenoiserAdapter):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
         self.check_exportable(model, 'StableDiffusionPipeline')
@@ -73,7 +72,6 @@ class CrossAttentionUNet(DenoiserAdapter):
         )
 
     def single_file(self, model: Any) -> Any:
-        # Import here: training does not need it.
         from diffusion.models.single_file import sd_file
 
         return sd_file(self.pipeline(model), model.objective)

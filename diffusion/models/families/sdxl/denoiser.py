@@ -36,7 +36,6 @@ class SDXLUNet(CrossAttentionUNet):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
         self.check_exportable(model, 'StableDiffusionXLPipeline')
@@ -62,7 +61,6 @@ class SDXLUNet(CrossAttentionUNet):
         return pipeline
 
     def single_file(self, model: Any) -> Any:
-        # Import here: training does not need it.
         from diffusion.models.single_file import sdxl_file
 
         return sdxl_file(self.pipeline(model), model.objective)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diffusion.algorithms.average import FSDP1, unwrapped
 from diffusion.algorithms.gradient_clipping import Gradients, gradients_of, summarize_gradients
-from diffusion.callbacks.preemption import save_now
+from diffusion.callbacks.preemption import NOT_SAVED, save_now
 from diffusion.callbacks.reduce_once import samples_in
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -385,4 +385,4 @@ def describe_samples(ids: Sequence[int], path: Path) -> str:
 def describe_checkpoint(saved: str | None, *, started_here: bool) -> str:
     if started_here:
         return 'no update was made since this run started'
-    return f'the weights before this batch are in {saved}' if saved else 'nothing is saved: there is no save_folder'
+    return f'the weights before this batch are in {saved}' if saved else NOT_SAVED

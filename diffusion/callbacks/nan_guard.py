@@ -21,7 +21,7 @@ from diffusion.callbacks.loss_guard import (
     samples_of,
     suspects,
 )
-from diffusion.callbacks.preemption import SavesInTime
+from diffusion.callbacks.preemption import NOT_SAVED, SavesInTime
 from diffusion.compatibility.private_names import tree_map
 from diffusion.models import batch_keys
 
@@ -94,7 +94,7 @@ def _newest_checkpoint(state: State, logger: Logger) -> str:
     """Wait for a running background save, and return a phrase that names the newest checkpoint; a collective."""
     savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
     if not savers:
-        return 'nothing is saved: there is no save_folder'
+        return NOT_SAVED
     if isinstance(savers[0], SavesInTime):
         savers[0].finish_save(logger)
     names = dist.all_gather_object([str(each) for each in savers[0].saved_checkpoints[-1:]])

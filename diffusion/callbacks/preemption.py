@@ -29,6 +29,8 @@ from diffusion.runs.stop_signals import STOP_SIGNALS, RepeatedInterrupt, SignalT
 
 log = logging.getLogger(__name__)
 
+NOT_SAVED = 'nothing is saved: there is no save_folder'
+
 
 class Preemption(Callback):
     """Callback that stops a run when any rank receives a signal: finish the batch, save, and raise `Preempted`.
@@ -123,11 +125,7 @@ class Preemption(Callback):
                 # because Python removes its own handlers some time before the process exits, while ignored signals stay
                 # ignored.
                 signal.signal(each, signal.SIG_IGN)
-        outcome = (
-            f'{saved} is saved, the same command resumes from it'
-            if saved
-            else 'nothing is saved: there is no save_folder'
-        )
+        outcome = f'{saved} is saved, the same command resumes from it' if saved else NOT_SAVED
         by_user = number == signal.SIGINT
         cause = 'Ctrl-C' if by_user else signal.Signals(number).name
         raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {cause}; {outcome}', by_user=by_user)

@@ -129,9 +129,9 @@ def prx(
         prx_tokenizers(pretrained=pretrained, revision=revision, max_length=max_length),
         mask_padding=True,
     )
-    sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth, 'patch_size': patch_size}
-    options = {'bottleneck_size': bottleneck_size, 'resolution_embeds': resolution_embeds}
-    return _model(resolution, autoencoder, text, training, False, mup_base_width, **sizes, **options)
+    sizes: dict[str, Any] = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth}
+    sizes |= {'patch_size': patch_size, 'bottleneck_size': bottleneck_size, 'resolution_embeds': resolution_embeds}
+    return _model(resolution, autoencoder, text, training, mup_base_width, train_text_encoder=False, **sizes)
 
 
 @tokenizes_with(tiny_tokenizers)
@@ -165,9 +165,11 @@ def tiny_prx(
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)
-    sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth, 'patch_size': patch_size}
-    sizes |= {'bottleneck_size': bottleneck_size}
-    return _model(resolution, autoencoder, text, training, train_text_encoder, mup_base_width, **sizes)
+    sizes: dict[str, Any] = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth}
+    sizes |= {'patch_size': patch_size, 'bottleneck_size': bottleneck_size}
+    return _model(
+        resolution, autoencoder, text, training, mup_base_width, train_text_encoder=train_text_encoder, **sizes
+    )
 
 
 def _model(
@@ -175,8 +177,9 @@ def _model(
     vae: Vae,
     text: TextConditioner,
     training: PixelTransformerKeywords,
-    train_text_encoder: bool,
     mup_base_width: int | None,
+    *,
+    train_text_encoder: bool,
     **sizes: Any,
 ) -> LatentDiffusion:
     """Build a transformer for a VAE's latents and the embeddings of `text`, and its model."""

@@ -337,9 +337,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     counter = _counter(request)
     requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]
-    # The networks of losses do not encode the model's input.
-    is_model = isinstance(counter, ModelCounter)
-    encoder = {shape: counter.largest_encoder_tensor(shape) if is_model else 0 for shape in dict(requested)}
+    encoder = dict.fromkeys(dict(requested), 0)  # the networks of losses do not encode the model's input
+    if isinstance(counter, ModelCounter):
+        encoder = {shape: counter.largest_encoder_tensor(shape) for shape in encoder}
     return {
         'facts': counter.facts(),
         'flops': {name: _flops(counter, name) for name in request['flops']},

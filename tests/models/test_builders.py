@@ -13,6 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import tiny_autoencoder
+from diffusion.models.cost_counting import build_empty
 from diffusion.models.families.sd2.builder import sd2, sd2_tokenizers, tiny
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.vae import latent_statistics
@@ -36,8 +37,15 @@ def test_sd2_is_stable_diffusion_2_base():
     sizes = [size_of(module) for module in (model.denoiser, model.vae, model.text)]
     assert sizes == [865_910_724, 83_653_863, 340_387_840]
     assert shapes_of(model.denoiser) == shapes_of(published)
-    different = {key for key in PUBLISHED_UNET if model.denoiser.config[key] != published.config[key]}
-    assert not different
+    assert not {key for key in PUBLISHED_UNET if model.denoiser.config[key] != published.config[key]}
+
+
+def test_miniatures_have_the_documented_sizes():
+    models: list[Any] = [build_empty(f'tiny{each}', {}) for each in ('', '_sdxl', '_prx', '_i1', '_mmdit')]
+    assert [size_of(each.denoiser) for each in models] == [16_744_720, 16_049_552, 5_175_760, 7_593_232, 9_971_984]
+    assert [size_of(each.text) for each in models] == [6_723_072, 6_530_560, 6_723_072, 6_723_072, 7_977_984]
+    others = [(each.latent_size, each.text.token_length, each.train_text_encoder) for each in models]
+    assert others == [(8, 16, True)] * 4 + [(8, 24, True)]
 
 
 def test_sd2_loads_its_frozen_parts_from_a_folder(tmp_path, small_vae, monkeypatch):

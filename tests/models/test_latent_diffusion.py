@@ -231,8 +231,6 @@ def test_loss_and_gradients_equal_plain_pytorch(make_model):
     model = make_model(caption_dropout=0.0)
     batch = batch_of(model)
     assert_same_loss_and_gradients(model, batch, reference_loss(model, batch), rtol=1e-3, atol=1e-6)
-    first, *_, last = model.parameters()
-    assert first.grad.any() and last.grad.any()
 
 
 def test_latents_are_standardized_from_images_and_from_moments(make_model):
@@ -335,8 +333,7 @@ def test_frozen_parts_are_not_in_the_state_dict_but_move_with_the_model(make_mod
     assert {name.split('.')[0] for name in model.state_dict()} == {'denoiser'}
     assert {name.split('.')[0] for name, _ in model.named_parameters()} == {'denoiser'}
     model.train()
-    assert not model.vae.training
-    assert not model.text.training
+    assert not (model.vae.training or model.text.training)
     model.to(torch.float64)
     assert {each.dtype for part in (model, model.vae, model.text) for each in part.parameters()} == {torch.float64}
 
@@ -359,9 +356,8 @@ def test_validation_loss_is_deterministic_at_eight_timesteps(shared_model):
 def test_generated_images_depend_only_on_their_own_seed(shared_model):
     model = shared_model
     both = model.generate(['one', 'two'], seeds=[0, 5], num_inference_steps=2)
-    torch.testing.assert_close(
-        model.generate(['two'], seeds=[5], num_inference_steps=2)[0], both[1], rtol=1e-4, atol=1e-4
-    )
+    alone = model.generate(['two'], seeds=[5], num_inference_steps=2)
+    torch.testing.assert_close(alone[0], both[1], rtol=1e-4, atol=1e-4)
     other = model.generate(['one'], seeds=[1], num_inference_steps=2)
     assert not torch.allclose(other[0], both[0], atol=1e-3), 'seed 0 is an ordinary seed'
     assert model.training, 'the training mode is restored'

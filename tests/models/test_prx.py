@@ -132,9 +132,8 @@ def test_padding_of_captions_has_no_effect(model):
     assert used == 4, 'start, two words, end'
     trimmed = replace(condition, embeds=condition.embeds[:, :used], mask=condition.mask[:, :used])
     noisy, time = torch.randn(1, 4, 4, 4), torch.tensor([500.0])
-    torch.testing.assert_close(
-        model._predict(noisy, time, trimmed), model._predict(noisy, time, condition), rtol=1e-5, atol=1e-6
-    )
+    found, expected = (model._predict(noisy, time, each) for each in (trimmed, condition))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings('ignore:`LoraLoaderMixin` is deprecated')

@@ -92,9 +92,7 @@ def test_fusible_draws_equal_the_others_to_the_last_bit():
                 assert torch.equal(precomputed.words(purpose, 5), LARGE_IDS.words(purpose, 5))
             for purpose in (Purpose.NOISE, Purpose.POSTERIOR, Purpose.SAMPLING):
                 assert torch.equal(precomputed.normal(purpose, shape), LARGE_IDS.normal(purpose, shape))
-            assert torch.equal(
-                precomputed.normal(Purpose.OFFSET_NOISE, (3, 1, 1)), LARGE_IDS.normal(Purpose.OFFSET_NOISE, (3, 1, 1))
-            )
+            assert torch.equal(*(each.normal(Purpose.OFFSET_NOISE, (3, 1, 1)) for each in (precomputed, LARGE_IDS)))
 
 
 @pytest.mark.slow

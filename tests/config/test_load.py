@@ -1,6 +1,5 @@
 """Loading of recipes, and the error messages for mistakes in them."""
 
-import json
 import re
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from diffusion.config.load import (
     load,
     to_yaml,
 )
-from diffusion.config.recipe import LoraConfig
+from diffusion.config.recipe import LoraConfig, ParallelismConfig
 from diffusion.config.yaml_files import dump, parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +143,10 @@ def test_saved_recipe_has_the_defaults_inside_a_keyword(write, tmp_path):
     path = write({'model': {'name': 'tiny', 'objective': {'prediction_type': 'sample'}}})
     objective = parse_yaml(to_yaml(load(path)))['model']['objective']
     assert [*objective][:2] == ['prediction_type', 'path'] and objective['num_train_timesteps'] == 1000
+    assert load(path).optimizer == Component('adamw', {'lr': 1e-4, 'weight_decay': 0.01})
+    assert load(path).parallelism == ParallelismConfig('ddp', True, 1, 'default', False, 'whole')
+    loader, precompute = load(path).loader, load(path).precompute
+    assert (loader.max_bad_samples, precompute.batch_size, precompute.shard_mb) == (1e-4, 64, 256)
     assert 'min_snr_gamma' not in objective, 'null by default'
 
 
@@ -400,13 +403,10 @@ def test_devices_and_nodes_must_suit_the_batch_and_the_order_of_samples(
 
 
 def test_missing_local_data_is_found_by_check_paths(write, tmp_path):
-    empty = tmp_path / 'empty'
-    empty.mkdir()
-    (empty / 'index.json').write_text(json.dumps({'version': 2, 'shards': []}))
-    broken = tmp_path / 'broken'
-    broken.mkdir()
-    (broken / 'index.json').write_text('{"shards": [')
-    folders = {'a': tmp_path / 'nowhere', 'b': empty, 'c': broken}
+    folders = {'a': tmp_path / 'nowhere', 'b': tmp_path / 'empty', 'c': tmp_path / 'broken'}
+    for name, index in (('b', '{"shards": []}'), ('c', '{"shards": [')):
+        folders[name].mkdir()
+        (folders[name] / 'index.json').write_text(index)
     streams = {name: {'local': str(folder), 'resolution': 64} for name, folder in folders.items()}
     recipe = load(write({'streams': streams, 'init_from': str(tmp_path / 'gone')}))
     problems = {problem.where: problem.what for problem in check_paths(recipe)}

@@ -208,6 +208,7 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert (dataset.epoch_size, dataset.length) == (224, 224)
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
     assert 'streams.s1: 64 samples (2 batches) per epoch; drops 6 of 70 samples per epoch' in caplog.text
+    assert 'streams.s0: 1.28 copies of each sample per epoch, ' in caplog.text
     assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies' in caplog.text
 
 

@@ -120,7 +120,7 @@ def test_disk_shortage(source, tmp_path, monkeypatch):
     assert not summary(host_limits.disk_problems(loader)), 'downloaded shards need no more space'
 
 
-def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path):
+def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path, caplog):
     largest = max(path.stat().st_size for path in source.glob('*.mds'))
     loader = loader_over(source, tmp_path / 'a', workers=2, cache_limit=4 * largest - 1)
     ((message, fatal),) = summary(host_limits.cache_problems(loader))
@@ -130,6 +130,8 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
     larger = loader_over(source, tmp_path / 'b', workers=2, cache_limit=4 * largest)
     ((message, fatal),) = summary(host_limits.cache_problems(larger))
     whole = bytes_text(sum(path.stat().st_size for path in source.glob('*.mds')))
+    host_limits.check_machine(larger)
+    assert message in caplog.messages
     assert not fatal and f'less than the {whole} that are shuffled together, so shards will be' in message
 
 

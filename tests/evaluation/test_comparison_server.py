@@ -156,5 +156,5 @@ def test_token_is_never_logged(site, caplog, capfd):
     site.request('GET', '/?token=the-token')
     site.request('GET', '/?token=the-tokes')
     site.request('POST', WITH_TOKEN, answers_text(KEY, 1))
-    assert 'answers' in caplog.text and 'refused a request of 127.0.0.1' in caplog.text
+    assert f'{rater_name(1)}: 12 of 12 answers' in caplog.text and 'refused a request of 127.0.0.1' in caplog.text
     assert 'the-toke' not in caplog.text + ''.join(capfd.readouterr())

@@ -70,6 +70,8 @@ def test_nan_and_infinity_are_kept_apart():
     assert values(reader) == {0: 1.0}
     assert reader.series[LOSS].nonfinite == [(1, 'NaN'), (2, 'infinite')]
     assert reader.series['x'].nonfinite_count == reader.series['y'].nonfinite_count == 1
+    many = read(*({'step': step, LOSS: math.nan} for step in range(25))).series[LOSS]
+    assert (len(many.nonfinite), many.nonfinite_count) == (20, 25)
 
 
 def test_a_resumed_run_replaces_the_batches_that_it_repeats():
@@ -86,6 +88,13 @@ def test_metrics_of_time_are_skipped_and_those_beyond_the_limit_named():
     assert [*reader.series] == ['mine']
     reader = read({'step': 0} | {f'layer{index}': 1.0 for index in range(MAX_SERIES + 7)})
     assert len(reader.series) == MAX_SERIES and len(reader.dropped) == 7
+
+
+def test_points_of_a_short_curve():
+    steps, values = range(0, 20, 2), [0.0, 3, 1, 4, 1, 5, 9, 2, 6, 0]
+    assert downsample(steps, values, 10) == ([*steps], values)
+    assert downsample(steps, values, 6) == ([0, 4, 6, 12, 14, 18], [0, 1, 4, 9, 2, 0]), 'extremes of two parts'
+    assert averages(steps, values, 3) == ([2, 8, 15], [4 / 3, 10 / 3, 17 / 4])
 
 
 curves = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300)

@@ -55,6 +55,7 @@ def test_page_answers_and_result(folders, capsys):
     printed = capsys.readouterr().out
     assert 'page/index.html: 8 pairs and 2 attention checks' in printed
     assert 'Send only this file. Keep page/key.json' in printed
+    assert 'diffusion compare --serve page\n' in printed and '--analyze FILES --key page/key.json\n' in printed
     assert sorted(path.name for path in Path('page').iterdir()) == ['index.html', 'key.json']
     key = read_key(Path('page/key.json'))
     assert (key.a['source'], key.b['source'], key.prompts) == ('a', 'b', 'prompts.txt')
@@ -184,7 +185,6 @@ def test_some_equal_images_are_reported(folders, caplog):
     assert 'the images of A and B are the same for 1 of 8 prompts' in caplog.text
 
 
-@pytest.mark.slow
 def test_server_takes_answers_until_ctrl_c(folders):
     assert build() == 0
     key = read_key(Path('page/key.json'))
@@ -192,6 +192,7 @@ def test_server_takes_answers_until_ctrl_c(folders):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stderr is not None
         lines = [server.stdout.readline() for _ in range(3)]
+        assert lines[0].startswith('Send this address to people') and lines[2].startswith('Ctrl-C ends the server; ')
         address = lines[1].strip()
         assert address.startswith('http://127.0.0.1:') and key.token in address
         with urllib.request.urlopen(address) as page:

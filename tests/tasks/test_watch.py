@@ -107,6 +107,7 @@ def test_every_checkpoint_is_evaluated_once_oldest_first(site, caplog):
     assert messages == ['ba10: evaluated: fid 90.0000', 'ba20: evaluated: fid 80.0000', 'ba30: evaluated: fid 70.0000']
     Watcher(site.settings()).run()
     assert len(site.started()) == 3
+    assert sum('evaluation started, process' in message for message in caplog.messages) == 3
 
 
 @pytest.mark.parametrize(('changes', 'expected'), [({'policy': 'latest'}, ['ba30']), ({'only': ['ba20']}, ['ba20'])])
@@ -229,7 +230,8 @@ def test_best_checkpoints_are_pinned(site):
     assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba40.pinned']
 
 
-def test_best_checkpoints_by_a_judge_are_pinned(site):
+def test_best_checkpoints_by_a_judge_are_pinned(site, caplog):
+    caplog.set_level('INFO', 'diffusion')
     folder = Path(site.run, 'evaluations')
     folder.mkdir()
     for batch, score in ((10, 81.5), (20, 84.0), (30, 83.0)):
@@ -237,6 +239,7 @@ def test_best_checkpoints_by_a_judge_are_pinned(site):
     judged = {'metrics': ['dpg'], 'judge': 'm/abc', 'keep_best': ('dpg', 1)}
     Watcher(site.settings(**judged))._pin_best()
     assert [path.name for path in Path(site.run).glob('*.pinned')] == ['ba20.pinned']
+    assert caplog.messages == ['best by dpg: ba20 (84.0000)']
     assert Watcher(site.settings(**judged | {'judge': 'other'})).results('ba10') is None, 'of another judge'
     (folder / 'ba10.json').write_text(json.dumps({'metrics': {'dpg/m/abc': 81.5, 'dpg/other': 90.0}}))
     with pytest.raises(UserError, match='--keep-best: dpg is dpg/m/abc and dpg/other in the results; name one of them'):

@@ -249,7 +249,7 @@ def test_figure_has_the_shares_and_intervals(tmp_path, monkeypatch):
         'A: runs/first\nB: runs/second',
     }
     assert axes.get_xlim() == (0, 1) and axes.get_ylim() == (1.45, -0.5), 'the first question is above'
-    assert axes.lines[-1].get_xdata() == [0.5, 0.5], 'a line marks no preference'
+    assert [*axes.get_xticks()] == [0, 0.25, 0.5, 0.75, 1] and axes.lines[-1].get_xdata() == [0.5, 0.5]
 
 
 def test_json_has_the_numbers_of_the_text():

@@ -64,7 +64,7 @@ def test_samples_are_nearly_those_of_whole_images(tmp_path: Path, capsys: Any) -
     delivery = tmp_path / 'delivery'
     write(delivery, range(30, 31), width=640, height=520)
     add_copy(photographs / '5.jpg', delivery, 'again')
-    prepared(capsys, delivery, out, '--append', '--max-rejected', '1')
+    assert 'inputs 2, kept 1, ' in prepared(capsys, delivery, out, '--append', '--max-rejected', '1')
     assert stored(out).keys() - fast.keys() == {'32px/30.jpg', '64px/30.jpg'}
     assert main(['data', 'remove', str(out), '--image', str(delivery / '30.jpg')]) == 0
     assert stored(out).keys() == fast.keys()

@@ -80,7 +80,7 @@ def test_best_and_worst_image_of_a_prompt_are_a_pair(images, capsys):
 def test_tables_of_pairs_are_read(images, capsys):
     first, second = (file.read_bytes() for file in images[:2])
     damaged = first[:50]
-    rows = [(first, second, 1.0), (first, second, 0.0), (first, second, 0.5), (damaged, second, 1.0)]
+    rows = [(first, second, 0.75), (first, second, 0.0), (first, second, 0.5), (damaged, second, 1.0)]
     columns = dict(zip(('jpg_0', 'jpg_1', 'label_0'), zip(*rows, strict=True), strict=True))
     pq.write_table(pa.table({'caption': ['x'] * 4} | {name: [*each] for name, each in columns.items()}), 'p.parquet')
     lines = [{'prompt': 'y', 'image': 'a/2.png', 'rejected_image': 'b/2.png', 'source': 'me'}]
@@ -88,6 +88,7 @@ def test_tables_of_pairs_are_read(images, capsys):
     found = run('p.parquet', 'q.jsonl')
     assert 'left out 1 pairs with an unreadable image\nleft out 1 pairs without' in capsys.readouterr().out
     assert [(each['image'], each['rejected_image']) for each in found[:2]] == [(first, second), (second, first)]
+    assert [each['metadata']['difference'] for each in found] == [0.5, 1.0, 1.0]
     assert found[2]['image'] == images[2].read_bytes() and found[2]['metadata']['source'] == 'me'
 
 

@@ -186,8 +186,10 @@ def test_without_a_search_for_duplicates_removed_pixels_are_found_too(tmp_path: 
 
 def test_unknown_removed_and_all_keys_change_nothing(out: Path, capsys: Any) -> None:
     before = snapshot(out)
-    printed = run(capsys, out, '--key', 'image-3', 'imag-26', status=2)
-    assert "'imag-26': did you mean 'image-26'?" in printed and '--missing-ok' in printed
+    others = [f'none-{number}' for number in range(20)]
+    printed = run(capsys, out, '--key', 'image-3', 'imag-26', *others, status=2)
+    assert "'imag-26': did you mean 'image-26'?" in printed and "'none-19'" not in printed
+    assert printed.endswith('\n  and 1 more\ncorrect them, or add --missing-ok to remove the others\n')
     assert snapshot(out) == before
     printed = run(capsys, out, '--key', *all_keys(out), status=2)
     assert 'no image would be left; delete the folder instead' in printed
@@ -305,8 +307,9 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     content = contents(out)
     before = hashes(out)
     touched = holding(out, 'image-3')
-    printed = run(capsys, out, '--key', 'image-3', 'image-x', status=2)
-    assert 'image-x' in printed and hashes(out) == before
+    others = [f'x{number:02}' for number in range(12)]
+    printed = run(capsys, out, '--key', 'image-3', *others, status=2)
+    assert f'{", ".join(others[:10])} and 2 more; correct' in printed and hashes(out) == before
     assert 'would remove 1 samples from 1 shards' in run(capsys, out, '--key', 'image-3', '--dry-run')
     printed = run(capsys, out, '--key', 'image-3', 'image-x', '--missing-ok')
     assert printed.count(': removing 1 samples from 1 shards\n') == len(touched) and 'would' not in printed

@@ -75,6 +75,7 @@ def test_statistics_are_of_kept_images(prepared: tuple[Path, PrepareReport]) -> 
     *of_images, tokens = report.statistics.values()
     assert [sum(each['counts']) for each in of_images] == [report.pictures] * 4
     assert sum(tokens['counts']) > report.pictures, 'one for each caption'
+    assert all(each['edges'] == sorted({*each['edges']}) for each in report.statistics.values())
     sides, aspects, numbers, lengths = of_images
     assert (numbers['quantiles']['0%'], numbers['quantiles']['100%']) == (1.0, 2.0)
     assert set(sides['quantiles'].values()) == {48.0}

@@ -11,6 +11,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from model_batches import shapes_of, size_of
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from diffusion.config import registry
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.cost_counting import build_empty
@@ -41,11 +42,15 @@ def test_sd2_is_stable_diffusion_2_base():
 
 
 def test_miniatures_have_the_documented_sizes():
-    models: list[Any] = [build_empty(f'tiny{each}', {}) for each in ('', '_sdxl', '_prx', '_i1', '_mmdit')]
+    names = [f'tiny{each}' for each in ('', '_sdxl', '_prx', '_i1', '_mmdit')]
+    models: list[Any] = [build_empty(name, {}) for name in names]
     assert [size_of(each.denoiser) for each in models] == [16_744_720, 16_049_552, 5_175_760, 7_593_232, 9_971_984]
     assert [size_of(each.text) for each in models] == [6_723_072, 6_530_560, 6_723_072, 6_723_072, 7_977_984]
     others = [(each.latent_size, each.text.token_length, each.train_text_encoder) for each in models]
     assert others == [(8, 16, True)] * 4 + [(8, 24, True)]
+    for name, model in zip(names, models, strict=True):
+        alone: Any = registry.resolve('model', name).tokenizers()  # type: ignore[attr-defined]
+        assert [each.model_max_length for each in alone] == [each.model_max_length for each in model.text.tokenizers]
 
 
 def test_sd2_loads_its_frozen_parts_from_a_folder(tmp_path, small_vae, monkeypatch):

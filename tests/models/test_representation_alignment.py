@@ -228,9 +228,8 @@ def test_wrong_settings_are_refused(encoders, write_recipe, small_vae, pictures)
         message(representation_alignment={'encoder': folder})
     )
     assert 'representation_alignment.encoder: is missing' in message(representation_alignment={'block': 2})
-    assert 'weight: -1 is not positive' in message(
-        representation_alignment={'encoder': folder, 'block': 2, 'weight': -1}
-    )
+    negative = message(representation_alignment={'encoder': folder, 'block': 2, 'weight': -1})
+    assert 'weight: -1 is not positive' in negative
     assert 'representation_alignment: unknown key' in message(name='tiny', representation_alignment={})
     conv = {'encoder': folder, 'block': 2, 'projection': 'conv'}
     assert "projection: 'cnn'; use one of mlp, conv" in message(representation_alignment=conv | {'projection': 'cnn'})

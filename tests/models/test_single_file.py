@@ -134,9 +134,8 @@ def test_reader_of_diffusers_gets_the_vae_back(attention):
 def test_reader_of_diffusers_gets_an_open_clip_encoder_back(kind):
     encoder = kind(clip_config(OPEN_CLIP))
     tensors = {f'x.{name}': each for name, each in open_clip_tensors(encoder).items()}
-    assert equal(
-        readers.convert_open_clip_checkpoint(encoder, tensors, prefix='x.'), with_text_model(encoder).state_dict()
-    )
+    read = readers.convert_open_clip_checkpoint(encoder, tensors, prefix='x.')
+    assert equal(read, with_text_model(encoder).state_dict())
 
 
 @pytest.mark.parametrize('config', [MMDIT, SD35], ids=['sd3', 'sd35'])
@@ -330,10 +329,8 @@ def test_projection_of_the_first_encoder_is_folded_into_the_transformer():
     weight = sd3_file(pipeline, FLOW).tensors['model.diffusion_model.y_embedder.mlp.0.weight']
     pooled, rest = torch.randn(2, 32), torch.randn(2, 64)
     expected = pipeline.transformer.time_text_embed.text_embedder.linear_1.weight
-    projected = torch.cat([pooled @ projection.T, rest], dim=1)
-    torch.testing.assert_close(
-        torch.cat([pooled, rest], dim=1) @ weight.T, projected @ expected.T, rtol=1e-4, atol=1e-4
-    )
+    projected = torch.cat([pooled @ projection.T, rest], dim=1) @ expected.T
+    torch.testing.assert_close(torch.cat([pooled, rest], dim=1) @ weight.T, projected, rtol=1e-4, atol=1e-4)
     pipeline.text_encoder = CLIPTextModelWithProjection(clip_config(CLIP, projection_dim=8))
     with pytest.raises(UserError, match=r'projects its 32 channels to 8, which a single file cannot represent'):
         sd3_file(pipeline, FLOW)

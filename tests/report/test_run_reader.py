@@ -199,8 +199,8 @@ def test_damaged_receipts_and_images_are_notes(run, monkeypatch):
     (run / 'ba200' / 'receipt.json').unlink()
     (run / 'images' / 'ba000100.png').write_bytes(b'no image')
     content = read(run)
-    states = {400: 'complete', 300: 'complete', 200: 'incomplete', 100: 'damaged'}
-    assert {each['batch']: each['state'] for each in content.checkpoints} == states
+    states = {400: ('complete', False), 300: ('complete', False), 200: ('incomplete', True), 100: ('damaged', False)}
+    assert {each['batch']: (each['state'], each['pinned']) for each in content.checkpoints} == states
     assert [sheet.batch for sheet in content.images.sheets] == [200, 300, 400]
     assert len(content.notes) == 3
     (run / 'ba150.damaged').mkdir()
@@ -308,9 +308,9 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     assert rows['a']['loss'] == pytest.approx(RunReader(str(tmp_path / 'a')).read().status.last_loss)
     metrics = json.loads((tmp_path / 'b/evaluations/ba40.json').read_text())['metrics']
     assert rows['b']['evaluation'] == f'fid {metrics["fid"]:.4g}, clip_score {metrics["clip_score"]:.4g} (ba40)'
-    kinds = [('running', None, 'good'), ('ended', 'done', 'good'), ('silent', None, 'bad'), ('ended', 'crash', 'bad')]
-    kinds += [('ended', cause, 'plain') for cause in (None, 'preempted', 'stopped')] + [('starting', 'done', 'plain')]
-    assert [_kind(state, cause) for state, cause, _ in kinds] == [kind for _, _, kind in kinds]
+    causes = ('done', 'crash', None, 'preempted', 'stopped')
+    assert [_kind('ended', cause) for cause in causes] == ['good', 'bad', 'plain', 'plain', 'plain']
+    assert [_kind(state, 'done') for state in ('running', 'silent', 'starting')] == ['good', 'bad', 'plain']
 
     monkeypatch.setattr(RunReader, 'read', Mock(side_effect=UserError('gone')))
     data = table.read().data

@@ -96,7 +96,6 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
     assert f'--lora: {lora} is not an exported pipeline' in problem(lora, '--lora', str(lora))
     sd3 = pipeline(tmp_path / 'sd3', 'StableDiffusion3Pipeline', FLOW)
     assert f'--weights: {sd3} is an export, which holds one set' in problem(sd3, '--weights', 'ema')
-    assert "--guide: '{name' is not YAML; write for example" in problem(sd3, '--guide', '{name')
     assert f'--lora: {lora}/pytorch_lora_weights.safetensors does not exist' in problem(sd3, '--lora', str(lora))
     (lora / 'pytorch_lora_weights.safetensors').touch()
     assert f'use the exported base model with --lora {lora}, or the folder of the run' in problem(lora)
@@ -121,7 +120,6 @@ def test_export_is_refused_before_anything_is_loaded(tmp_path, capsys):
     folder, file = str(tmp_path / 'out'), str(tmp_path / 'out.safetensors')
     assert '--out: no program reads the model tiny_prx from a single file; give a folder' in problem('--out', file)
     for options, message in (
-        (['--out', folder, '--ema-width', '0.1', '--weights', 'ema'], '--ema-width: reconstructs weights from snap'),
         (['--out', folder, '--at', '3'], '--at: batch 3 needs --ema-width; without it, give the checkpoint'),
         (['--out', folder, '--merge'], '--merge: {}/run/ba1 has no LoRA, so there is nothing to merge; remove --merge'),
         (['--out', '{}/run'], '--out: {}/run is not empty; remove it or give another folder'),

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpointing.run_folders import write
@@ -22,6 +23,7 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.runs.run_id import create_run_id
+from diffusion.tasks import watch_arguments
 from diffusion.tasks.watch import MAX_TRIES, Watcher, WatchSettings, evaluation_command, launch_command
 from diffusion.training.train import train
 
@@ -312,7 +314,10 @@ def test_job_of_a_checkpoint_is_valid(capsys):
     assert 'checkpoint=/workspace/runs/phase1/ba100' in rendered
 
 
-def test_commands_of_jobs_and_of_several_processes():
+def test_commands_of_jobs_and_of_several_processes(monkeypatch):
+    for free, nodes in ((1, 2), (3, 3), (9, 4)):
+        monkeypatch.setattr(watch_arguments, 'free_nodes', lambda spec, free=free: free)
+        assert watch_arguments.nodes_of_job(Mock(nodes=2), 4) == nodes, 'all free nodes, from 2 to 4'
     command = launch_command('eval.yaml', 'eval', '/shared/runs/phase1', ['nodes=2'])('/shared/runs/phase1/ba100')
     assert command[3:] == [
         *('launch', 'eval.yaml', 'overrides.task="evaluate"', 'overrides.checkpoint="/shared/runs/phase1/ba100"'),
@@ -330,6 +335,7 @@ def test_commands_of_jobs_and_of_several_processes():
         (['gone'], 'gone: is not a folder'),
         (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
         (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
+        (['RUN', '--max-nodes', '3'], '--max-nodes: is for the jobs of --launch; add --launch, or remove --max-nodes'),
         (['RUN', '--keep-best', 'dgp/m:1'], "there is no metric 'dgp'; did you mean 'dpg'"),
         (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: set the evaluators'),
     ],

@@ -13,14 +13,7 @@ from typing import Any
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.extra_columns import BATCH_IMAGES, BATCH_PIXELS, compute_columns
 from diffusion.prepare.image_decoding import decode_image
-from diffusion.prepare.part_shards import (
-    InputRow,
-    SampleRow,
-    ShardPlace,
-    fetch_tables,
-    store_tables,
-    write_tables,
-)
+from diffusion.prepare.part_shards import InputRow, SampleRow, ShardPlace, fetch_tables, store_tables, write_tables
 from diffusion.prepare.process_sample import (
     THUMBNAIL_SIDE,
     Buckets,

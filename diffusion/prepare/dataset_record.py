@@ -247,14 +247,8 @@ def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entr
     return delivery
 
 
-def write_indexes(entries: Entries, dataset: Path) -> None:
-    """Write index.json for each bucket, and buckets.json for each resolution with aspect ratio buckets."""
-    for name, content in index_files(entries).items():
-        write_atomically(dataset / name, content)
-
-
 def index_files(entries: Entries) -> dict[str, str]:
-    """Return the contents of the index files (see `write_indexes`), by name."""
+    """Return, by name, index.json for each bucket, and buckets.json for each resolution with aspect ratio buckets."""
     files = {f'{bucket}/{mds.INDEX}': mds.index_text(shards) for bucket, shards in entries.items()}
     by_size: dict[str, dict[Shape, dict[str, int]]] = {}
     for bucket, shards in entries.items():

@@ -24,11 +24,6 @@ _JOINERS = '\u200c\u200d'
 """Zero-width characters to keep, because Persian spelling and composed emoji need them."""
 
 
-def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH) -> list[str]:
-    """Return an image's cleaned captions in order, without unusable or repeated ones; see `usable_captions`."""
-    return list(usable_captions(raw, min_length=min_length, max_length=max_length))
-
-
 def usable_captions(
     raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH
 ) -> dict[str, int]:
@@ -80,9 +75,6 @@ def _clean_caption(caption: Any, min_length: int, max_length: int) -> str:
     return text
 
 
-Missing = Literal['keep', 'reject']
-
-
 @dataclass
 class ValueRange:
     """Range of allowed values (inclusive) for a metadata column."""
@@ -107,7 +99,7 @@ class Filters:
     """Maximum caption length in characters; longer captions are dropped. Models accept about 1,000 at most."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`; yes counts as 1, and no as 0."""
-    missing: Missing = 'reject'
+    missing: Literal['keep', 'reject'] = 'reject'
     """Keep or reject images without a numeric value for a column in `columns`."""
 
     def check(self) -> None:
@@ -132,23 +124,27 @@ class Filters:
                 f'filters.columns: {sorted(self.columns)} contains a column twice; names are compared ignoring case'
             )
 
-    def image_problem(self, width: int, height: int, captions: Sequence[str]) -> str | None:
-        """Return the reason to reject an image for its size or captions, such as `too_small`, or None to keep it."""
+    def size_problem(self, width: int, height: int) -> str | None:
+        """Return the reason to reject an image for its size, such as `too_small`, or None to keep it."""
         if min(width, height) < self.min_side:
             return 'too_small'
         if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
             return 'too_elongated'
-        if all(len(caption) < self.min_caption for caption in captions):
-            return 'caption_too_short'
-        if not any(self.min_caption <= len(caption) <= self.max_caption for caption in captions):
-            return 'caption_too_long'
         return None
 
     def column_problem(self, metadata: Mapping[str, Any]) -> str | None:
         """Return the reason to reject an image for its columns, such as `aesthetic_score_below_4.5`, or None."""
         values = {name.casefold(): value for name, value in metadata.items()}
-        found = (self._column_problem(name.casefold(), limits, values) for name, limits in self.columns.items())
-        return next((problem for problem in found if problem is not None), None)
+        for name, limits in ((name.casefold(), limits) for name, limits in self.columns.items()):
+            number = number_in(values.get(name))
+            if number is None:
+                if self.missing == 'reject':
+                    return f'{name}_missing'
+            elif limits.min is not None and number < limits.min:
+                return f'{name}_below_{limits.min:g}'
+            elif limits.max is not None and number > limits.max:
+                return f'{name}_above_{limits.max:g}'
+        return None
 
     def columns_in(self, metadata: Mapping[str, Any]) -> list[str]:
         """Return the names of filtered columns that exist in `metadata`, ignoring case."""
@@ -162,16 +158,6 @@ class Filters:
             for name in self.columns
             if name not in seen
         ]
-
-    def _column_problem(self, name: str, limits: ValueRange, values: Mapping[str, Any]) -> str | None:
-        number = number_in(values.get(name))
-        if number is None:
-            return f'{name}_missing' if self.missing == 'reject' else None
-        if limits.min is not None and number < limits.min:
-            return f'{name}_below_{limits.min:g}'
-        if limits.max is not None and number > limits.max:
-            return f'{name}_above_{limits.max:g}'
-        return None
 
 
 def number_in(value: Any) -> float | None:

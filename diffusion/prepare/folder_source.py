@@ -416,7 +416,11 @@ def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]
 def _parts(images: Iterable[_ImageFile]) -> PartList:
     parts, rest = PartList(), iter(images)
     while run := list(itertools.islice(rest, PART_IMAGES)):
-        parts.append(_part(len(parts), run))
+        # This key and the name below are part of the plan: renaming them changes the fingerprint of every dataset.
+        where = {'pictures': [image.content() for image in run]}
+        stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
+        size = max(1, sum(image.size for image in run))
+        parts.append(Part(f'pictures-{len(parts):06}', where, size, stamp))
     return parts
 
 
@@ -429,13 +433,6 @@ def divide_images(part: Part, count: int) -> list[Part]:
         size = max(1, sum(image['size'] for image in some))
         found.append(replace(part, name=f'{part.name}.{number}', where={**part.where, 'pictures': some}, size=size))
     return found
-
-
-def _part(number: int, images: Sequence[_ImageFile]) -> Part:
-    # This key and the name below are part of the plan: renaming them changes the fingerprint of every prepared dataset.
-    where = {'pictures': [image.content() for image in images]}
-    stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
-    return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)
 
 
 def _read(url: str, size: int | None = None) -> bytes:

@@ -16,7 +16,7 @@ from diffusion.data.image_reading import (
     read_image,
     unreadable,
 )
-from diffusion.prepare.optional_formats import looks_like_svg, pillow_formats, read_jxl_header, render_svg
+from diffusion.prepare.optional_formats import SVG_START, pillow_formats, read_jxl_header, render_svg
 from diffusion.prepare.source import Unfit
 
 __all__ = ['FORMATS', 'MAX_PIXELS', 'DecodedImage', 'Unfit', 'covering_size', 'decode_image', 'encode', 'shrink']
@@ -48,7 +48,7 @@ def decode_image(
         Unfit: The image is rejected for one of `read_image`'s reasons or, for SVG, svg_text, svg_other_file or
             svg_too_complex. No other exception is raised for any input.
     """
-    is_svg = 'svg' in formats and looks_like_svg(encoded)
+    is_svg = 'svg' in formats and SVG_START.match(encoded) is not None
     file = render_svg(encoded, side=svg_side, max_pixels=max_pixels) if is_svg else encoded
     extra = pillow_formats(formats)
     try:

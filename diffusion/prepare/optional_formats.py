@@ -18,7 +18,7 @@ from diffusion.prepare import svg_process
 from diffusion.prepare.source import IMAGE_SUFFIXES, Unfit
 
 OptionalFormat = Literal['heic', 'jxl', 'svg']
-_START = re.compile(rb'(\xef\xbb\xbf)?\s*<(\?xml|!--|!DOCTYPE svg|svg)')
+SVG_START = re.compile(rb'(\xef\xbb\xbf)?\s*<(\?xml|!--|!DOCTYPE svg|svg)')
 
 
 class _Requirement(NamedTuple):
@@ -148,10 +148,6 @@ class _Bits:
         self._value >>= count
         self._left -= count
         return value
-
-
-def looks_like_svg(encoded: bytes) -> bool:
-    return _START.match(encoded) is not None
 
 
 def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:

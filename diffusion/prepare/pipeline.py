@@ -39,9 +39,9 @@ from diffusion.prepare.dataset_record import (
     RECORD,
     DatasetRecord,
     comparable_settings,
+    index_files,
     with_indexes,
     write_delivery,
-    write_indexes,
 )
 from diffusion.prepare.image_record import write_images
 from diffusion.prepare.input_plan import InputPlan, Piece, at_planned_version, pieces_of
@@ -228,7 +228,8 @@ class Preparation:
         for split in self.splits:
             reports[split], entries = self.report_and_entries(catalog, plan, split, counts)
             dataset = self.outputs[split].staging.dataset
-            write_indexes(entries, dataset)
+            for name, content in index_files(entries).items():
+                write_atomically(dataset / name, content)
             deliveries[split] = write_delivery(dataset, 0, plan.fingerprint[:8], plan, entries)
             write_images(dataset / deliveries[split].images, catalog, shards, self.buckets, split=split)
             record = DatasetRecord(comparable_settings(plan.settings), [deliveries[split]])

@@ -125,7 +125,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
         resized_to=resized_to(buckets) if settings.fast_jpeg else None,
     )
     row.width, row.height = decoded.width, decoded.height
-    problem = filters.image_problem(decoded.width, decoded.height, captions)
+    problem = filters.size_problem(decoded.width, decoded.height)
     if problem is not None:
         raise Unfit(problem)
     row.exact_hash = exact_hash(decoded.image, decoded.pixels, (decoded.width, decoded.height))

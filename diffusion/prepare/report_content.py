@@ -13,12 +13,11 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from diffusion.data.image_sheet import Figure
 from diffusion.models.clip_vocabulary import vocabulary
 from diffusion.prepare.catalog import DUPLICATE, HELD_OUT, TRAIN, Catalog
-from diffusion.prepare.convert_part import THUMBNAILS_FILE
+from diffusion.prepare.convert_part import THUMBNAILS_FILE, THUMBNAILS_PER_REASON
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.work_dir import read_json
 
 THUMBNAILS_PER_BUCKET = 8
-THUMBNAILS_PER_REASON = 6
 MAX_BUCKET_THUMBNAILS = 300
 MAX_REASONS = 30
 CLIP_TOKENS = 77
@@ -137,16 +136,9 @@ def _at_equal_distances(values: Any) -> Any:
 def histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
     """Return the bins' lower edges, counts, and quantiles by percentage; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
-    if not len(values):  # np.quantile fails if an added delivery has no kept images
-        return {'edges': edges, 'counts': counts.tolist(), 'quantiles': {}}
-    quantiles = np.quantile(values, QUANTILES)
-    return {
-        'edges': edges,
-        'counts': counts.tolist(),
-        'quantiles': {
-            f'{share:.0%}': round(float(value), 3) for share, value in zip(QUANTILES, quantiles, strict=True)
-        },
-    }
+    found = np.quantile(values, QUANTILES) if len(values) else ()  # np.quantile fails without values
+    quantiles = {f'{share:.0%}': round(float(value), 3) for share, value in zip(QUANTILES, found, strict=False)}
+    return {'edges': edges, 'counts': counts.tolist(), 'quantiles': quantiles}
 
 
 def caption_list(catalog: Catalog) -> str:

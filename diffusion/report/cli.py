@@ -23,15 +23,7 @@ from diffusion.config.schema import did_you_mean
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.page_server import PageServer
 from diffusion.report.page import json_text, report_page
-from diffusion.report.report_source import (
-    REPORT,
-    Page,
-    ReportSource,
-    RunsSource,
-    TableSource,
-    runs_in,
-    written_report,
-)
+from diffusion.report.report_source import REPORT, Page, ReportSource, RunsSource, TableSource, runs_in, written_report
 from diffusion.report.run_reader import looks_like_a_run
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.local_files import check_writable

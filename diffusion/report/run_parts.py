@@ -137,7 +137,6 @@ def _results(content: bytes) -> dict[str, Any] | None:
         'images': _number(given.get('images')),
         'prompts': str(given.get('prompts', '')),
         'finished': _number(given.get('finished')),
-        'seconds': _number(given.get('seconds')),
         'metrics': metrics,
         'losses': _numbers(given.get('losses')),
         'guidance': [

@@ -44,7 +44,6 @@ MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
 
 @dataclass
 class RunContent:
-    place: str
     name: str
     status: RunReport
     series: dict[str, Series] = field(default_factory=dict)
@@ -124,7 +123,7 @@ class RunReader:
                 return default
 
         status = tried('The state of the run', self._status, RunReport(self.place, 'unknown'))
-        content = RunContent(self.place, self.name, status, notes=notes)
+        content = RunContent(self.name, status, notes=notes)
         if self._curves:
             tried(METRICS, lambda: self._read_metrics(listing, notes), None)
         content.series = self._metrics.series

@@ -144,11 +144,7 @@ def describe_results(recipe: Recipe) -> str:
 
     run = recipe.run_dir
     newest = [f'{recipe.run_place}/{path.name}' for path in list_checkpoints(run)[:1]]
-    found = [
-        ('loss curve', 'loss.png'),
-        ('image grids', 'images'),
-        ('results of evaluations', EVALUATIONS),
-    ]
+    found = [('loss curve', 'loss.png'), ('image grids', 'images'), ('results of evaluations', EVALUATIONS)]
     lines = [('newest checkpoint', name) for name in newest]
     lines += [(label, f'{recipe.run_place}/{name}') for label, name in found if (run / name).exists()]
     lines += [('captions of the data', str(path)) for path in caption_files(recipe)]

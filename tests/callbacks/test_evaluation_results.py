@@ -23,8 +23,7 @@ def results(run, batch: int, fid: float, finished: float) -> None:
     (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('how', ['while it trains', 'at the end'])
+@pytest.mark.parametrize('how', [pytest.param('while it trains', marks=pytest.mark.slow), 'at the end'])
 def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
     train(load(write_recipe('plain', small=True), ['trainer.max_duration=4ba'])).close()
@@ -33,10 +32,16 @@ def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, mon
     (run / 'evaluations').mkdir(parents=True)
     results(run, 2, 31.5, 1.0)
     results(run, 1, 40.0, 2.0)
-    (run / 'evaluations' / 'ba3.json').write_text('{"batch": 3, "metr')
+    for name, text in {
+        'ba3': '{"batch": 3, "metr',
+        'ba4': '{"batch": 4}',
+        'run': '{"batch": 5, "metrics": {"fid": 1}}',
+    }.items():
+        (run / 'evaluations' / f'{name}.json').write_text(text)
     train(load(path, TWO_BATCHES)).close()
     first = [{'evaluation/batch': 1, 'evaluation/fid': 40.0}, {'evaluation/batch': 2, 'evaluation/fid': 31.5}]
     assert logged(run) == first
+    assert json.loads((run / 'evaluations' / 'logged.json').read_text()) == {'ba1.json': 2.0, 'ba2.json': 1.0}
 
     # A run that resumes logs what is new, and what was evaluated again.
     results(run, 2, 31.0, 3.0)

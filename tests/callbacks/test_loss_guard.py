@@ -251,6 +251,7 @@ def test_hook_gets_a_description_of_a_skipped_batch_and_skips_are_logged(tmp_pat
     ],
 )
 def test_invalid_settings_are_refused(settings, message):
+    LossGuard(explosion=1.5, window=2, max_skips=0)
     with pytest.raises(ValueError, match=f'callbacks.loss_guard.{message}'):
         LossGuard(**settings)
 

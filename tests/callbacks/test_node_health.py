@@ -30,7 +30,7 @@ def test_metrics_are_fractions_degrees_and_counts():
         **{'gpu_utilization': 0.97, 'gpu_memory_used': 0.75, 'gpu_temperature': 71, 'gpu_clock': 0.75},
         **{'gpu_throttled': 0, 'gpu_ecc_errors': 0, 'gpu_remapped_rows': 0},
     }
-    gpu |= {'throttle': 8 | 4, 'rows': (1, 2, False, False)}
+    gpu |= {'throttle': 8 | 4, 'rows': (1, 2, True, False)}
     assert query_metrics(driver, gpu) == healthy | {'gpu_throttled': 1, 'gpu_remapped_rows': 3}
     gpu['rows'] = NotSupported()
     assert 'gpu_remapped_rows' not in query_metrics(driver, gpu)
@@ -52,8 +52,11 @@ def test_new_faults_are_logged(caplog):
         wait_until(lambda: health._latest)
         driver.gpus[1]['errors'] = 3
         driver.xids = [79]
-        wait_until(lambda: health._latest['gpu_ecc_errors'] == 3 and health._latest['gpu_xid_errors'])
+        wait_until(lambda: health._latest['gpu_ecc_errors'] == 3 and health._latest['gpu_xid_errors'] == 1)
+        driver.gpus[1]['rows'] = (0, 2, False, False)
+        wait_until(lambda: health._latest['gpu_remapped_rows'] == 2)
     assert 'rank 0: uncorrected memory errors rose from 0 to 3' in caplog.text
+    assert 'rank 0: remapped memory rows rose from 0 to 2' in caplog.text
     assert 'Xid 79 on the GPU of rank 0' in caplog.text
 
 
@@ -67,12 +70,23 @@ def test_new_faults_are_logged(caplog):
         ({'errors': 3}, [], ''),  # before the run
     ],
 )
-def test_only_hardware_faults_count_as_faults(second, xids, fault):
+def test_only_hardware_faults_count_as_faults(second, xids, fault, caplog):
     driver = Driver(**second)
     driver.xids = list(xids)
     with polling(driver) as health:
         wait_until(lambda: health._latest and not driver.xids and (health._fault or not fault))
     assert health._fault == fault
+    assert sum(each.message.endswith(f' rank 0: {fault}') for each in caplog.records) == bool(fault), 'logged once'
+
+
+def test_xids_of_hardware_are_those_of_nvidias_catalog():
+    driver, faults = Driver(), ''
+    driver.xids, counter = [*range(150, 0, -1)], Xids(driver, None)
+    while driver.xids:
+        counter.fault = ''
+        counter.wait(0.0, threading.Event())
+        faults += counter.fault.partition('(')[0]
+    assert faults == 'Xid 48 Xid 62 Xid 64 Xid 74 Xid 79 Xid 94 Xid 95 Xid 119 Xid 120 Xid 140 '
 
 
 def test_gpu_far_slower_than_the_others_for_minutes_counts_as_a_fault(monkeypatch):
@@ -94,6 +108,7 @@ def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, t
     # From the second query on, the GPU has errors.
     monkeypatch.setattr(driver, 'nvmlDeviceGetTotalEccErrors', lambda *_: queries.append(0) or 2 * (len(queries) > 1))
     monkeypatch.setattr(node_health, 'current_gpu', lambda: (driver, 'GPU-1'))
+    monkeypatch.setenv('DIFFUSION_ATTEMPT_FOLDER', str(tmp_path))
     settings = {'every': 2, 'seconds': 0.001, 'action': action}
     status = run_recipe.main([str(write_recipe(callbacks={'node_health': settings}, small=True))])
     folders = {path.name for path in (tmp_path / 'runs' / 'run').glob('ba*')}
@@ -105,6 +120,9 @@ def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, t
         error = capfd.readouterr().err
         assert f'({socket.gethostname()}: rank 0: uncorrected memory errors rose from 0 to 2)' in error
         assert f'{saved} is saved, the same command resumes from it' in error
+        assert (tmp_path / 'hardware-fault.txt').read_text().endswith('memory errors rose from 0 to 2')
+    wait_until(lambda: not [each for each in threading.enumerate() if '(_poll)' in each.name], 5)
+    assert read_metrics(tmp_path / 'runs/run/metrics.jsonl')['health/gpu_temperature'][2] == 71
 
 
 def test_lost_gpu_is_logged_and_not_queried_again(caplog):
@@ -140,7 +158,8 @@ def test_invalid_settings_are_refused(settings, message):
 
 
 def test_run_without_gpus_logs_no_health(write_recipe):
-    recipe = load(write_recipe(callbacks={'node_health': {'every': 1}}, small=True), ['trainer.max_duration=1ba'])
+    settings = {'every': 1, 'action': 'leave'}
+    recipe = load(write_recipe(callbacks={'node_health': settings}, small=True), ['trainer.max_duration=2ba'])
     train(recipe)
     names = read_metrics(recipe.run_dir / 'metrics.jsonl')
     assert 'loss/train/total' in names and not [name for name in names if name.startswith('health/')]

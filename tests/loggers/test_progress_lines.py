@@ -2,16 +2,17 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from composer.core import Callback, State
+from composer.core import Callback, State, Time
 from composer.loggers import Logger
 from shards import write_image_shards
 
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import smoothed
-from diffusion.loggers.progress_lines import BatchTimer
+from diffusion.loggers.progress_lines import BatchTimer, format_duration, total_batches, with_bar
 from diffusion.training.train import build_trainer
 
 
@@ -105,8 +106,18 @@ def test_time_left_is_that_of_training_alone(write_recipe, tmp_path, monkeypatch
         # Work between two batches counts up to the duration of one batch, here in every fourth of them.
         assert 1.4 <= float(speed) <= 2.1
         assert (12 - int(batch)) * BATCH_SECONDS - 1 <= int(left) <= (12 - int(batch)) * BATCH_SECONDS * 1.4 + 1
-    assert 'batch 12 of 12, loss ' in caplog.text
+    assert len(re.findall(r'batch 12 of 12, loss \d\.\d{4}, \S+ batches/s$', caplog.text, re.M)) == 1
     assert len(re.findall(r'batch (6|12), evaluation: loss=\d', caplog.text)) == 2
+
+
+def test_bar_takes_an_eighth_of_the_terminal_unless_the_line_would_not_fit():
+    assert [with_bar('text', batch, 4) for batch in (3, 9)] == ['[#######...] text', '[##########] text']
+    assert [len(with_bar('x' * count, 1, 4)) for count in (67, 68)] == [80, 68]
+    assert [format_duration(seconds) for seconds in (89, 90, 5399, 5400)] == ['89 s', '1.5 min', '90.0 min', '1.5 h']
+    ends: list[Any] = [Time(count, unit) for count, unit in ((9, 'ba'), (4, 'ep'), (48, 'sp'))]
+    states: list[Any] = [SimpleNamespace(max_duration=end, dataloader_len=Time(3, 'ba')) for end in (*ends, None)]
+    assert [total_batches(state) for state in states] == [9, 12, None, None]
+    assert total_batches(SimpleNamespace(max_duration=ends[1], dataloader_len=None)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize('count', [1, 2, 50, 400])

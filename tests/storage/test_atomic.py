@@ -53,6 +53,9 @@ def test_folder_contents_are_flushed_before_the_rename(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, 'rename', checking_rename)
     write(tmp_path / 'out', 'x')
     assert tmp_path.stat().st_ino in flushed
+    flushed.clear()
+    atomic.write_atomically(tmp_path / 'file', 'x')
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / 'file')} <= flushed
 
 
 def test_new_folder_replaces_an_empty_folder_only(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from commands import output_of
+from composer.core import Timestamp
 from recipe_files import write_yaml
 
+from diffusion.callbacks.optimizer_settings import one_batch_earlier
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 
@@ -48,6 +50,7 @@ def test_extended_run_says_its_learning_rate_before_and_after(finished, tmp_path
     expected = f'learning rate {last:.4g} in batch 5, {now:.4g} in batch 6 ({now / last:.4g} times), {same:.4g} without'
     out = output_of(capsys, 'check', finished, LONGER, '--resume', '--quiet')
     assert expected in out
+    assert 'ba6, 1 changed setting\n' in out
     assert 'trainer.max_duration 6ba -> 12ba (applied: the length of the run; the learning rate follows)' in out
     caplog.set_level(logging.INFO, logger='diffusion')
     shutil.copytree(Path(finished).parent / 'runs', tmp_path / 'runs', symlinks=True)
@@ -65,8 +68,9 @@ def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, c
     assert 'ba6, no changed settings' in out
     assert out.rstrip().endswith(f'{cosine(6, 6):.4g} in batch 6 ({cosine(6, 6) / cosine(5, 6):.4g} times)')
     caplog.set_level(logging.INFO, logger='diffusion')
-    build_trainer(load(finished)).close()
-    assert 'learning rate' not in caplog.text
+    train(load(finished)).close()
+    assert 'learning rate' not in caplog.text and 'runs/run: already trained to 6ba' in caplog.text
+    assert one_batch_earlier(Timestamp(batch=4, sample=32)).state_dict() == Timestamp(batch=3, sample=24).state_dict()
 
 
 def test_run_without_checkpoint_starts_at_batch_0(write_recipe, capsys):

@@ -1,6 +1,7 @@
 """Parallelism: the settings passed to Composer, and equal gradients under every strategy."""
 
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ranks import largest_difference, read_losses
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from diffusion.callbacks import reduce_once
 from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.models.activation_memory import blocks_of
@@ -114,6 +116,19 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert error < (1e-6 if dtype == torch.float32 else 1e-2), (dtype, error)
 print('same')
 """
+
+
+def test_gradients_are_reduced_after_the_last_microbatch_only(monkeypatch):
+    module, state, callback = Mock(), Mock(batch={'x': torch.zeros(7)}), reduce_once.ReduceOnce()
+    monkeypatch.setattr(reduce_once, 'fsdp_modules', lambda model: [module])
+    state.device_train_microbatch_size = 3
+    callback.fit_start(state, state)
+    for _ in range(2):
+        callback.before_train_batch(state, state)
+        for _ in range(3):
+            callback.before_forward(state, state)
+    expected = [call(last, recurse=False) for last in [False, False, True] * 2]
+    assert module.set_requires_gradient_sync.mock_calls == module.set_reshard_after_backward.mock_calls == expected
 
 
 def test_fsdp2_averages_gradients_over_two_ranks(ranks):

@@ -3,8 +3,8 @@
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.host_copy import HostCopy
 from diffusion.models.latent_diffusion import FIRST_BATCH, LatentDiffusion
+from diffusion.models.vae import encoder_blocks
 from diffusion.profiling.device_syncs import find_waits
 from diffusion.training import performance
 from diffusion.training.components import build_optimizer
@@ -173,6 +174,21 @@ def test_compiled_blocks_keep_names_and_compile_once_per_shape(make_model):
     assert list(model.state_dict()) == names
     blocks = len(blocks_of(model.denoiser))
     assert torch._dynamo.config.recompile_limit >= 2 * blocks
+
+
+def test_blocks_are_compiled_for_each_shape_and_only_with_gradients(make_model, monkeypatch):
+    found: list[Mock] = []
+    monkeypatch.setattr(torch, 'compile', lambda do, **on: found.append(Mock(side_effect=do, **on)) or found[-1])
+    model = make_model()
+    apply_speed(model, with_parts('compile'), shapes=40)
+    trained, others, config = len(blocks_of(model.denoiser)), len(encoder_blocks(model.vae)), torch._dynamo.config
+    assert [each.dynamic for each in found] == [False] * (trained + others) + [True], 'one graph of random numbers'
+    assert config.recompile_limit == config.accumulated_recompile_limit == 4 * 40 * (trained + others)
+    assert config.specialize_float and not config.optimize_ddp
+    gradients(model, batch_of(model))
+    with torch.no_grad():
+        model(batch_of(model))
+    assert [each.call_count for each in found[:-1]] == [1] * trained + [2] * others
 
 
 def test_channels_last_keeps_weights_contiguous_under_fsdp(make_model):
@@ -341,10 +357,6 @@ def test_step_reads_no_values_from_the_device(make_model):
     record_microbatch(loss, batch, model.sample_losses)
 
 
-def losses_of(folder: Path, name: str) -> dict[int, float]:
-    return read_losses(folder / 'runs' / name)
-
-
 @pytest.mark.slow
 def test_compiled_run_under_fsdp2_equals_eager_run(write_recipe, tmp_path, alone, pictures):
     sections: dict[str, Any] = {
@@ -364,8 +376,8 @@ def test_compiled_run_under_fsdp2_equals_eager_run(write_recipe, tmp_path, alone
     trainer.close()
     for name in ('eager', 'fast'):
         train(load(tmp_path / f'{name}.yaml', ['trainer.max_duration=5ba'])).close()
-    assert len(losses_of(tmp_path, 'fast')) == 5
-    assert losses_of(tmp_path, 'fast') == pytest.approx(losses_of(tmp_path, 'eager'), rel=1e-4)
+    assert len(read_losses(tmp_path / 'runs' / 'fast')) == 5
+    assert read_losses(tmp_path / 'runs' / 'fast') == pytest.approx(read_losses(tmp_path / 'runs' / 'eager'), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -381,4 +393,4 @@ def test_gradients_reduced_once_equal_those_reduced_per_microbatch(write_recipe,
     shorter = 'trainer.max_duration=4ba'
     ranks.run(2, write_recipe('each', **sections), shorter, double=True)
     ranks.run(2, write_recipe('once', **sections, speed={'reduce_once': True}), shorter, double=True)
-    assert losses_of(tmp_path, 'once') == pytest.approx(losses_of(tmp_path, 'each'), rel=1e-6)
+    assert read_losses(tmp_path / 'runs' / 'once') == pytest.approx(read_losses(tmp_path / 'runs' / 'each'), rel=1e-6)

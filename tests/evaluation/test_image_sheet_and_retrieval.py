@@ -115,8 +115,9 @@ def test_images_can_be_cut_out_of_a_saved_sheet(tmp_path):
         size, font, text = sheet.size, ImageFont.load_default(size=11), Image.new('RGB', (244, 26), 'white')
         ImageDraw.Draw(text).text((0, 0), 'caption 2', fill=(110, 110, 110), font=font)
         assert sheet.crop((8, 404, 252, 430)).tobytes() == text.tobytes()
+        frame = [sheet.getpixel(place) for place in ((7, 340), (100, 321), (252, 340), (100, 402))]
     assert [figure['caption'] for figure in found] == ['caption 0', 'caption 1', 'caption 2']
-    assert size == (260, 457), 'five times as large: 2 x 120 px, and titles, captions and margins'
+    assert size == (260, 457) and {*frame} == {(220, 220, 220)}, 'five times as large'
     tops = (34, 161, 288 + 34)
     assert [each['boxes'] for each in found] == [[[8, top, 120, 80], [132, top, 120, 80]] for top in tops]
     assert [each.tobytes() for each in cut] == [each.tobytes() for each in images]

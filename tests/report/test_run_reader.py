@@ -57,9 +57,7 @@ def test_cost_is_that_of_the_attempts_and_of_the_batches_left(run):
     assert cost.price == 2.95 and cost.price_source.startswith('h100-sxm, ')
     seconds = (read(run).status.attempts[1]['last_at'] - read(run).status.attempts[1]['first_at']) / 200
     assert cost.hours_left == pytest.approx(600 * seconds / 3600)
-    assert cost.device_hours_left == pytest.approx(128 * 600 * seconds / 3600)
-    cost = read(run, price=1.5).cost
-    assert (cost.price, cost.price_source) == (1.5, '--price')
+    assert vars(read(run, price=1.5).cost).items() >= {'price': 1.5, 'price_source': '--price'}.items()
 
 
 def test_devices_of_an_earlier_version_are_those_of_the_receipts(run):
@@ -298,7 +296,7 @@ def test_published_scores_have_sources_and_stand_beside_their_metric(tmp_path):
 def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     for name in ('b', 'a'):
         write_run(tmp_path / name, batches=40, evaluations=name == 'b', sheets=0)
-    (tmp_path / 'notes').mkdir()
+    (tmp_path / 'notes' / 'bats').mkdir(parents=True)
     assert runs_in(str(tmp_path)) == ['a', 'b']
     table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)
     rows = {row['name']: row for row in table.read().data['rows']}

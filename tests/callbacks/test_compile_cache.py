@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from diffusion.callbacks.compile_cache import file_name, load
+from diffusion.callbacks import compile_cache
+from diffusion.callbacks.compile_cache import CompileCache, file_name, load
 
 PROGRAM = """
 import json, sys
@@ -73,6 +77,25 @@ def test_restart_on_another_machine_compiles_nothing_and_a_damaged_file_is_repla
     assert again[1] == 0 and again[2] > 0
     assert again[3] == weights
     assert damaged.stat().st_mtime_ns == written, 'nothing new to save'
+
+
+def test_code_is_saved_after_a_batch_that_compiled_nothing_and_at_the_end(tmp_path, monkeypatch, caplog):
+    found = {'stats': {'unique_graphs': 0}, 'inductor': {'fxgraph_cache_miss': 0}}
+    monkeypatch.setattr(compile_cache, 'counters', found)
+    monkeypatch.setattr(torch.compiler, 'save_cache_artifacts', lambda: (b'compiled', None))
+    cache: Any = CompileCache(tmp_path / 'run')
+
+    def saves(hook: Callable[..., None], graphs: int, misses: int = 1) -> bool:
+        found['stats']['unique_graphs'], found['inductor']['fxgraph_cache_miss'] = graphs, misses
+        cache.path.unlink(missing_ok=True)
+        hook(None, None)
+        return cache.path.exists() and cache.path.read_bytes() == b'compiled'
+
+    assert not saves(cache.init, 1)
+    batches = [saves(cache.batch_end, graphs) for graphs in (1, 2, 2, 2)]
+    ends = [saves(cache.fit_end, *counts) for counts in ((2, 1), (3, 1), (4, 0))]
+    assert (batches, ends) == ([False, False, True, False], [False, True, False]), 'a graph from the cache is not saved'
+    assert not caplog.text, 'there is no file yet'
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can give a file to another user')

@@ -197,13 +197,13 @@ def test_published_parameters_and_flops(size, published, gflops):
 def test_initial_weights_are_as_published():
     """Xavier uniform for the skips and the first layer of the text; else LeCun normal, cut at two deviations."""
     torch.manual_seed(0)
-    denoiser: Any = I1Transformer2DModel(4, text_width=64, text_length=16, hidden_size=64, num_heads=2, depth=3)
+    denoiser = I1Transformer2DModel(4, text_width=64, text_length=16, hidden_size=64, num_heads=2, depth=3)
     for name, layer in denoiser.named_modules():
         if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
             is_uniform, inputs = name == 'text_embed' or name.endswith('_skip'), layer.weight[0].numel()
             std = (2 / (inputs + len(layer.weight))) ** 0.5 if is_uniform else inputs**-0.5
             largest = std * (3**0.5 if is_uniform else 2 / 0.8796)
-            found = [each.item() for each in (layer.weight.std(), layer.weight.abs().max(), layer.bias.abs().max())]
+            found = [each.item() for each in (layer.weight.std(), layer.weight.abs().max(), layer.bias.abs().max())]  # type: ignore[union-attr]
             assert found == [pytest.approx(std, rel=0.06), pytest.approx(largest, rel=0.06), 0], name
     assert denoiser.null_caption.std().item() == pytest.approx(64**-0.5, rel=0.06)
 

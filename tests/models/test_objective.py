@@ -57,9 +57,8 @@ def test_shift_divides_the_snr_by_shift_squared():
     torch.testing.assert_close(snr[0] / snr[1], torch.full((1000,), 4.0, dtype=torch.float64))
     config = Objective(snr_shift=2).scheduler_config()
     del config['skip_prk_steps']
-    torch.testing.assert_close(
-        DDIMScheduler(**config).alphas_cumprod.double(), Objective(snr_shift=2).alpha_bars(), rtol=1e-4, atol=1e-6
-    )
+    found = DDIMScheduler(**config).alphas_cumprod.double()
+    torch.testing.assert_close(found, Objective(snr_shift=2).alpha_bars(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction', 'sample'])

@@ -106,6 +106,7 @@ def test_report(tmp_path):
     for part in (
         '2 attempts',
         '    32.0 s  batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1',
+        '    37.0 s  batches 15 to 40; completed, exit status 0',
         '\ngoodput 0.404 of 99.0 s: productive 40.0 s, starting 20.0 s, repeated 5.0 s, ending 4.0 s, down 30.0 s',
         '\n  time lost (process failed): 47.0 s',
     ):

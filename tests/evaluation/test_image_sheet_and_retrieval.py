@@ -100,10 +100,10 @@ def test_html_embeds_images_and_escapes_captions():
 
 
 def test_images_can_be_cut_out_of_a_saved_sheet(tmp_path):
-    images = [Image.effect_noise((24, 16), 60 + 20 * index).convert('RGB') for index in range(6)]
-    figures = [Figure(images[2 * index : 2 * index + 2], f'caption {index}') for index in range(3)]
+    images = [Image.effect_noise((24, 16), 60 + 20 * index).convert('RGB') for index in range(8)]
+    figures = [Figure(images[2 * index : 2 * index + 2], f'caption {index}') for index in range(4)]
     save_image(
-        draw_sheet([Section('one', figures[:2]), Section('two', figures[2:])], columns=1), tmp_path / 'sheet.png'
+        draw_sheet([Section('one', figures[:3]), Section('two', figures[3:])], columns=2), tmp_path / 'sheet.png'
     )
     with Image.open(tmp_path / 'sheet.png') as sheet:
         found = json.loads(getattr(sheet, 'text', {})[FIGURES])
@@ -113,11 +113,11 @@ def test_images_can_be_cut_out_of_a_saved_sheet(tmp_path):
             for (left, top, width, height), size in zip(figure['boxes'], figure['sizes'], strict=True)
         ]
         size, font, text = sheet.size, ImageFont.load_default(size=11), Image.new('RGB', (244, 26), 'white')
-        ImageDraw.Draw(text).text((0, 0), 'caption 2', fill=(110, 110, 110), font=font)
+        ImageDraw.Draw(text).text((0, 0), 'caption 3', fill=(110, 110, 110), font=font)
         assert sheet.crop((8, 404, 252, 430)).tobytes() == text.tobytes()
         frame = [sheet.getpixel(place) for place in ((7, 340), (100, 321), (252, 340), (100, 402))]
-    assert [figure['caption'] for figure in found] == ['caption 0', 'caption 1', 'caption 2']
-    assert size == (260, 457) and {*frame} == {(220, 220, 220)}, 'five times as large'
-    tops = (34, 161, 288 + 34)
-    assert [each['boxes'] for each in found] == [[[8, top, 120, 80], [132, top, 120, 80]] for top in tops]
+    assert [figure['caption'] for figure in found] == [f'caption {index}' for index in range(4)]
+    assert size == (512, 457) and {*frame} == {(220, 220, 220)}, 'five times as large'
+    places = ((8, 34), (260, 34), (8, 161), (8, 288 + 34))
+    assert [each['boxes'] for each in found] == [[[x, y, 120, 80], [x + 124, y, 120, 80]] for x, y in places]
     assert [each.tobytes() for each in cut] == [each.tobytes() for each in images]

@@ -84,6 +84,7 @@ def i1(
             published, also for guidance; or the empty caption.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published for 256 and
             512 px. At 1024 px, the published run has an snr_shift of 3.33.
+        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -130,6 +131,7 @@ def tiny_i1(
         caption_dropout_mode: Replacement for a dropped caption: with zeros, the transformer's learned null caption; or
             the empty caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.
+        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
     """
     check_sources(vae=vae)
     if hidden_size % (8 * num_heads):

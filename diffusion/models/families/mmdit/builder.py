@@ -163,6 +163,7 @@ def mmdit(
         pos_embed_max_size: Maximum image side in patches of 16 px; the size of the position embedding table.
         objective: Training objective; by default flow matching with logit-normal timesteps and a shift of 3 at 1024 px,
             proportional to the resolution.
+        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -224,6 +225,7 @@ def tiny_mmdit(
         t5: Use T5; False uses zeros in place of its tokens.
         t5_length: Number of T5 tokens, one per byte of the caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.
+        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)

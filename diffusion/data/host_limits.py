@@ -56,13 +56,8 @@ def check_machine(loader: BucketedLoader) -> None:
     """
     problems: list[HostProblem] = []
     if dist.get_local_rank() == 0:
-        problems = [
-            *shared_memory_problems(loader),
-            *memory_problems(loader),
-            *open_file_problems(loader),
-            *disk_problems(loader),
-            *cache_problems(loader),
-        ]
+        checks = (shared_memory_problems, memory_problems, open_file_problems, disk_problems, cache_problems)
+        problems = [problem for check in checks for problem in check(loader)]
         for problem in problems:
             if not problem.fatal:
                 log.warning('%s', problem.message)
@@ -78,7 +73,8 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         return
     free, dataset = shutil.disk_usage(SHM).free, loader.dataset
     order = ORDER_BYTES * dataset.epoch_size + SHARD_SHM_BYTES * dataset.num_shards
-    batches = _processes(loader) * (loader.prefetch_factor or 0) * _batch_bytes(loader)
+    image = 3 * max(bucket.shape.pixels for bucket in dataset.buckets)  # latents take less
+    batches = _processes(loader) * (loader.prefetch_factor or 0) * (loader.batch_size or 1) * image
     if order + batches > free:
         yield HostProblem(
             f'{SHM}: about {bytes_text(order + batches)} needed ({bytes_text(order)} for the order of '
@@ -123,7 +119,7 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
     These are all missing shards or, if that is less, as many bytes as `cache_limit` still allows.
     """
-    dataset = loader.dataset
+    dataset, budget = loader.dataset, loader.dataset.cache_budget
     # Several streams may share a disk, so add up the missing shards of each device.
     missing: dict[int, int] = {}
     folders: dict[int, Path] = {}
@@ -138,11 +134,7 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         )
     for device, need in missing.items():
         folder, free = folders[device], shutil.disk_usage(folders[device]).free
-        limit = (
-            math.inf
-            if dataset.cache_budget is None
-            else max(0, dataset.cache_budget.limit_bytes - dataset.cache_budget.used_bytes())
-        )
+        limit = math.inf if budget is None else max(0, budget.limit_bytes - budget.used_bytes())
         if min(need, limit) > free:
             yield HostProblem(
                 f'{folder}: {bytes_text(need)} of shards are still to be downloaded, the disk has {bytes_text(free)} '
@@ -221,12 +213,6 @@ def _read_or_empty(path: Path) -> str:
 def _processes(loader: BucketedLoader) -> int:
     """Return the number of processes on this machine that load samples: its workers or, without workers, its ranks."""
     return max(1, loader.num_workers) * dist.get_local_world_size()
-
-
-def _batch_bytes(loader: BucketedLoader) -> int:
-    """Return the approximate size of a batch of images in bytes; a batch of latents is smaller."""
-    largest = max(bucket.shape.pixels for bucket in loader.dataset.buckets)
-    return 3 * largest * (loader.batch_size or 1)
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:

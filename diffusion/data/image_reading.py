@@ -104,8 +104,8 @@ def read_image(
         raise UnreadableImage('empty', 'the file has no bytes')
     formats = (*FORMATS, *extra_formats)
 
-    def read(file: bytes) -> DecodedImage:
-        return _read_checked(file, rgb, max_pixels, formats, resized_to, first_frame)
+    def read(file: bytes, profile: bytes | None = None) -> DecodedImage:
+        return _read_checked(file, rgb, max_pixels, formats, resized_to, first_frame, profile)
 
     with strict_pillow(max_pixels), unreadable():
         if encoded.startswith(b'\xff\xd8') and (repaired := without_stray_bytes(encoded)) is not encoded:
@@ -117,8 +117,7 @@ def read_image(
             file, profile = without_texts(encoded) if encoded.startswith(PNG_START) else (encoded, None)
             if file == encoded:
                 raise
-        decoded = _read_checked(file, rgb, max_pixels, formats, resized_to, first_frame, profile)
-        return replace(decoded, is_unmodified=False)
+        return replace(read(file, profile), is_unmodified=False)
 
 
 def to_upright_srgb(image: Image.Image, *, background: str = 'white') -> Image.Image:
@@ -138,7 +137,7 @@ def _read_checked(
     formats: Sequence[str],
     resized_to: Callable[[int, int], tuple[int, int]] | None,
     first_frame: bool,
-    profile: bytes | None = None,
+    profile: bytes | None,
 ) -> DecodedImage:
     image = _open(encoded, formats)
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended

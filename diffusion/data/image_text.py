@@ -99,23 +99,17 @@ class ImageTextDataset(BucketedDataset):
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         """Return a sample's image, caption tokens and sizes (the last two if used) by batch key, or raise BadSample."""
-        item = self._image(sample, index)
-        if self.tokenizers:
-            _, caption = self.choose_caption(sample, index)
-            item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
-        return item
-
-    def _image(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a sample's image, uint8 [3, H, W], cropped and resized to its bucket's shape; its sizes if used."""
         decoded, pixels, crop = self.cropped(sample['image'], index)
         shape = self.bucket_of(index).shape
-        item: dict[str, Any] = {
-            batch_keys.IMAGE: to_planar(pixels, self.image_block.place((3, shape.height, shape.width)))
-        }
+        place = self.image_block.place((3, shape.height, shape.width))
+        item: dict[str, Any] = {batch_keys.IMAGE: to_planar(pixels, place)}
         if self.image_sizes:
             item[batch_keys.IMAGE_SIZES] = image_sizes(
                 decoded.box, shape, image=decoded.image, original=original_size(sample), flipped=crop.flip
             )
+        if self.tokenizers:
+            _, caption = self.choose_caption(sample, index)
+            item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 
     def cropped(self, encoded: bytes, index: int) -> tuple[DecodedCrop, Pixels, Crop]:

@@ -20,7 +20,6 @@ from diffusion.config.model_checks import no_features_problem
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.representation_alignment import FeatureEncoder
@@ -146,11 +145,6 @@ def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: in
     return {batch_keys.TEXT_EMBEDS: padded, batch_keys.TEXT_MASK: torch.arange(size) < lengths[caption]}
 
 
-def read_manifest(bucket: Bucket) -> LatentManifest:
-    assert isinstance(bucket.stream, VerifiedStream)
-    return LatentManifest.read(bucket.stream.fetch_sidecar(MANIFEST).parent, f'streams.{bucket.name}')
-
-
 class LatentsDataset(BucketedDataset):
     """Streaming dataset of precomputed latents, for training without the VAE.
 
@@ -192,7 +186,8 @@ class LatentsDataset(BucketedDataset):
         self.tokenizers = list(tokenizers)
         self.image_sizes = image_sizes
         self.image_features = image_features
-        self.manifests = [read_manifest(bucket) for bucket in self.buckets]
+        folders = {each.name: each.fetch_sidecar(MANIFEST).parent for each in self.streams}
+        self.manifests = [LatentManifest.read(folder, f'streams.{name}') for name, folder in folders.items()]
         self.with_text = self._all_or_none(
             [manifest.text_encoder is not None for manifest in self.manifests],
             'have no text embeddings, but the other streams do; precompute all streams in the same way',

@@ -270,8 +270,7 @@ class BucketedLoader(StreamingDataLoader):
             pointer = f'; see {self.quarantine}'
             if dist.get_global_rank() == 0:
                 quarantine(self.quarantine, [note for notes in all_notes for note in notes], index)
-        problem = self.tally.problem(self.max_bad_samples)
-        if problem is not None:
+        if (problem := self.tally.problem(self.max_bad_samples)) is not None:
             raise DataError(f'{problem}{pointer}. To fix: prepare the data again, or raise the limit')
 
     def _gather_copies(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -301,8 +300,7 @@ def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str 
     # A dying process closes its connections before its parent can reap it. So a killed worker may first appear in this
     # process as ConnectionResetError, EOFError or BrokenPipeError. Wait for the exit status.
     if isinstance(error, OSError | EOFError) and 'in DataLoader worker process' not in str(error):
-        sentinels = [worker.sentinel for worker in workers]
-        ending = connection.wait(sentinels, timeout=WORKER_EXIT_SECONDS)
+        ending = connection.wait([worker.sentinel for worker in workers], timeout=WORKER_EXIT_SECONDS)
         for worker in workers:
             if worker.sentinel in ending:
                 worker.join()

@@ -70,8 +70,7 @@ class Failures:
 
     def check(self, *, now: bool = False) -> None:
         """Raise DataError with the first failure's message; may be up to POLL_SECONDS late unless `now` is set."""
-        message = self.message(now=now)
-        if message is not None:
+        if (message := self.message(now=now)) is not None:
             raise DataError(message)
 
 

@@ -223,8 +223,7 @@ class BucketedDataset(VerifiedDataset):
 
     def columns_of(self, bucket: Bucket) -> set[str]:
         """Return all columns of a bucket's samples; some shards, as those added later, may not have all of them."""
-        index = self.buckets.index(bucket)
-        shards = [shard for shard, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
+        _, shards = list(self.shards_of_streams())[self.buckets.index(bucket)]
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
 
     def bucket_of(self, index: int) -> Bucket:
@@ -315,8 +314,7 @@ class BucketedDataset(VerifiedDataset):
         assert not self.elastic and isinstance(self.batch_size, int)
         # Always use the samples of epoch 0: a stream with `choose` draws different samples in each epoch.
         samples = [self.resample_streams(0, index)[1] for index in range(len(self.streams))]
-        ranks = self._parallel_rank_world.num_ranks
-        return evaluation_order(samples, ranks=ranks, batch_size=self.batch_size)
+        return evaluation_order(samples, ranks=self._parallel_rank_world.num_ranks, batch_size=self.batch_size)
 
     def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the sizes of the shuffle units and the sample ids (in training, numbered ids) of an epoch.
@@ -382,12 +380,7 @@ class BucketedDataset(VerifiedDataset):
             log.info('streams.%s: %.3g copies of each sample per epoch, %s', bucket.name, taken / samples, self.copies)
 
     def _check_columns(self, columns: Sequence[tuple[str, ...]]) -> None:
-        for index, bucket in enumerate(self.buckets):
-            shards = [s for s, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
-            if not shards:
-                raise UserError(
-                    f'streams.{bucket.name}: it has no samples; prepare the data again, or remove the stream'
-                )
+        for bucket, (_, shards) in zip(self.buckets, self.shards_of_streams(), strict=True):
             present = shards[0].column_names  # type: ignore[attr-defined]
             for choice in columns:
                 if not set(choice) & set(present):
@@ -414,8 +407,14 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
         **{name: getattr(dataset, name) for name in (*order, *sampling)},
         'dataset': dict(settings),
         'streams': {
-            bucket.name: _of_stream(bucket, position, samples)
-            | ({'captions': columns.fingerprint()} if columns.listed else {})
+            bucket.name: {
+                'position': position,  # affects the sample ids, which seed all random draws
+                'shape': str(bucket.shape),
+                'choose': int(bucket.stream.choose),
+                'samples': samples,
+                'index_sha256': index_hash(bucket.stream),
+                **({'captions': columns.fingerprint()} if columns.listed else {}),
+            }
             for position, (bucket, samples, columns) in enumerate(
                 zip(dataset.buckets, dataset.samples_per_stream.tolist(), dataset.caption_columns, strict=True)
             )
@@ -423,17 +422,6 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
     }
     # Arguments of a user's dataset class may have any type; types unknown to JSON are compared as strings.
     return json.loads(json.dumps(values, default=str))
-
-
-def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
-    stream = bucket.stream
-    return {
-        'position': position,  # affects the sample ids, which seed all random draws
-        'shape': str(bucket.shape),
-        'choose': int(stream.choose),
-        'samples': samples,
-        'index_sha256': index_hash(stream),
-    }
 
 
 def index_hash(stream: Stream) -> str:

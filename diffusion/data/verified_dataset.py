@@ -159,8 +159,7 @@ class VerifiedDataset(StreamingDataset):
     def on_exception(self, future: Future) -> None:
         """Report the exception of a Streaming thread to the machine's other processes; the callback of its future."""
         # Streaming re-raises here, but the executor only logs a callback's exceptions, so the epoch would end early.
-        error = future.exception()
-        if error is not None:
+        if (error := future.exception()) is not None:
             self._report_failure(error)
             self._event.set()
 

@@ -397,6 +397,5 @@ def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path |
 
 
 def _check_download(path: Path, expected: FileInfo, algorithm: str | None = None) -> None:
-    found = find_damage(path, expected, algorithm)
-    if found is not None:
+    if (found := find_damage(path, expected, algorithm)) is not None:
         raise DamagedDownload(found)

@@ -65,8 +65,7 @@ def append(
     Returns:
         The report of this delivery, with 0 inputs if the dataset has all of them; None after converting a share.
     """
-    problems = check_settings(settings)
-    if problems:
+    if problems := check_settings(settings):
         raise RecipeError(problems, 'diffusion prepare')
     if settings.overwrite:
         raise UserError('overwrite: cannot be combined with --append; give one of them')
@@ -95,8 +94,7 @@ def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> 
     if there[COMPUTED] and not now[COMPUTED]:
         file = there[COMPUTED]['file']
         raise UserError(f'out: {dataset.folder} has columns that {file} computes; add --columns-from with its path')
-    lines = differences(there, now, saved_in='there')
-    if lines:
+    if lines := differences(there, now, saved_in='there'):
         raise UserError(
             f'out: {dataset.folder} was prepared with other settings:\n  ' + '\n  '.join(lines) + '\n'
             "leave these settings out to use the dataset's, or prepare a separate dataset with another out"

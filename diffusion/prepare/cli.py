@@ -84,14 +84,15 @@ def run_prepare(args: argparse.Namespace) -> int:
     from diffusion.prepare.append import append
     from diffusion.prepare.pipeline import prepare
     from diffusion.prepare.work_dir import Share
-    from diffusion.prepare.worker_pool import run_on
+    from diffusion.prepare.worker_pool import run_on_ray
 
     settings, options = _settings(args), ExecutionOptions(**given_options(ExecutionOptions, args))
     share = None if options.share is None else Share.parse(options.share)
     if not sys.stderr.isatty():  # progress bars appear only on a terminal
         print(f'preparing {settings.out}', file=sys.stderr)
+    run = partial(run_on_ray, workers=settings.workers) if options.engine == 'ray' else None
     try:
-        report = (append if options.append else prepare)(settings, run=run_on(options.engine, settings), share=share)
+        report = (append if options.append else prepare)(settings, run=run, share=share)
     except KeyboardInterrupt:
         print(
             f'interrupted; run the same command to resume, finished work is in {settings.work_folder}', file=sys.stderr

@@ -259,10 +259,8 @@ class FolderSource:
             if is_image:
                 spans[-1].has_image = True
                 waiting.append((file, spans[-1]))
-            elif kind:
-                extra = _put_beside(spans[-1].beside, kind, file)
-                if extra is not None:
-                    _pass_over(passed_over, extra)
+            elif kind and (extra := _put_beside(spans[-1].beside, kind, file)) is not None:
+                _pass_over(passed_over, extra)
         while spans:
             close()
         yield from (_with_captions(image, span.beside, self.caption) for image, span in waiting)

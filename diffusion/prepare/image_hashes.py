@@ -141,8 +141,7 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
     """Return -1 for each of the distinct hashes that is kept, else the index of a kept one within `distance` bits."""
     if distance == 0:
         return np.full(len(hashes), -1)
-    pairs = _near_pairs(hashes, distance)
-    if pairs is not None:
+    if (pairs := _near_pairs(hashes, distance)) is not None:
         return _resolve(len(hashes), *pairs)
     # There are too many near pairs for memory, so most images are duplicates and few are kept. Split the hashes in
     # halves: compare the second half with the kept hashes of the first half, then its remaining hashes with each other.

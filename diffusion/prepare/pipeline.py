@@ -80,8 +80,7 @@ def prepare(
         DataError: A part cannot be read right now, or the processes that read it died.
         OSError: The disk is full or failing. Finished work is kept for the next start.
     """
-    problems = check_settings(settings)
-    if problems:
+    if problems := check_settings(settings):
         raise RecipeError(problems, 'diffusion prepare')
     work = WorkFolder(settings.work_folder)
     with work.locked(share):

@@ -125,8 +125,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
         resized_to=resized_to(buckets) if settings.fast_jpeg else None,
     )
     row.width, row.height = decoded.width, decoded.height
-    problem = filters.size_problem(decoded.width, decoded.height)
-    if problem is not None:
+    if (problem := filters.size_problem(decoded.width, decoded.height)) is not None:
         raise Unfit(problem)
     row.exact_hash = exact_hash(decoded.image, decoded.pixels, (decoded.width, decoded.height))
     # Free the pixels: many images may be waiting for the function that computes columns.
@@ -169,8 +168,7 @@ def make_samples(
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
     assert entry.image is not None
     metadata = entry.metadata | dict(computed)
-    problem = settings.filters.column_problem(metadata)
-    if problem is not None:
+    if (problem := settings.filters.column_problem(metadata)) is not None:
         raise Unfit(problem)
     chosen = buckets.choose(decoded.width, decoded.height)
     if not chosen:

@@ -375,10 +375,7 @@ def settings_of(
         raise RecipeError(problems, path)
     gather = Gatherer()
     settings = build_dataclass(PrepareSettings, resolved.values, '', gather)
-    problems = gather.problems + gather.missing
-    if not problems:
-        problems = check_settings(settings)
-    if problems:
+    if problems := gather.problems + gather.missing or check_settings(settings):
         raise RecipeError(problems, path)
     return settings
 
@@ -510,8 +507,7 @@ def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
     for path, out in itertools.product(inputs, outputs):
         if Path(path).resolve().is_relative_to(Path(out).resolve()):
             gather.problem('out', f'{out} contains the input {path}; give another folder')
-    problem = why_not_writable(Path(settings.out).absolute().parent)
-    if problem is not None:
+    if (problem := why_not_writable(Path(settings.out).absolute().parent)) is not None:
         gather.problem('out', problem)
 
 

@@ -293,11 +293,9 @@ class Unfit(Exception):
         """Explanation of the reason, with the offending values."""
 
 
-FILTER_REASONS = frozenset(
-    {
-        *('duplicate', 'removed', 'too_small', 'too_elongated', 'too_long', 'too_many_pixels'),
-        *('caption_too_short', 'caption_too_long'),
-    }
+FILTER_REASONS = (
+    *('duplicate', 'removed', 'too_small', 'too_elongated', 'too_long', 'too_many_pixels'),
+    *('caption_too_short', 'caption_too_long'),
 )
 """Reasons of inputs that were filtered out by a limit or the duplicate search in the settings, or by `data remove`.
 

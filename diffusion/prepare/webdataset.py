@@ -33,14 +33,13 @@ MAX_NAME = 2**20
 CHUNK = 2**20
 GZIP = b'\x1f\x8b'
 
-DESCRIBES_NEXT_MEMBER = frozenset(
-    {
-        *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-        *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
-    }
+DESCRIBES_NEXT_MEMBER = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
 )
-WITHOUT_CONTENT = frozenset(
-    {*(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE), *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE)}
+WITHOUT_CONTENT = (
+    *(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE),
+    *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE),
 )
 """Member types without content, although their header may state a size, such as that of a link's target."""
 

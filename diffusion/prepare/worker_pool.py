@@ -18,13 +18,11 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.settings import PrepareSettings
 from diffusion.storage.host_memory import keep_freed_memory
 
 Note = Callable[[str], None]
@@ -209,12 +207,6 @@ def _exit_with_parent() -> None:
     # resumes the same part. `sys.exit` would end only this thread.
     parent.join()
     os._exit(1)
-
-
-def run_on(engine: str, settings: PrepareSettings) -> Run:
-    if engine == 'ray':
-        return partial(run_on_ray, workers=settings.workers)
-    return partial(run_jobs, workers=settings.worker_count)
 
 
 def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iterator[Any]:

@@ -51,7 +51,7 @@ def start(out, source, run=None, **values):
 
     def marked(jobs):
         """Run jobs in other processes, and write a file per result, since `die_before` counts only our operations."""
-        for result in worker_pool.run_on('processes', chosen)(jobs):
+        for result in worker_pool.run_jobs(jobs, workers=chosen.worker_count):
             (FOLDER / 'result').write_text('')
             yield result
 

@@ -87,8 +87,7 @@ def read_key(path: Path) -> ComparisonKey:
     """Read a key from its file; raise UserError if the file is missing or not a key."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
-        pairs = [Pair(**each) for each in content.pop('pairs')]
-        return ComparisonKey(**content, pairs=pairs)
+        return ComparisonKey(**content | {'pairs': [Pair(**each) for each in content['pairs']]})
     except FileNotFoundError as error:
         raise UserError(f'{path}: does not exist; give the {KEY} beside the page') from error
     except (IsADirectoryError, NotADirectoryError, PermissionError) as error:

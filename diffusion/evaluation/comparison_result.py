@@ -58,12 +58,12 @@ class Preference:
         """True if the confidence interval excludes 0.5."""
         return not self.low <= 0.5 <= self.high
 
-    def sentence(self, subject: str, a: str = 'A', b: str = 'B') -> str:
+    def sentence(self, subject: str) -> str:
         """Return a sentence on the preference and its significance, for a question such as `image quality`."""
-        interval = f'Preference for {a} is {self.share:.1%} (95% interval {self.low:.1%} to {self.high:.1%}).'
+        interval = f'Preference for A is {self.share:.1%} (95% interval {self.low:.1%} to {self.high:.1%}).'
         if not self.differs:
-            return f'{subject}: {a} and {b} do not differ significantly. {interval}'
-        return f'{subject}: {a} and {b} differ; people prefer {a if self.share > 0.5 else b}. {interval}'
+            return f'{subject}: A and B do not differ significantly. {interval}'
+        return f'{subject}: A and B differ; people prefer {"A" if self.share > 0.5 else "B"}. {interval}'
 
     def people_needed(self, difference: float) -> int | None:
         """Return the number of raters, at least 2, needed to show a difference with these prompts and a power of 80%.

@@ -96,13 +96,11 @@ def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> 
             self._reply(self._save)
 
         def _page(self) -> tuple[str, bytes]:
-            self._check_token()
             if urlsplit(self.path).path != '/':
                 raise Refused(HTTPStatus.NOT_FOUND, 'there is only one page, at /')
             return 'text/html; charset=utf-8', page
 
         def _save(self) -> tuple[str, bytes]:
-            self._check_token()
             if urlsplit(self.path).path != '/answers':
                 raise Refused(HTTPStatus.NOT_FOUND, 'answers go to /answers')
             length = self.headers.get('Content-Length', '')
@@ -122,6 +120,7 @@ def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> 
         def _reply(self, respond: Callable[[], tuple[str, bytes]]) -> None:
             status = HTTPStatus.OK
             try:
+                self._check_token()
                 kind, body = respond()
             except Refused as refused:
                 status, kind, body = refused.status, 'text/plain; charset=utf-8', str(refused).encode()

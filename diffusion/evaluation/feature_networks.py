@@ -172,8 +172,7 @@ class Dino(FeatureNetwork):
 
     def __init__(self, source: str, revision: str | None = None, *, side: int = DINO_SIDE) -> None:
         super().__init__(side, resize='clean', mean=IMAGENET_MEAN, std=IMAGENET_STD)
-        network = load_feature_encoder(source, revision, where='DINO').encoder
-        self.network = network.eval().requires_grad_(False)
+        self.network = load_feature_encoder(source, revision, where='DINO').encoder.eval().requires_grad_(False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.network(pixel_values=pixels.to(self.network.dtype)).pooler_output
@@ -210,8 +209,7 @@ def _inception_file() -> Path:
     try:
         torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix='6726825d', progress=False)
     except (URLError, TimeoutError, ConnectionError, RuntimeError) as error:  # RuntimeError means that the hash differs
-        what = f'{INCEPTION_URL}: cannot be downloaded ({error}); copy the file to {path}'
-        raise ExternalError(what) from error
+        raise ExternalError(f'{INCEPTION_URL}: cannot be downloaded ({error}); copy the file to {path}') from error
     return path
 
 
@@ -224,16 +222,10 @@ def import_optional(module: str, extra: str) -> Any:
 
 
 def clean_resize(image: Tensor, side: int) -> Tensor:
-    """Resize an image with an antialiased bicubic filter and without rounding, as clean-fid does.
+    """Resize an image uint8 [3, H, W] as clean-fid does; return pixels from 0 to 255, float32 [3, side, side].
 
-    Without antialiasing, or with rounding to 8 bits, FID changes by more than good models differ (Parmar et al.,
-    https://arxiv.org/abs/2104.11222).
-
-    Args:
-        image: uint8 [3, H, W].
-
-    Returns:
-        Pixels from 0 to 255, float32 [3, side, side].
+    The bicubic filter is antialiased, and nothing is rounded. Without antialiasing, or with rounding to 8 bits, FID
+    changes by more than good models differ (Parmar et al., https://arxiv.org/abs/2104.11222).
     """
     planes = [Image.fromarray(plane.astype(np.float32)) for plane in image.cpu().numpy()]
     resized = [np.asarray(plane.resize((side, side), Image.Resampling.BICUBIC)) for plane in planes]
@@ -241,12 +233,8 @@ def clean_resize(image: Tensor, side: int) -> Tensor:
 
 
 def bicubic_resize(image: Tensor, side: int) -> Tensor:
-    """Resize an image with PyTorch's bicubic interpolation without antialiasing, as CMMD's authors do.
+    """Resize an image uint8 [3, H, W] as CMMD's authors do, with PyTorch's bicubic filter without antialiasing.
 
-    Args:
-        image: uint8 [3, H, W].
-
-    Returns:
-        Pixels from about 0 to 255 (the filter overshoots), float32 [3, side, side].
+    Returns pixels from about 0 to 255 (the filter overshoots), float32 [3, side, side].
     """
     return functional.interpolate(image[None].float(), (side, side), mode='bicubic')[0]

@@ -163,14 +163,12 @@ class GeneratedImages:
             found = json.loads(path.read_text(encoding='utf-8'))
         except ValueError as error:
             raise UserError(f'{path}: is not JSON ({error}); remove the folder to generate its images again') from error
-        differing = [key for key in wanted if not isinstance(found, dict) or found.get(key) != wanted[key]]
-        if differing:
-            name = differing[0]
-            was = found.get(name) if isinstance(found, dict) else None
-            raise UserError(
-                f'{self.folder}: has images with {name} {was!r} instead of {wanted[name]!r}; remove the folder, or '
-                'write to another one'
-            )
+        for name, value in wanted.items():
+            if (was := found.get(name) if isinstance(found, dict) else None) != value:
+                raise UserError(
+                    f'{self.folder}: has images with {name} {was!r} instead of {value!r}; remove the folder, or write '
+                    'to another one'
+                )
 
     def _generated(self, model: ImageGenerator, indices: range) -> Tensor:
         settings = self.sampling.settings

@@ -127,7 +127,6 @@ class ColorClassifier(nn.Module):
 
     @torch.inference_mode()
     def colors(self, image: Tensor, found: Sequence[Detection], name: str) -> list[str]:
-        """Return one of `COLORS` for each object found in an image, uint8 [3, H, W]; `name` is their class."""
         if not found:
             return []
         crops = self.clip.image_embeds([crop(image, each) for each in found])
@@ -153,12 +152,7 @@ def crop(image: Tensor, found: Detection) -> Tensor:
 
 
 class GenEval(nn.Module):
-    """Decides for each image whether it fulfills its prompt, and keeps the objects that were found beside the image.
-
-    Args:
-        detector: Finds objects in images, such as an `ObjectDetector`.
-        classifier: Names the colors of objects, such as a `ColorClassifier`.
-    """
+    """Decides for each image whether it fulfills its prompt, and keeps the objects that were found beside the image."""
 
     def __init__(self, detector: Detector, classifier: Classifier) -> None:
         super().__init__()

@@ -123,8 +123,7 @@ class HumanPreferenceScore(ImageScore):
     @torch.inference_mode()
     def scores(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
         device = self.network.logit_scale.device
-        size = self.network.visual.image_size
-        side = size if isinstance(size, int) else size[0]
+        side = self.network.visual.image_size[0]
         pixels = torch.stack([_padded_square(each, side) for each in images])
         pixels = (pixels - torch.tensor(CLIP_MEAN).view(3, 1, 1)) / torch.tensor(CLIP_STD).view(3, 1, 1)
         seen = self.network.encode_image(pixels.to(device), normalize=True)

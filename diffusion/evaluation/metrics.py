@@ -120,11 +120,7 @@ def precision_and_recall(images: Tensor, references: Tensor, neighbors: int = NE
 
 
 def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the sum of a kernel over all pairs of rows, computed in blocks.
-
-    Args:
-        kernel: Function of a block's inner products [n, m] and its rows [n, D] and [m, D].
-    """
+    """Return the sum of kernel(inner products [n, m], rows [n, D], rows [m, D]) over all pairs, computed in blocks."""
     total = torch.zeros((), dtype=torch.float64, device=first.device)
     for rows in first.double().split(BLOCK_ROWS):
         for columns in second.double().split(BLOCK_ROWS):

@@ -104,8 +104,9 @@ def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
     from diffusion.data.caption_choice import captions_of
 
     if count > int(dataset.size):
-        images = f'{dataset.size} images of the dataset'
-        raise UserError(f'{count} prompts are more than the {images}; use at most that many')
+        raise UserError(
+            f'{count} prompts are more than the {dataset.size} images of the dataset; use at most that many'
+        )
     chosen = (index * int(dataset.size) // count for index in range(count))
     return [Prompt(captions_of(dataset.get_item(index), dataset.where(index))[0]) for index in chosen]
 
@@ -135,8 +136,7 @@ def _text_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     # Read TSV files without quoting: in PartiPrompts, quotation marks inside fields are literal.
-    tabs = file.suffix.lower() == '.tsv'
-    quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+    quoting = csv.QUOTE_NONE if file.suffix.lower() == '.tsv' else csv.QUOTE_MINIMAL
     return csv_rows(file, str(file), delimiter=DELIMITERS[file.suffix.lower()], quoting=quoting)
 
 

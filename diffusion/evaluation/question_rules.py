@@ -66,11 +66,7 @@ def has_questions(row: Mapping[str, Any]) -> bool:
 
 
 def item_and_question(where: str, row: Mapping[str, Any]) -> tuple[str, BenchmarkQuestion]:
-    """Return the prompt's identifier and the question in a row of `dpg_bench.csv` or of TIFA's JSON.
-
-    Args:
-        where: File and line, for messages.
-    """
+    """Return the prompt's identifier and the question in a row of `dpg_bench.csv` or TIFA's JSON; `where` names it."""
     try:
         if 'question_natural_language' in row:
             parents = tuple(int(each) for each in row['dependency'].split(','))

@@ -106,10 +106,5 @@ class Retrieval:
 
 
 def nearest_images(images: Tensor, references: Tensor) -> Tensor:
-    """Return the index int64 [B] of each image's nearest reference by mean squared difference.
-
-    Args:
-        images: Float [B, 3, H, W].
-        references: Float [R, 3, H, W].
-    """
+    """Return the index int64 [B] of the nearest reference [R, 3, H, W] by squared error to each image [B, 3, H, W]."""
     return torch.cdist(images.flatten(1), references.flatten(1)).argmin(dim=1)

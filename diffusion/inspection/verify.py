@@ -117,8 +117,7 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
         stored = raw
     try:
         with source.files(stored.basename) as folder, tempfile.TemporaryDirectory() as scratch:
-            found = find_damage(folder / stored.basename, stored)
-            if found is not None:
+            if (found := find_damage(folder / stored.basename, stored)) is not None:
                 result.defects.append(Defect(stored.basename, -1, -1, found))
             if stored is not raw and (folder / stored.basename).exists():
                 packed, folder = (folder / stored.basename).read_bytes(), Path(scratch)
@@ -219,13 +218,8 @@ def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[
     # The manifest does not record the VAE's downscaling factor, but it is a power of two.
     sizes = {(images.height // factor, images.width // factor) for factor in (1, 2, 4, 8, 16, 32, 64)}
     if len(shape) != 3 or shape[0] != channels or tuple(shape[1:]) not in sizes:
-        yield (
-            (
-                f'its {batch_keys.LATENT_MOMENTS} have shape {list(shape)}; the manifest states {channels} channels '
-                f'for images of {images} px'
-            ),
-            False,
-        )
+        stored = f'its {batch_keys.LATENT_MOMENTS} have shape {list(shape)}'
+        yield f'{stored}; the manifest states {channels} channels for images of {images} px', False
 
 
 DEFECTS_FOUND = 3

@@ -147,8 +147,7 @@ def check_cuda(index: int) -> list[Finding]:
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
         # Check before the first kernel is launched, whose error ("no kernel image is available") suggests no remedy.
-        problem = kernels_problem(index)
-        if problem is not None:
+        if (problem := kernels_problem(index)) is not None:
             return [Finding('cuda', False, problem, CONFIG_ERROR, where=where)]
         torch.cuda.set_device(index)
         torch.zeros(1, device='cuda').item()

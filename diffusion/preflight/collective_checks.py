@@ -173,8 +173,7 @@ def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.Proces
 
 def _node_bandwidth(device: str, limits: CollectiveLimits, processes: int) -> float:
     """Return the bus bandwidth in bytes/s of an all-reduce over this node's ranks."""
-    backend = 'nccl' if device == 'cuda' else 'gloo'
-    node_group, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
+    node_group, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend='nccl' if device == 'cuda' else 'gloo')
     assert node_group is not None
     return measure_all_reduce(device, limits, node_group)[1]
 

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +182,10 @@ def check_sources(recipe: Recipe) -> list[Finding]:
             checked.clear()
             try:
                 place = source.check()
-            except UserError as error:
+            except (UserError, ExternalError) as error:
                 findings.append(Finding(CHECK, False, f'{source.where}: {error}', exit_status(error)))
-            except ExternalError as error:
-                findings.append(Finding(CHECK, False, f'{source.where}: {error}', error.exit_status))
-                break  # skip the other sources, which would wait for the Hub again
+                if isinstance(error, ExternalError):
+                    break  # skip the other sources, which would wait for the Hub again
             else:
                 places = ', '.join(checked) or place
                 findings.append(Finding(CHECK, True, f'{source.where}: {source.value} ({places})'))
@@ -196,7 +195,8 @@ def check_sources(recipe: Recipe) -> list[Finding]:
 def _sources(recipe: Recipe) -> list[Source]:
     """Return the keys of a recipe that name pretrained weights, starting with those that are never on the Hub."""
     kwargs = registry.settings_of('model', recipe.model)
-    model = _Model({key: each for key, each in recipe.model.kwargs.items() if key not in EXTRAS}, recipe.model.name)
+    parts = {key: each for key, each in recipe.model.kwargs.items() if key not in EXTRAS}
+    build = cache(partial(registry.build, 'model', Component(recipe.model.name, parts)))
     sources = []
     backbone = (kwargs.get('perceptual_losses') or {}).get('lpips_backbone')
     if backbone:
@@ -206,7 +206,7 @@ def _sources(recipe: Recipe) -> list[Source]:
     if named:
         # Check these keys together by building the model, which accesses exactly the parts that it needs.
         where = ', '.join(f'model.{key}' for key in named)
-        sources.append(Source(where, ', '.join(map(str, named.values())), model.check))
+        sources.append(Source(where, ', '.join(map(str, named.values())), partial(_check_model, build)))
     for key in EXTRAS:
         settings = kwargs.get(key) or {}
         if settings.get('encoder'):
@@ -214,25 +214,13 @@ def _sources(recipe: Recipe) -> list[Source]:
             sources.append(Source(where, settings['encoder'], partial(_check_encoder, where, settings)))
     start = recipe.initial_weights if reads_initial_weights(recipe) else None
     if start is not None:
-        sources.append(Source('init_from', start.source, partial(_check_initial_weights, model, start)))
+        sources.append(Source('init_from', start.source, partial(_check_initial_weights, build, start)))
     return sources
 
 
-class _Model:
-    """A recipe's model on the meta device, built only once."""
-
-    def __init__(self, kwargs: Mapping[str, Any], name: str) -> None:
-        self._component = Component(name, dict(kwargs))
-        self._built: Any = None
-
-    def build(self) -> Any:
-        if self._built is None:
-            self._built = registry.build('model', self._component)
-        return self._built
-
-    def check(self) -> str:
-        self.build()
-        return ''  # `checking_weights` has listed the parts
+def _check_model(build: Callable[[], Any]) -> str:
+    build()
+    return ''  # `checking_weights` has listed the parts
 
 
 def _check_encoder(where: str, settings: Mapping[str, Any]) -> str:
@@ -248,7 +236,7 @@ def _check_file(path: str) -> str:
     return 'found'
 
 
-def _check_initial_weights(model: _Model, start: InitFrom) -> str:
+def _check_initial_weights(build: Callable[[], Any], start: InitFrom) -> str:
     from diffusion.models.diffusers_weights import check_hub_denoiser, check_local_denoiser
     from diffusion.models.hub_files import missing_size
     from diffusion.training import initial_weights
@@ -260,7 +248,7 @@ def _check_initial_weights(model: _Model, start: InitFrom) -> str:
         return _check_file(start.source)
     if reader is initial_weights.read_checkpoint:
         return str(find_checkpoint(path))
-    built, repository = initial_weights.with_denoiser(model.build(), start), hub_repository(start)
+    built, repository = initial_weights.with_denoiser(build(), start), hub_repository(start)
     if repository is None:
         check_local_denoiser(built.denoiser, path)
         return 'found'

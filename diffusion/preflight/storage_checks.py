@@ -101,16 +101,13 @@ def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
         kinds = {view.file_system.split(' ')[0] for view in views}
         status = CONFIG_ERROR if len(kinds) == 1 and not any(view.begun for view in views) else FAILED
     findings = []
-    for group in ordered:
-        if group is right:
-            continue
-        for view in group:
-            other = next(each for each in views if each.file not in view.seen or view.file not in each.seen)
-            detail = (
-                f'{folder} is on {view.file_system} here and on {other.file_system} on {other.machine}, which are not '
-                'the same folder; mount it on all nodes, or set runs_dir to a folder that they share'
-            )
-            findings.append(Finding(SHARED_FOLDER, False, detail, status, view.machine))
+    for view in (view for group in ordered if group is not right for view in group):
+        other = next(each for each in views if each.file not in view.seen or view.file not in each.seen)
+        detail = (
+            f'{folder} is on {view.file_system} here and on {other.file_system} on {other.machine}, which are not '
+            'the same folder; mount it on all nodes, or set runs_dir to a folder that they share'
+        )
+        findings.append(Finding(SHARED_FOLDER, False, detail, status, view.machine))
     return findings
 
 
@@ -285,8 +282,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
         except (OSError, UserError) as error:
             speed = f'{recipe.run_place} cannot be written ({error})'
     speeds = gather(speed)
-    faults = [each for each in speeds if isinstance(each, str)]
-    if faults:
+    if faults := [each for each in speeds if isinstance(each, str)]:
         return [Finding(WRITE_SPEED, False, faults[0], FAILED)]
     known = [each for each in speeds if isinstance(each, float)]
     # The slowest node determines the speed, since all nodes write equal parts of a sharded checkpoint.

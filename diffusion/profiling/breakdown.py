@@ -293,44 +293,39 @@ class Breakdown(Callback):
         # Composer has no event right after the optimizer step. Without this hook, what Composer does between the step
         # and BATCH_END, such as learning rate schedules, would count as `optimizer`.
         for optimizer in state.optimizers:
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._end_stage(state, logger)).remove)
         # The model reports its encoder stage through a global listener; while there is none, this costs one function
         # call.
         stage_hooks.set_listener(self.timeline)
         self._undo.append(lambda: stage_hooks.set_listener(None))
 
-    def epoch_start(self, state: State, logger: Logger) -> None:
-        self._enter(DATA_WAIT)  # the first batch also waits for the start of the workers
-
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        self._enter(DATA_WAIT)
+        self.timeline.switch(DATA_WAIT)
 
-    def after_dataloader(self, state: State, logger: Logger) -> None:
-        self._enter(OTHER)
+    epoch_start = before_dataloader  # the first batch also waits for the start of the workers
+
+    def _end_stage(self, state: State, logger: Logger) -> None:
+        self.timeline.switch(OTHER)
+
+    after_dataloader = epoch_end = eval_after_all = _end_stage
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         # Count microbatches: Composer copies each one to the device right before its forward pass.
         self._microbatches_left = number_of_microbatches(state)
-        self._enter(COPY)
+        self.timeline.switch(COPY)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        self._enter(FORWARD)
+        self.timeline.switch(FORWARD)
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        self._enter(BACKWARD)
+        self.timeline.switch(BACKWARD)
 
     def after_backward(self, state: State, logger: Logger) -> None:
         self._microbatches_left -= 1
-        self._enter(COPY if self._microbatches_left else OPTIMIZER)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._enter(OTHER)
+        self.timeline.switch(COPY if self._microbatches_left else OPTIMIZER)
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        self._enter(EVALUATION)
-
-    def eval_after_all(self, state: State, logger: Logger) -> None:
-        self._enter(OTHER)
+        self.timeline.switch(EVALUATION)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._to_skip:
@@ -339,8 +334,7 @@ class Breakdown(Callback):
                 self._begin(state)
             return
         self._batches += 1
-        count = getattr(unwrapped(state.model), 'flops_per_batch', None)
-        if count is not None:
+        if (count := getattr(unwrapped(state.model), 'flops_per_batch', None)) is not None:
             self._flops += count(state.batch)
         recorder = self.timeline.recorder
         if recorder is not None and self._batches == self.window - self.sampled:
@@ -357,16 +351,12 @@ class Breakdown(Callback):
         # Restore the methods here too: `fit_end` is not called if training ends with an exception.
         self._detach()
 
-    def _enter(self, stage: str) -> None:
-        self.timeline.switch(stage)
-
     def _begin(self, state: State) -> None:
         """Start a window of batches: reset the counters, and start GPU timing if every batch is sampled."""
         self._batches, self._flops = 0, 0.0
         self._samples = state.timestamp.sample.value
         self.timeline.take()
-        recorder = self.timeline.recorder
-        if recorder is not None:
+        if (recorder := self.timeline.recorder) is not None:
             recorder.stop()
             if self.sampled == self.window:
                 recorder.start()

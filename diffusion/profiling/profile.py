@@ -89,10 +89,9 @@ def run_profile(
 
 
 def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:
-    """Profile training batches; write `profile.md`, `profile.json` and `trace.json.gz`, and return profile.md's text.
+    """Time `batches` training batches, and run as many under PyTorch's profiler; return the text of profile.md.
 
-    Args:
-        batches: Number of batches to time; the same number is then run under PyTorch's profiler.
+    `profile.md`, `profile.json` and `trace.json.gz` are written to `out`.
     """
     breakdown = Breakdown(window=batches, skip=warmup, sampled=batches)
     phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe.trainer))

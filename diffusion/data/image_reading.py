@@ -120,11 +120,11 @@ def read_image(
         return replace(read(file, profile), is_unmodified=False)
 
 
-def to_upright_srgb(image: Image.Image, *, background: str = 'white') -> Image.Image:
-    """Return an upright sRGB copy of a Pillow image, converted in the same way as `read_image` converts files."""
+def to_upright_srgb(image: Image.Image) -> Image.Image:
+    """Return an upright sRGB copy of a Pillow image, over white, converted in the same way as by `read_image`."""
     with strict_pillow(Image.MAX_IMAGE_PIXELS or MAX_PIXELS), unreadable():
         pixels = decode_other(image)
-        opaque, _ = _to_opaque_srgb(pixels, image.info.get('icc_profile'), ImageColor.getrgb(background)[:3])
+        opaque, _ = _to_opaque_srgb(pixels, image.info.get('icc_profile'), (255, 255, 255))
         upright = apply_orientation(opaque.copy() if opaque is image else opaque, orientation_of(image))
         upright.info = {}
         return upright

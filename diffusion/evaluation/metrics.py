@@ -103,20 +103,20 @@ def gaussian_distance(images: Tensor, references: Tensor) -> float:
     return float(CMMD_SCALE * (within[0] + within[1] - 2 * between))
 
 
-def precision_and_recall(images: Tensor, references: Tensor, neighbors: int = NEIGHBORS) -> tuple[float, float]:
+def precision_and_recall(images: Tensor, references: Tensor) -> tuple[float, float]:
     """Return the fraction of images that are realistic, and the fraction of references that the images cover.
 
     Precision is the fraction of images in the manifold of the references: no farther from some reference than that
-    reference's k-th nearest neighbor among the references. Recall is the same with the sets swapped (Kynkäänniemi et
-    al., https://arxiv.org/abs/1904.06991, equations 1 to 3).
+    reference's k-th nearest neighbor among the references, where k is `NEIGHBORS`. Recall is the same with the sets
+    swapped (Kynkäänniemi et al., https://arxiv.org/abs/1904.06991, equations 1 to 3).
     """
-    if min(len(images), len(references)) <= neighbors:
+    if min(len(images), len(references)) <= NEIGHBORS:
         raise UserError(
-            f'precision and recall need more than {neighbors} images in each set; they have {len(images)} and '
+            f'precision and recall need more than {NEIGHBORS} images in each set; they have {len(images)} and '
             f'{len(references)}'
         )
     rows, others = images.double(), references.double()
-    return _fraction_inside(rows, others, neighbors), _fraction_inside(others, rows, neighbors)
+    return _fraction_inside(rows, others), _fraction_inside(others, rows)
 
 
 def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -128,11 +128,11 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
     return total
 
 
-def _fraction_inside(points: Tensor, centers: Tensor, neighbors: int) -> float:
-    """Return the fraction of points in a sphere around any center, up to its k-th nearest other center."""
+def _fraction_inside(points: Tensor, centers: Tensor) -> float:
+    """Return the fraction of points in a sphere around any center, up to its `NEIGHBORS`-th nearest other center."""
     # Ask for one more neighbor, because each center is its own nearest neighbor.
     radii = torch.cat(
-        [_distances(rows, centers).kthvalue(neighbors + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]
+        [_distances(rows, centers).kthvalue(NEIGHBORS + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]
     )
     inside = [(_distances(rows, centers) <= radii).any(dim=1) for rows in points.split(BLOCK_ROWS)]
     return float(torch.cat(inside).double().mean())

@@ -37,7 +37,7 @@ from diffusion.evaluation.image_scores import ImageScore
 from diffusion.evaluation.judge import Judge
 from diffusion.evaluation.metrics import DISTANCES, MetricNetwork, build_networks
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
-from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
+from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceImages, reference_features
 from diffusion.evaluation.rendered_text import TextReader, check_text, image_scores, text_scores
 from diffusion.evaluation.rewriting import GivenPrompts, Rewriter
 from diffusion.runs.evaluation_claims import EVALUATIONS
@@ -174,7 +174,7 @@ class ImageMetrics:
                     images = FolderImages(Path(self.reference), self.num_references)
                 self._check_area(checkpoint, images)
             cache = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
-            references = ReferenceFeatures(cache, images).of(extractors, checkpoint)
+            references = reference_features(cache, images, extractors, checkpoint)
         sweep = []
         for setting in self.sweep:
             sampling = Sampling(**setting, **self.sampling)

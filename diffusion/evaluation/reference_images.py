@@ -105,73 +105,70 @@ class FolderImages:
         return {'count': len(self), 'names_and_sizes': digest.hexdigest(), 'pixels': PIXELS}
 
 
-class ReferenceFeatures:
-    """Features of reference images, cached in one file per network in a folder that runs may share."""
+def reference_features(
+    folder: Path, images: ReferenceImages, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint
+) -> dict[str, Tensor]:
+    """Return each network's features [M, D] of reference images; all ranks compute those that have no file in a folder.
 
-    def __init__(self, folder: Path, images: ReferenceImages) -> None:
-        self.folder, self.images = folder, images
+    Runs may share the folder. A collective call. Only rank 0 reads and writes the files, so on other ranks the result
+    lacks features that a file has.
 
-    def of(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
-        """Return each network's features [M, D] of the images; all ranks compute those that are not cached.
+    Raises:
+        UserError: A file's features are from other images, another network, or another kind of resizing.
+    """
+    descriptions = {
+        name: {'images': images.description(), **network.description()} for name, network in networks.items()
+    }
+    paths = {name: folder / f'{name}.safetensors' for name in networks}
+    kept: dict[str, Tensor] = {}
 
-        A collective call. Only rank 0 reads and writes the files, so on other ranks the result lacks cached features.
+    def read() -> list[str]:
+        kept.update({name: _read(path, descriptions[name]) for name, path in paths.items() if path.exists()})
+        return [name for name in networks if name not in kept]
 
-        Raises:
-            UserError: A file's features are from other images, another network, or another kind of resizing.
-        """
-        descriptions = {
-            name: {'images': self.images.description(), **network.description()} for name, network in networks.items()
-        }
-        kept: dict[str, Tensor] = {}
+    missing = from_rank_zero(read, checkpoint.raise_together)
+    computed = _compute(images, {name: networks[name] for name in missing}, checkpoint)
+    with checkpoint.raise_together(str(folder)):
+        for name, features in computed.items() if dist.get_global_rank() == 0 else ():
+            with atomic_file(paths[name]) as unfinished:
+                save_file({'features': features}, unfinished, {'description': json.dumps(descriptions[name])})
+    return kept | computed
 
-        def read() -> list[str]:
-            for name in networks:
-                if (features := self._read(name, descriptions[name])) is not None:
-                    kept[name] = features
-            return [name for name in networks if name not in kept]
 
-        missing = from_rank_zero(read, checkpoint.raise_together)
-        computed = self._compute({name: networks[name] for name in missing}, checkpoint)
-        with checkpoint.raise_together(str(self.folder)):
-            for name, features in computed.items() if dist.get_global_rank() == 0 else ():
-                with atomic_file(self.folder / f'{name}.safetensors') as unfinished:
-                    save_file({'features': features}, unfinished, {'description': json.dumps(descriptions[name])})
-        return kept | computed
+def _read(path: Path, description: Mapping[str, Any]) -> Tensor:
+    try:
+        with safe_open(path, 'pt') as file:
+            found = json.loads((file.metadata() or {})['description'])
+            features = file.get_tensor('features')
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f'{path}: is not a file of reference features ({error}); remove it') from error
+    for key, wanted in description.items():
+        if found.get(key) != wanted:
+            raise UserError(
+                f'{path}: has features of reference images with {key} {found.get(key)!r} instead of {wanted!r}; '
+                'remove the file to compute them again, or name another folder'
+            )
+    return features
 
-    def _read(self, name: str, description: Mapping[str, Any]) -> Tensor | None:
-        path = self.folder / f'{name}.safetensors'
-        if not path.exists():
-            return None
-        try:
-            with safe_open(path, 'pt') as file:
-                found = json.loads((file.metadata() or {})['description'])
-                features = file.get_tensor('features')
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f'{path}: is not a file of reference features ({error}); remove it') from error
-        for key, wanted in description.items():
-            if found.get(key) != wanted:
-                raise UserError(
-                    f'{path}: has features of reference images with {key} {found.get(key)!r} instead of {wanted!r}; '
-                    'remove the file to compute them again, or name another folder'
-                )
-        return features
 
-    def _compute(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
-        """Compute each network's features of all images, on all ranks; a collective call."""
-        if not networks:
-            return {}
-        rows: dict[str, list[Tensor]] = {name: [] for name in networks}
-        indices: list[int] = []
-        # Batches have a fixed composition, so that an image's features do not depend on the number of ranks.
-        count, stride = len(self.images), dist.get_world_size() * BATCH_SIZE
-        with checkpoint.raise_together('image_metrics: reference images'):
-            for start in range(dist.get_global_rank() * BATCH_SIZE, count, stride):
-                status_line.show(f'features of {start} of {count} reference images')
-                own = range(start, min(start + BATCH_SIZE, count))
-                images = [self.images[index] for index in own]
-                indices += own
-                for name, network in networks.items():
-                    rows[name].append(network.features(images).cpu())
-                checkpoint.on_progress()
-        status_line.show('')
-        return {name: gather_rows(features, indices) for name, features in rows.items()}
+def _compute(
+    images: ReferenceImages, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint
+) -> dict[str, Tensor]:
+    """Compute each network's features of all images, on all ranks; a collective call."""
+    if not networks:
+        return {}
+    rows: dict[str, list[Tensor]] = {name: [] for name in networks}
+    indices: list[int] = []
+    # Batches have a fixed composition, so that an image's features do not depend on the number of ranks.
+    count, stride = len(images), dist.get_world_size() * BATCH_SIZE
+    with checkpoint.raise_together('image_metrics: reference images'):
+        for start in range(dist.get_global_rank() * BATCH_SIZE, count, stride):
+            status_line.show(f'features of {start} of {count} reference images')
+            own = range(start, min(start + BATCH_SIZE, count))
+            batch = [images[index] for index in own]
+            indices += own
+            for name, network in networks.items():
+                rows[name].append(network.features(batch).cpu())
+            checkpoint.on_progress()
+    status_line.show('')
+    return {name: gather_rows(features, indices) for name, features in rows.items()}

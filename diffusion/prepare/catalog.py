@@ -116,24 +116,21 @@ class Catalog:
         part = int(self.part[row])
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
-    def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
-        """Yield one array per part: the caption lists of those `images` (sorted catalog rows) that are in the part."""
-        return self._lists('captions', images)
-
-    def caption_columns(self, images: np.ndarray) -> Counter[str]:
-        """Count captions of `images` (sorted catalog rows) by the column that they come from; empty if not recorded."""
-        total: Counter[str] = Counter()
-        for found in self._lists('caption_columns', images):
-            counts = found.flatten().value_counts()
-            total.update({each['values']: each['counts'] for each in counts.to_pylist()})
-        return total
-
-    def _lists(self, column: str, images: np.ndarray) -> Iterator[pa.ListArray]:
+    def captions(self, images: np.ndarray, column: str = 'captions') -> Iterator[pa.ListArray]:
+        """Yield one array per part: the lists in a column of those of `images` (sorted catalog rows) in the part."""
         edges = np.searchsorted(images, self.first_row)
         for number, folder in enumerate(self.parts):
             rows = images[edges[number] : edges[number + 1]]
             found = read_inputs(folder, [column])[column]
             yield found.take(rows - self.first_row[number]).combine_chunks()
+
+    def caption_columns(self, images: np.ndarray) -> Counter[str]:
+        """Count captions of `images` (sorted catalog rows) by the column that they come from; empty if not recorded."""
+        total: Counter[str] = Counter()
+        for found in self.captions(images, 'caption_columns'):
+            counts = found.flatten().value_counts()
+            total.update({each['values']: each['counts'] for each in counts.to_pylist()})
+        return total
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
         """Reject images that duplicate an earlier one; return (row number, key of the original) of the first few.

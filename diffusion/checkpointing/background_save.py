@@ -34,7 +34,7 @@ class BackgroundSave:
         self.save, self.batch, self.stall_seconds = save, batch, stall_seconds
         self.after_making_room = False
         """True if the previous save failed on a full disk and old checkpoints were removed for this one."""
-        save.progress.pace(pause)
+        save.progress.pause = pause
         self._began = time.monotonic()
         self._polled_at = float('-inf')
         self._written = threading.Event()

@@ -62,8 +62,7 @@ class BucketStorage:
     def open(self) -> str:
         # Group ranks by folder instead of by Composer's nodes, since the nodes of a local job may share a folder.
         here = f'{os.uname().nodename} {self.folder.absolute()}'
-        folders = dist.all_gather_object(here)
-        self._node_ranks = [rank for rank, folder in enumerate(folders) if folder == here]
+        self._node_ranks = [rank for rank, folder in enumerate(dist.all_gather_object(here)) if folder == here]
         self.run_id = from_rank_zero(lambda: open_bucket_run(self.place), self.place)
         with raise_on_all_ranks(str(self.folder)):
             if self._owns_folder():
@@ -130,8 +129,7 @@ class BucketStorage:
             object_store.write(f'{self.name_of(batch)}/{name}', work / name, retry=replace(policy, wait=wait))
 
         with _as_storage_fault():
-            tasks = [partial(write, name) for name in files]
-            transfers.run_all(tasks, replace(object_store.DEFAULT, wait=check))
+            transfers.run_all([partial(write, name) for name in files], replace(object_store.DEFAULT, wait=check))
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         url = self.name_of(batch)

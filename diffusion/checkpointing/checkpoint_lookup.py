@@ -226,8 +226,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
         yield
         return
     done = threading.Event()
-    thread = threading.Thread(target=_renew, args=(path, content, done), daemon=True)
-    thread.start()
+    threading.Thread(target=_renew, args=(path, content, done), daemon=True).start()
     try:
         yield
     finally:

@@ -62,12 +62,9 @@ class WriteProgress:
         self.paused_seconds = 0.0
         self._abandoned = threading.Event()
         self._hurries = threading.Event()
-        self._pause = 0.0
+        self.pause = 0.0
+        """Seconds of pauses between writes per second of the writing thread's CPU time, until `hurry` is called."""
         self._resumed_at: float | None = None
-
-    def pace(self, pause: float) -> None:
-        """Pause between writes until `hurry` is called: `pause` seconds per second of the writing thread's CPU time."""
-        self._pause, self._resumed_at = pause, None
 
     def hurry(self) -> None:
         """Stop pausing, because training waits for the save; callable from any thread."""
@@ -75,7 +72,7 @@ class WriteProgress:
 
     def add(self, count: int) -> None:
         """Count bytes that are about to be written, after any pause; raise SaveAbandoned if the save is abandoned."""
-        if self._pause and not self._hurries.is_set():
+        if self.pause and not self._hurries.is_set():
             self._wait()
         self.check()
         self.written_bytes += count
@@ -98,7 +95,7 @@ class WriteProgress:
         worked = time.thread_time() - self._resumed_at
         if worked >= SHORTEST_WORK_SECONDS:
             began = time.monotonic()
-            self._hurries.wait(worked * self._pause)
+            self._hurries.wait(worked * self.pause)
             self._resumed_at = time.thread_time()
             self.paused_seconds += time.monotonic() - began
 
@@ -255,10 +252,9 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
         UserError: The receipt's format number is missing or differs from `FORMAT`.
         OSError: The receipt cannot be read, or the checkpoint's folder has vanished.
     """
-    path = checkpoint / RECEIPT
     try:
         # Read bytes: `parse_receipt` reports non-UTF-8 content as damage.
-        text = path.read_bytes()
+        text = (checkpoint / RECEIPT).read_bytes()
     except FileNotFoundError as error:
         if not checkpoint.is_dir():
             raise  # the whole folder has vanished: its file system may no longer be mounted, which is not damage
@@ -311,15 +307,6 @@ def all_damaged(place: str, damages: Sequence[str]) -> UserError:
         f'{place}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
         'restore one from a backup, or change the name of the run to start over'
     )
-
-
-def run_id_of(checkpoint: Path) -> str | None:
-    """Return the id of the run that saved a checkpoint, or None if the receipt is damaged or has no id."""
-    try:
-        found = read_with_retries(lambda: read_receipt(checkpoint)).get('run')
-    except DamagedCheckpoint:
-        return None
-    return found if isinstance(found, str) else None
 
 
 def read_with_retries(read: Callable[[], Result]) -> Result:

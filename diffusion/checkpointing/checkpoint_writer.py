@@ -234,7 +234,7 @@ class SaveInProgress:
             self.has_snapshot = reserve_on_all_ranks(buffers, found)
             if self.has_snapshot:
                 later = changed_by_updates(state)
-                (self._content, shards), self._copies = buffers.copy_but(collected.written, found, later)
+                (self._content, shards), self._copies = buffers.copy(collected.written, found, later)
                 self._reductions = buffers.reductions
                 if self._sharded is not None:
                     self._sharded.shards = shards
@@ -298,7 +298,6 @@ def _yielding_pickle(reductions: dict[int, Any]) -> Any:
 def _write_state(
     content: Mapping[str, Any], path: Path, progress: WriteProgress, reductions: dict[int, Any] | None
 ) -> FileRecord:
-    """Write the content of state.pt to a file, and return its size and hash."""
     with open_for_writing(path) as file:
         writer = checkpoint_store.HashingWriter(file, progress)
         chosen = pickle if reductions is None else _yielding_pickle(reductions)

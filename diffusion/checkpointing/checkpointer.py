@@ -101,12 +101,13 @@ class Checkpointer(CheckpointSaver):
                 f"resume: {resume!r} is not a checkpoint; use 'auto' for the run's newest one, the pathlib.Path of a "
                 f'checkpoint{path}, or None'
             )
-        is_place = isinstance(storage, str | Path)
-        if not is_place and not hasattr(storage, 'resume_point'):
+        if isinstance(storage, str | Path):
+            if (problem := runs_dir_problem(str(storage))) is not None:
+                raise UserError(f'storage: {problem}')
+            storage = run_storage(storage)
+        elif not hasattr(storage, 'resume_point'):
             raise UserError(f'storage: {storage!r} is not a folder or a URL, such as runs/own or s3://bucket/runs/own')
-        if is_place and (problem := runs_dir_problem(str(storage))) is not None:
-            raise UserError(f'storage: {problem}')
-        self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
+        self.storage = storage
         self._timed = timed_interval(save_interval, self.storage.place)
         interval, folder = self._timed or save_interval, str(self.storage.folder)
         super().__init__(folder, '{batch}', None, None, None, interval, overwrite=True)  # no remote files, no links

@@ -8,7 +8,7 @@ import datetime
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -19,8 +19,6 @@ from diffusion.checkpointing.checkpoint_lookup import claimed_batches
 from diffusion.checkpointing.checkpoint_store import batch_number, checkpoint_name, list_checkpoints, read_receipt
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.storage.atomic import new_unfinished, sync_folder
-
-HOUR_SECONDS, DAY_SECONDS = 3600, 86400
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     found = {each.batch for each in newest_first if each.claimed}
     found |= {each.batch for each in newest_first[: max(1, rules.last)]}
     timed = [(each.batch, each.saved) for each in newest_first if each.saved is not None]
-    for seconds, count in ((HOUR_SECONDS, rules.hourly), (DAY_SECONDS, rules.daily)):
+    for seconds, count in ((3600, rules.hourly), (86400, rules.daily)):
         # Group by hour or day in batch order: if the clock was set back or forward, a new period begins there.
         periods = groupby(timed, key=lambda each, seconds=seconds: math.floor(each[1] / seconds))
         found |= {next(period)[0] for _, period in islice(periods, count)}
@@ -54,9 +52,8 @@ def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     return found
 
 
-def select_removable(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> list[int]:
+def select_removable(checkpoints: Sequence[CheckpointInfo], rules: KeepConfig) -> list[int]:
     """Return the batches of the checkpoints that the rules do not keep and that are not claimed, oldest first."""
-    checkpoints = list(checkpoints)
     return sorted({each.batch for each in checkpoints} - kept(checkpoints, rules))
 
 

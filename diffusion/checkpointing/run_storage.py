@@ -203,8 +203,12 @@ def open_run_folder(folder: Path) -> str:
 
 def _first_id(folder: Path) -> str:
     """Write the missing run.json of a folder, with the id from the run's newest checkpoint that has one."""
-    named = (checkpoint_store.run_id_of(checkpoint) for checkpoint in list_checkpoints(folder))
-    return create_run_id(folder, next((run_id for run_id in named if run_id), ''))
+    for checkpoint in list_checkpoints(folder):
+        with suppress(checkpoint_store.DamagedCheckpoint):
+            found = read_with_retries(lambda checkpoint=checkpoint: read_receipt(checkpoint)).get('run')
+            if found and isinstance(found, str):
+                return create_run_id(folder, found)
+    return create_run_id(folder)
 
 
 def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:

@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -157,16 +157,18 @@ def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 
 class StateTensors:
-    """Distinct tensors of a state, identified by address, so the state must stay alive while this object is used."""
+    """Dense tensors of a state, identified by address, so the state must stay alive while this object is used."""
 
     def __init__(self, state: object) -> None:
         self.views: dict[Key, Tensor] = {}
         """The distinct tensors, detached, by `_key`."""
         self.keys: dict[int, Key] = {}
         """Key in `views` of each tensor object, by the object's `id`."""
-        for tensor in _tensors(state):
-            key = self.keys[id(tensor)] = _key(tensor)
-            self.views[key] = tensor.detach()
+        for tensor in tree_leaves(state):
+            # Other tensors, such as sparse ones, are copied like other objects.
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not isinstance(tensor, DTensor):
+                key = self.keys[id(tensor)] = _key(tensor)
+                self.views[key] = tensor.detach()
         sizes = [view.nbytes for view in self.views.values()]
         self.content_bytes = sum(sizes)
         self.nbytes = sum(map(_aligned, sizes))
@@ -245,16 +247,13 @@ class SnapshotBuffers:
         self._preparing = threading.Thread(target=work, name='memory for snapshots', daemon=True)
         self._preparing.start()
 
-    def copy(self, state: State) -> State:
+    def copy(self, state: State, tensors: StateTensors, later: Collection[int] = ()) -> tuple[State, TensorCopies]:
         """Return a copy of a state (nested containers) with its tensors copied into this memory.
 
         Tied weights share a copy. Everything else is copied too, so that later changes by training do not reach the
-        snapshot. `reserve` must have returned True for this state's size.
+        snapshot. `reserve` must have returned True for this state's size. The returned TensorCopies, which the caller
+        starts, copies the tensors at addresses in `later`.
         """
-        return self.copy_but(state, StateTensors(state), ())[0]
-
-    def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
-        """Like `copy`, but leave tensors at addresses in `later` to the returned TensorCopies; the caller starts it."""
         self._end_preparation()  # stop `prepare`: the copies touch the memory too
         if self._gpu is not None and not self._pinned:
             self._pin()
@@ -355,13 +354,6 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _tensors(state: object) -> Iterator[Tensor]:
-    """Yield the dense tensors in nested containers; others, such as sparse ones, are copied like other objects."""
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not isinstance(leaf, DTensor):
-            yield leaf
-
-
 def _key(tensor: Tensor) -> Key:
     """Return a key that is equal for tensors with the same device, memory address, dtype, shape and strides."""
     place = tensor.data_ptr() if tensor.nbytes else id(tensor)
@@ -370,10 +362,8 @@ def _key(tensor: Tensor) -> Key:
 
 def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> bool:
     """Allocate memory for a snapshot on all ranks; return False if a machine does not have enough. A collective."""
-    machine = environment.machine_name(os.environ)
-    need, available = tensors.nbytes, available_memory()
-    missing = max(0, need - buffers.nbytes)
-    figures = dist.all_gather_object((machine, missing, available))
+    machine, need = environment.machine_name(os.environ), tensors.nbytes
+    figures = dist.all_gather_object((machine, max(0, need - buffers.nbytes), available_memory()))
     if not any(each for _, each, _ in figures):
         return True
     needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}
@@ -391,7 +381,6 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> boo
 
 def has_room_on_all_nodes(needed_bytes: int) -> bool:
     """Return True if every node has `needed_bytes` for each of its ranks and SPARE_FRACTION to spare; a collective."""
-    machine = environment.machine_name(os.environ)
-    figures = dist.all_gather_object((machine, needed_bytes, available_memory()))
+    figures = dist.all_gather_object((environment.machine_name(os.environ), needed_bytes, available_memory()))
     needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}
     return all(free is None or needs[name] <= (1 - SPARE_FRACTION) * free for name, _, free in figures)

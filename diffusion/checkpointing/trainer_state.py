@@ -38,8 +38,6 @@ keep_data_position()
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _PACKAGES = ('diffusion', 'composer')
 """Packages whose algorithms only change weights and averages after the backward pass or during evaluation."""
-_TENSOR_ATTRIBUTES = ('model', 'optimizers')
-"""Attributes of Composer's state that contain tensors changed by training."""
 
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -57,8 +55,8 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
     averagers = _averagers(state)
     for name, algorithm in averagers.items():
         for label, average in algorithm.averages.items():
-            shards = average.shards(state.model)
-            tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
+            prefix = f'averages.{name}.{label}.'
+            tensors |= {prefix + key: shard for key, shard in average.shards(state.model).items()}
     # Turn off `gathers`, so that state_dict() omits the averages: they are among the sharded tensors.
     try:
         for algorithm in averagers.values():
@@ -87,7 +85,7 @@ def _whole_state(state: State) -> dict[str, Any]:
 def _rest_of_state(state: State) -> dict[str, Any]:
     attributes = state.serialized_attributes
     try:
-        state.serialized_attributes = [name for name in attributes if name not in _TENSOR_ATTRIBUTES]
+        state.serialized_attributes = [name for name in attributes if name not in ('model', 'optimizers')]
         return state.state_dict()
     finally:
         state.serialized_attributes = attributes
@@ -112,9 +110,7 @@ def changed_by_updates(state: State) -> set[int]:
         return {local_shard(tensor).data_ptr() for tensor in tensors if tensor.numel()}
 
 
-def load_checkpoint(
-    state: State, logger: Logger, checkpoint: Path, fetch: Fetch = sharded_state.present
-) -> list[dict[str, Any]] | None:
+def load_checkpoint(state: State, logger: Logger, checkpoint: Path, fetch: Fetch) -> list[dict[str, Any]] | None:
     """Load a checkpoint into a trainer's state, after FSDP but before DDP wraps the model; every rank must call it.
 
     Returns:

@@ -326,7 +326,7 @@ def test_paced_save_pauses_in_proportion_to_what_it_computes():
     progress = WriteProgress()
     write_pieces(progress)
     assert progress.paused_seconds == 0, 'it is not paced yet'
-    progress.pace(2.0)
+    progress.pause = 2.0
     write_pieces(progress, work=lambda: time.sleep(PIECE_SECONDS))
     assert progress.paused_seconds < PIECE_SECONDS, 'waiting for the disk does not count'
     began = time.thread_time()
@@ -338,7 +338,7 @@ def test_paced_save_pauses_in_proportion_to_what_it_computes():
 @pytest.mark.parametrize('end', ['hurry', 'abandon'])
 def test_pause_ends_when_the_save_is_waited_for_or_abandoned(end):
     progress = WriteProgress()
-    progress.pace(1e6)  # the first pause would last for hours
+    progress.pause = 1e6  # the first pause would last for hours
     errors: list[type[BaseException]] = []
 
     def run() -> None:

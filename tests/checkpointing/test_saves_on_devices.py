@@ -40,7 +40,7 @@ def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog, prepar
         # Work that is queued before the copy must be in it, and work that is queued after it must not.
         state['model']['large'].add_(1)
         expected['model']['large'].add_(1)
-        found = buffers.copy(state)
+        found = buffers.copy(state, StateTensors(state))[0]
         state['model']['large'].add_(5).sub_(5)
     change(state)
     same(expected, found)

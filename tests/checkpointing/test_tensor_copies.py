@@ -121,15 +121,15 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     recipe = load(write('overlapped', **sections))
     trainer = build_trainer(recipe)
     seen: list[Any] = []
-    copy_but = SnapshotBuffers.copy_but
+    copy = SnapshotBuffers.copy
 
     def observed(self, state, tensors, later):
-        copied, copies = copy_but(self, state, tensors, later)
+        copied, copies = copy(self, state, tensors, later)
         seen.append((sum(source.nbytes for _, source in copies._pairs), tensors.content_bytes))
         slow.clear()
         return copied, copies
 
-    monkeypatch.setattr(SnapshotBuffers, 'copy_but', observed)
+    monkeypatch.setattr(SnapshotBuffers, 'copy', observed)
     trainer.state.callbacks.append(At(Event.BATCH_START, 2, lambda: seen.append(list(slow))))
     trainer.state.callbacks.append(At(Event.BATCH_END, 3, lambda: seen.append(list(slow))))
     trainer.fit()

@@ -35,7 +35,6 @@ DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 EXCHANGE_FAILED = errno.EPROTO
 """Error number for a failed exchange with another node: the run drops the tier, whose process group may be unusable."""
 LOCK = 'in_use.lock'
-MEMORY_FOLDER = '/dev/shm'
 STALE_SECONDS = 3600.0
 """Age of its last change after which the tier folder of a run that no longer runs on this node is removed."""
 
@@ -90,8 +89,7 @@ class NodeTier:
         # The prefix of a Slurm address, such as core.rack2 in `core.rack2.node7`, is shared by neighboring nodes.
         block = os.environ.get('SLURM_TOPOLOGY_ADDR', '').rpartition('.')[0]
         domain = os.environ.get(DOMAIN_VARIABLE) or block
-        here = f'{os.uname().nodename} {self.folder.absolute()}'
-        places = dist.all_gather_object((here, domain))
+        places = dist.all_gather_object((f'{os.uname().nodename} {self.folder.absolute()}', domain))
         names = list(dict.fromkeys(place for place, _ in places))
         self.nodes = [[rank for rank, (place, _) in enumerate(places) if place == name] for name in names]
         with raise_on_all_ranks(self.place):
@@ -195,7 +193,7 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
     for name, tier in (('memory', config.memory), ('disk', config.disk)):
         if tier is None:
             continue
-        root = Path(tier.folder or MEMORY_FOLDER) / f'diffusion-{os.getuid()}'
+        root = Path(tier.folder or '/dev/shm') / f'diffusion-{os.getuid()}'
         found = NodeTier(name, root / run_id, run_id, replicate=tier.replicate, recipe_text=recipe_text)
         try:
             found.open(begun=begun)

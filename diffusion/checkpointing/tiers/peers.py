@@ -25,7 +25,8 @@ CHUNK_BYTES = 16 * 2**20
 TIMEOUT = timedelta(minutes=10)
 """Maximum wait for a message from a peer, which may still be writing its own files. Once the Trainer has been built,
 the recipe's timeout for collectives replaces this one."""
-_GOOD, _BAD = 1, 0
+_GOOD = 1
+"""First byte of a chunk that could be read; it is 0 in other chunks."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,7 @@ def exchange_files(
             if number < len(sizes):
                 sending = _send(outgoing.chunk(sizes[number]), peers.to, group)
             if number < len(expected):
-                buffer = torch.empty(expected[number] + 1, dtype=torch.uint8)
-                torch.distributed.recv(buffer, peers.source, group=group)
-                incoming.write(buffer)
+                incoming.receive(expected[number], peers.source, group)
             if sending is not None:
                 sending.wait()
     for error in (outgoing.error, incoming.error):
@@ -117,9 +116,7 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
     unfinished = f'.{path.name}.unfinished'
     with closing(_Incoming(path.parent, {unfinished: expected})) as incoming:
         for chunk_size in _chunk_sizes({path.name: expected}):
-            buffer = torch.empty(chunk_size + 1, dtype=torch.uint8)
-            torch.distributed.recv(buffer, source, group=group)
-            incoming.write(buffer)
+            incoming.receive(chunk_size, source, group)
     if incoming.error is not None:
         (path.parent / unfinished).unlink(missing_ok=True)
         raise incoming.error
@@ -130,12 +127,12 @@ def _exchange_offers(
     offered: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None
 ) -> dict[str, FileRecord]:
     """Send this rank's file names, sizes and hashes to one peer, and return those received from the other."""
-    text = json.dumps({name: asdict(record) for name, record in offered.items()}).encode()
+    text = bytearray(json.dumps({name: asdict(record) for name, record in offered.items()}).encode())
     sending = _send(torch.tensor([len(text)]), peers.to, group)
     length = torch.zeros(1, dtype=torch.int64)
     torch.distributed.recv(length, peers.source, group=group)
     sending.wait()
-    sending = _send(_tensor(text), peers.to, group)
+    sending = _send(torch.frombuffer(text, dtype=torch.uint8), peers.to, group)
     content = torch.empty(int(length), dtype=torch.uint8)
     torch.distributed.recv(content, peers.source, group=group)
     sending.wait()
@@ -152,10 +149,6 @@ def _chunk_sizes(files: Mapping[str, FileRecord]) -> list[int]:
     """Return the sizes of the chunks in which files are sent, file by file; an empty file has no chunks."""
     sizes = [each.bytes for each in files.values()]
     return [min(CHUNK_BYTES, size - start) for size in sizes for start in range(0, size, CHUNK_BYTES)]
-
-
-def _tensor(data: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
 class _Files:
@@ -189,7 +182,7 @@ class _Outgoing(_Files):
                 data[0] = _GOOD
             except Exception as error:
                 self.error = error
-        return _tensor(data)
+        return torch.frombuffer(data, dtype=torch.uint8)
 
     def _read(self, buffer: memoryview) -> None:
         if not self._remaining:
@@ -212,7 +205,9 @@ class _Incoming(_Files):
         self._writer: HashingWriter | None = None
         self._keep_error(self._open_next)
 
-    def write(self, chunk: Tensor) -> None:
+    def receive(self, size: int, source: int, group: ProcessGroup | None) -> None:
+        chunk = torch.empty(size + 1, dtype=torch.uint8)
+        torch.distributed.recv(chunk, source, group=group)
         self._keep_error(lambda: self._write(chunk))
 
     def _keep_error(self, work: Callable[[], None]) -> None:

@@ -106,8 +106,7 @@ def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
     except (DamagedCheckpoint, OSError) as error:
         log.warning('%s: not used (%s)', checkpoint, error)
         return None
-    valid = receipt.get('run') == tier.run_id and isinstance(receipt.get('save'), str)
-    return receipt if valid else None
+    return receipt if receipt.get('run') == tier.run_id and isinstance(receipt.get('save'), str) else None
 
 
 def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:

@@ -62,7 +62,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
     truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
     if url is None:
         with (folder / name).open('rb') as file:
-            begin = mds.read_header(file).size
+            begin = mds.first_offset(file)
             for offset, size in zip(offsets, sizes, strict=True):
                 file.seek(begin + offset)
                 sample = file.read(size)

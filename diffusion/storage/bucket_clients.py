@@ -51,13 +51,8 @@ class GoogleClient(Client):
             yield ObjectInfo(blob.name, blob.size, blob.etag)
 
     def list_folder(self, location: Location) -> FolderListing:
-        found = self.client.list_blobs(
-            location.bucket,
-            prefix=location.key,
-            delimiter='/',
-            fields='items(name,size,etag),prefixes,nextPageToken',
-            **self.once,
-        )
+        options = {'prefix': location.key, 'delimiter': '/', 'fields': 'items(name,size,etag),prefixes,nextPageToken'}
+        found = self.client.list_blobs(location.bucket, **options, **self.once)
         objects = [ObjectInfo(blob.name, blob.size, blob.etag) for blob in found]
         return [name.removesuffix('/') for name in found.prefixes], objects  # iterating over `found` sets `prefixes`
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import xxhash
@@ -59,7 +59,7 @@ class ShardFormat:
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> 'ShardFormat':
-        """Return the format in a shard's index entry or header; the inverse of `config`."""
+        """Return the format in a shard's index entry; the inverse of `config`."""
         return cls(dict(zip(entry['column_names'], entry['column_encodings'], strict=True)), entry['size_limit'])
 
     def encode(self, sample: Mapping[str, Any]) -> bytes:
@@ -148,17 +148,9 @@ class ShardFormat:
         }
 
 
-class ShardHeader(NamedTuple):
-    """A shard header's size in bytes (the offset of the first sample), and the format that it describes."""
-
-    size: int
-    format: ShardFormat
-
-
-def read_header(file: BinaryIO) -> ShardHeader:
-    samples, size = struct.unpack('<2I', file.read(8))
-    file.seek(4 + 4 * (samples + 1))
-    return ShardHeader(size, ShardFormat.of_entry(json.loads(file.read(size - file.tell()))))
+def first_offset(file: BinaryIO) -> int:
+    """Return the offset in bytes of the first sample in a shard file, which is the size of the shard's header."""
+    return struct.unpack('<2I', file.read(8))[1]
 
 
 def shard_name(number: int, token: str = '') -> str:
@@ -280,8 +272,7 @@ def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> 
 
 
 def hash_of(path: Path, algorithm: str) -> str:
-    is_xxhash = algorithm in xxhash.algorithms_available
-    digest = getattr(xxhash, algorithm)() if is_xxhash else hashlib.new(algorithm)
+    digest = getattr(xxhash, algorithm)() if algorithm in xxhash.algorithms_available else hashlib.new(algorithm)
     # Read unbuffered into one buffer, to avoid an allocation and a second copy per chunk.
     chunk = memoryview(bytearray(CHUNK))
     with path.open('rb', buffering=0) as file:

@@ -348,15 +348,19 @@ class StorePlace(Place):
             {key.rpartition('/')[2] for key in folders},
         )
 
-    def sizes(self) -> dict[str, int]:
-        return self._sizes('')
+    def sizes(self, folder: str = '') -> dict[str, int]:
+        """Return the size of each object, or only of those in a subfolder (name with trailing slash), by its path."""
+        prefix = f'{object_store.split(self.url)[1]}/'.lstrip('/')
+        with self._faults():
+            found = object_store.list_objects(f'{self.url}/{folder}', retry=self.retry)
+        return {each.key.removeprefix(prefix): each.size for each in found}
 
     def delete(self, names: Iterable[str]) -> None:
         with self._faults():
             object_store.delete_all([self.locate(name) for name in names], retry=self.retry)
 
     def remove_folder(self, name: str) -> None:
-        self.delete(self._sizes(f'{name}/'))
+        self.delete(self.sizes(f'{name}/'))
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
@@ -388,13 +392,6 @@ class StorePlace(Place):
         with suppress(PreconditionFailed):  # conditions work; a retry found the object of a lost first attempt
             self.replace(name, b'', None)
         self.delete([name])
-
-    def _sizes(self, folder: str) -> dict[str, int]:
-        """Return the size of each object in a subfolder (name with trailing slash), by its path in this folder."""
-        prefix = f'{object_store.split(self.url)[1]}/'.lstrip('/')
-        with self._faults():
-            found = object_store.list_objects(f'{self.url}/{folder}', retry=self.retry)
-        return {each.key.removeprefix(prefix): each.size for each in found}
 
     def _scratch(self, name: str) -> Path:
         assert self.scratch is not None, 'a place for large files has a scratch folder'

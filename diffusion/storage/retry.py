@@ -41,11 +41,10 @@ CLIENT_PACKAGES = frozenset(
     'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub requests s3transfer urllib3'.split()  # noqa: SIM905
 )
 """Packages whose errors, if they have no HTTP status, mean that a request failed on the network."""
-_GOOGLE = 'set GCS_KEY and GCS_SECRET, or Application Default Credentials'
 _AZURE = 'set AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY'
 CREDENTIALS = {
     's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and S3_ENDPOINT_URL for a store outside AWS',
-    'gs': _GOOGLE,
+    'gs': 'set GCS_KEY and GCS_SECRET, or Application Default Credentials',
     'azure': _AZURE,
     'azure-dl': _AZURE,
     'az': _AZURE,

@@ -48,7 +48,6 @@ class S3Client(Client):
         if endpoint and not endpoint.startswith(('http://', 'https://')):
             raise UserError(f'S3_ENDPOINT_URL: {endpoint} is not a URL; set it to https://{endpoint}')
         settings: dict[str, Any] = {'endpoint_url': endpoint}
-        options: dict[str, Any] = {}
         source = botocore.session.get_session()
         source.register_component('data_loader', _model_loader(source.get_config_variable('data_path')))
         # Try several times: an instance's metadata service throttles requests if many processes start at the same time.
@@ -57,16 +56,12 @@ class S3Client(Client):
             source.set_config_variable('metadata_service_num_attempts', 4)
         session = boto3.Session(botocore_session=source)
         self.anonymous = not self.google and session.get_credentials() is None
-        if self.anonymous:
-            options['signature_version'] = UNSIGNED
+        options: dict[str, Any] = {'signature_version': UNSIGNED} if self.anonymous else {}
         if self.google:
             keys = {'aws_access_key_id': os.environ['GCS_KEY'], 'aws_secret_access_key': os.environ['GCS_SECRET']}
             settings = {'endpoint_url': GOOGLE_S3, 'region_name': 'auto', **keys}
             # Google's S3 interface does not support the checksums that boto3 adds to requests by default.
-            options |= {
-                'request_checksum_calculation': 'when_required',
-                'response_checksum_validation': 'when_required',
-            }
+            options = dict.fromkeys(('request_checksum_calculation', 'response_checksum_validation'), 'when_required')
         config = Config(
             connect_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
@@ -80,13 +75,13 @@ class S3Client(Client):
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        for page in self._pages(location):
+        for page in self._pages('list_objects_v2', location, **self._payer(location)):
             yield from map(self._object, page.get('Contents', ()))
 
     def list_folder(self, location: Location) -> FolderListing:
         folders: list[str] = []
         objects: list[ObjectInfo] = []
-        for page in self._pages(location, Delimiter='/'):
+        for page in self._pages('list_objects_v2', location, Delimiter='/', **self._payer(location)):
             folders += [found['Prefix'].removesuffix('/') for found in page.get('CommonPrefixes', ())]
             objects += map(self._object, page.get('Contents', ()))
         return folders, objects
@@ -146,9 +141,7 @@ class S3Client(Client):
         from botocore.exceptions import ClientError
 
         folder = f'{location.key.rstrip("/")}/'.lstrip('/')
-        request: dict[str, Any] = {'Bucket': location.bucket, 'Prefix': location.key}
-        while True:
-            page = self._call(self.client.list_multipart_uploads, **request)
+        for page in self._pages('list_multipart_uploads', location):
             now = parsedate_to_datetime(page['ResponseMetadata']['HTTPHeaders']['date'])
             for upload in page.get('Uploads', ()):
                 age_seconds = (now - upload['Initiated']).total_seconds()
@@ -163,18 +156,12 @@ class S3Client(Client):
                         raise
                     continue  # do not yield an upload that another process has finished or aborted
                 yield upload['Key']
-            if not page.get('IsTruncated'):
-                return
-            request |= {'KeyMarker': page['NextKeyMarker'], 'UploadIdMarker': page['NextUploadIdMarker']}
 
-    def _pages(self, location: Location, **settings: str) -> Iterator[dict[str, Any]]:
-        request = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location), **settings}
-        while True:
-            page = self._call(self.client.list_objects_v2, **request)
+    def _pages(self, method: str, location: Location, **settings: str) -> Iterator[dict[str, Any]]:
+        request = {'Bucket': location.bucket, 'Prefix': location.key, **settings}
+        pages = iter(self.client.get_paginator(method).paginate(**request))
+        while page := self._call(next, pages, None):
             yield page
-            if not page.get('IsTruncated'):
-                return
-            request['ContinuationToken'] = page['NextContinuationToken']
 
     @staticmethod
     def _object(found: dict[str, Any]) -> ObjectInfo:

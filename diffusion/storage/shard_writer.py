@@ -6,7 +6,7 @@ shards of different datasets are never mixed.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,7 @@ class ShardWriter:
         # Listing a large object store folder takes many requests, so skip it if no shard can be complete.
         if not any(name.endswith('.mds.json') for name in entries):
             return set()
-        files = self.data.sizes()
-        return {int(name.split('.')[1]) for name in files if f'{name}.json' in entries}
+        return {int(name.split('.')[1]) for name in self.data.sizes() if f'{name}.json' in entries}
 
     def write(self, number: int, samples: Iterable[bytes], sizes: Sequence[int]) -> None:
         """Write a shard of encoded samples (may be a generator) and its index entry; sizes are in bytes."""
@@ -106,20 +105,20 @@ def other_plan(folder: Place | Path, saved: Mapping[str, Any], now: Mapping[str,
     )
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: str = 'in the checkpoint') -> list[str]:
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: str = 'in the checkpoint', prefix: str = ''
+) -> list[str]:
     """Return a line per changed setting in `now`'s order, such as `streams.a.choose: 96 in the checkpoint, 128 now`."""
-    return list(_differences('', saved, now, saved_in))
-
-
-def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], saved_in: str) -> Iterator[str]:
+    lines: list[str] = []
     for key in [*now, *(key for key in saved if key not in now)]:
-        path = f'{where}.{key}' if where else key
+        path = prefix + key
         if key not in saved or key not in now:
-            yield f'{path}: {_format_value(saved, key)} {saved_in}, {_format_value(now, key)} now'
+            lines.append(f'{path}: {_format_value(saved, key)} {saved_in}, {_format_value(now, key)} now')
         elif isinstance(saved[key], Mapping) and isinstance(now[key], Mapping):
-            yield from _differences(path, saved[key], now[key], saved_in)
+            lines += differences(saved[key], now[key], saved_in=saved_in, prefix=f'{path}.')
         elif saved[key] != now[key]:
-            yield f'{path}: {saved[key]} {saved_in}, {now[key]} now'
+            lines.append(f'{path}: {saved[key]} {saved_in}, {now[key]} now')
+    return lines
 
 
 def _format_value(values: Mapping[str, Any], key: str) -> str:

@@ -25,16 +25,12 @@ class _LatestMetrics(LoggerDestination):
     def __init__(self, *, every_seconds: float = 15.0) -> None:
         self.every_seconds = every_seconds
         self._latest: dict[str, Any] = {}
-        self._run = ''
         self._last_export = -math.inf
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         # Keep tensors until the export: float() would wait for the GPU in every batch.
         if dist.get_global_rank() == 0:
             self._latest |= {name: value for name, value in metrics.items() if is_number(value)}
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self._run = state.run_name
 
     def batch_end(self, state: State, logger: Logger) -> None:
         now = time.monotonic()
@@ -48,7 +44,7 @@ class _LatestMetrics(LoggerDestination):
     def _export_latest(self, state: State) -> None:
         if dist.get_global_rank() == 0:
             batch = {'batch': float(state.timestamp.batch.value)}
-            self.export(self._run, batch | {name: float(value) for name, value in self._latest.items()})
+            self.export(state.run_name, batch | {name: float(value) for name, value in self._latest.items()})
 
     def export(self, run: str, metrics: dict[str, float]) -> None:
         """Export a run's latest metrics, the first of which is `batch`; subclasses implement this."""

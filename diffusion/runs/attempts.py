@@ -194,8 +194,7 @@ def _append_to_object(url: str, record: dict[str, Any]) -> None:
         last = records[-1] if records else {}
         if last.get('event') == 'progress' and all(last.get(key) == record.get(key) for key in ('number', 'begin')):
             records.pop()
-        content = ''.join(json.dumps(each) + '\n' for each in [*records, record])
-        write_atomically(path, content)
+        write_atomically(path, ''.join(json.dumps(each) + '\n' for each in [*records, record]))
     # Use a separate lock, so that a slow upload does not delay later records in the local copy.
     with _upload:
         files.write(ATTEMPTS, path.read_bytes())
@@ -238,8 +237,9 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
         values = {key: value for key, value in values.items() if key not in ('monotonic', 'boot')}
         # The file may have been edited, so check all fields and types.
         known = all(name in kinds and fits(kinds[name], value) for name, value in values.items())
-        times = [recorded_at, *(value for value in values.values() if isinstance(value, int | float))]
-        if not known or not {'number', 'begin'} <= values.keys() or not all(_is_plausible(each) for each in times):
+        numbers = [value for value in (recorded_at, *values.values()) if isinstance(value, int | float)]
+        plausible = isinstance(recorded_at, int | float) and all(-1e11 < number < 1e11 for number in numbers)
+        if not known or not plausible or not {'number', 'begin'} <= values.keys():
             continue
         attempt = Attempt(**values)
         # Without an 'end' record, the node was lost: the time of the last record is the best estimate of the end.
@@ -299,10 +299,6 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
             used, furthest = (0 if furthest is not None else used), attempt.first
         used += attempt.launched and attempt.cause not in ('preempted', 'stopped', 'done')
     return used
-
-
-def _is_plausible(number: Any) -> bool:
-    return isinstance(number, int | float) and -1e11 < number < 1e11
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:

@@ -77,9 +77,8 @@ class EvaluationClaims:
         """Claim a checkpoint that has had `tries` claims; return None if another watcher was faster or holds one."""
         if tries and not self.has_ended(checkpoint, tries):
             return None
-        owner = Owner.current(os.environ)
         name = f'{EVALUATIONS}/{checkpoint}.claim-{tries + 1}'
-        claim = Claim(self._files, name, owner, self._lease_seconds, self._job)
+        claim = Claim(self._files, name, Owner.current(os.environ), self._lease_seconds, self._job)
         return claim if self._files.create(name, claim.text(time.time())) else None
 
     def held(self) -> set[str]:

@@ -94,7 +94,7 @@ def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
         return
     # faulthandler keeps the file descriptor and writes from a signal handler in C, so it works even if the interpreter
     # is blocked in a collective. The file must stay open until the process ends.
-    stacks = open(Path(folder, f'stacks-{_rank(environ)}.txt'), 'w', encoding='utf-8')  # noqa: SIM115
+    stacks = open(Path(folder, f'stacks-{environ.get("RANK", 0)}.txt'), 'w', encoding='utf-8')  # noqa: SIM115
     faulthandler.register(STACK_DUMP_SIGNAL, file=stacks, all_threads=True)
 
 
@@ -102,15 +102,13 @@ def write_rank_heartbeat(
     batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ
 ) -> None:
     """Write this rank's heartbeat file, with the fields of `Beat`; do nothing without `ATTEMPT_FOLDER_VARIABLE`."""
-    folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
-    if folder is not None:
-        write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
+    if (folder := environ.get(ATTEMPT_FOLDER_VARIABLE)) is not None:
+        write_heartbeat(Path(folder, f'beat-{environ.get("RANK", 0)}'), json.dumps([batch, doing, first, first_at]))
 
 
 def report_hardware_fault(text: str, environ: Mapping[str, str] = os.environ) -> None:
     """Tell the node entry point that a hardware fault ends the run; every rank calls this with the same text."""
-    folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
-    if folder is not None:
+    if (folder := environ.get(ATTEMPT_FOLDER_VARIABLE)) is not None:
         with contextlib.suppress(OSError):  # ignore a failed write: the exit status is sufficient
             Path(folder, HARDWARE_FAULT).write_text(text, encoding='utf-8')
 
@@ -137,10 +135,6 @@ def read_stacks(folder: Path) -> dict[int, str]:
     texts = {path: path.read_text(encoding='utf-8', errors='replace') for path in folder.glob('stacks-*')}
     found = {int(path.stem.rpartition('-')[2]): text for path, text in texts.items()}
     return {rank: text for rank, text in sorted(found.items()) if text}
-
-
-def _rank(environ: Mapping[str, str]) -> str:
-    return environ.get('RANK', '0')
 
 
 class Watchdog:

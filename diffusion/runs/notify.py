@@ -117,8 +117,7 @@ class Notifier:
         except (UserError, OSError):
             return
         if found.wall >= GOODPUT_AFTER_SECONDS and found.goodput < bound:
-            hours = found.wall / 3600
-            text = f'goodput is {found.goodput:.3f} after {hours:.1f} h, below {bound}'
+            text = f'goodput is {found.goodput:.3f} after {found.wall / 3600:.1f} h, below {bound}'
             self.send('goodput', text, goodput=round(found.goodput, 4), wall_seconds=round(found.wall))
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -156,8 +155,7 @@ def _post(url: str, message: dict[str, Any]) -> None:
     except (OSError, ValueError, urllib.error.URLError) as error:
         # Report only the operating system's message or the exception's type: other text may contain the URL, a secret.
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        words = getattr(cause, 'strerror', None) or type(cause).__name__
-        raise NotDelivered(str(words)) from None
+        raise NotDelivered(getattr(cause, 'strerror', None) or type(cause).__name__) from None
     except Exception as error:  # http.client has its own exceptions for replies that are not HTTP
         raise NotDelivered(type(error).__name__) from None
 

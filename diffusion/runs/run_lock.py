@@ -166,12 +166,11 @@ class Owner:
 
     @staticmethod
     def current(environ: Mapping[str, str]) -> 'Owner':
-        number = job_id(environ)
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
             uuid4().hex,
             environ.get(environment.JOB, ''),
-            number,
+            job_id(environ),
             int(attempt) if attempt.isdigit() else -1,
             environment.machine_name(environ),
             _machine_id(),
@@ -363,17 +362,15 @@ def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
     for _ in range(2):
         content = lock.read()
         other = None if content is None else parse_owner(content.text)
-        if other is not None and other.token != this_owner.token:
+        taken_over = f'{other}, took over the lock' if other is not None and other.token != this_owner.token else ''
+        if content is not None and content.text == RELEASED:  # this process releases it only after the last refresh
+            taken_over = 'another job took over the lock and has ended'
+        if taken_over:
             # This process was considered dead, for example because its machine was suspended. The folder now belongs to
             # the other job, whose run any further write would damage. os._exit skips all cleanup, which might write a
             # checkpoint or delete the other job's lock. CONFIG_ERROR prevents a retry that would compete for the
             # folder.
-            print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
-            os._exit(CONFIG_ERROR)
-        if content is not None and content.text == RELEASED:
-            # Another job must have taken the lock and ended: this process releases it only after the last refresh.
-            reason = 'another job took over the lock and has ended; this process exits'
-            print(f'error: {lock.path}: {reason}', file=sys.stderr, flush=True)
+            print(f'error: {lock.path}: {taken_over}; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         with contextlib.suppress(PreconditionFailed):
             return lock.write(_content(this_owner, count), content)

@@ -14,7 +14,7 @@ from diffusion.errors import UserError
 from diffusion.runs import attempts, node_status, run_lock
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.node_status import NodeStatus
-from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, StorePlace, files_of_run, is_url
+from diffusion.storage.places import PATIENT, Listing, Place, StorePlace, files_of_run, is_url
 from diffusion.storage.text_tables import parse_json_lines
 
 # Files that training writes. Their names are repeated here because the modules that write them import PyTorch.
@@ -236,17 +236,11 @@ def _headline(report: RunReport, recorded: list[Attempt]) -> str:
         return report.state
     if not recorded:
         return 'ended'
-    description = attempts.describe_attempt(recorded[-1].cause, recorded[-1].detail)
-    return f'ended, {description.removeprefix("ended ")}'
-
-
-def last_loss(metrics: Path) -> tuple[int, float] | None:
-    """Return the number of trained batches and the last training loss in a metrics file; None if it has no loss."""
-    return _last_loss(LocalPlace(metrics.parent).read(metrics.name, tail_bytes=_TAIL_BYTES))
+    return f'ended, {attempts.describe_attempt(recorded[-1].cause, recorded[-1].detail).removeprefix("ended ")}'
 
 
 def _last_loss(metrics: bytes | None) -> tuple[int, float] | None:
-    """Return the same as `last_loss`, given the end of a metrics file's content."""
+    """Return the number of trained batches and the last training loss at the end of a metrics.jsonl, or None."""
     for values in reversed(parse_json_lines(metrics or b'')):
         step, loss = values.get('step'), values.get(TRAIN_LOSS)
         if isinstance(step, int) and isinstance(loss, float):  # other lines have other metrics

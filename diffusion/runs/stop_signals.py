@@ -164,8 +164,7 @@ def stopping_early() -> Iterator[None]:
 def composer_handler() -> Any:
     """Return the signal handler that Composer installs on import, or None if Composer is not imported."""
     # The handler raises SystemExit with the status 128 + signal.
-    engine = sys.modules.get('composer.core.engine')
-    return getattr(engine, 'sigterm_handler', None)
+    return getattr(sys.modules.get('composer.core.engine'), 'sigterm_handler', None)
 
 
 def signal_of_exit(error: BaseException) -> int | None:

@@ -146,7 +146,7 @@ def test_dry_run_of_an_evaluation_has_no_cost_and_no_advice(capsys):
 
 
 def test_launch_exits_with_status_of_local_job(write_spec, capsys, monkeypatch):
-    monkeypatch.setattr('diffusion.launch.backends.local.run_local_jobs', lambda jobs: CONFIG_ERROR)
+    monkeypatch.setattr('diffusion.launch.backends.local.LocalJob.run', lambda self: CONFIG_ERROR)
     assert main(['launch', str(write_spec('local'))]) == CONFIG_ERROR
     assert capsys.readouterr().err == f'error: job: exited with status {CONFIG_ERROR}\n'
 

@@ -181,8 +181,7 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
     if len(jobs) > 1:
         found.append('Stages need JobSet 0.8 or later; a restart also runs completed stages, which exit immediately.')
     if len(jobs) > 1 and spec.schedule.queue is not None:
-        nodes = sum(job.nodes for job in jobs)
-        found.append(f'Kueue reserves the machines of all stages, {nodes}, for the whole job.')
+        found.append(f'Kueue reserves the machines of all stages, {sum(job.nodes for job in jobs)}, for the whole job.')
     return found
 
 
@@ -234,8 +233,7 @@ def _uncounted_rules(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def _exit_rule(operator: str, codes: Sequence[int]) -> dict[str, Any]:
-    exit_codes = {'containerName': 'main', 'operator': operator, 'values': [*codes]}
-    return {'action': 'FailJob', 'onExitCodes': exit_codes}
+    return {'action': 'FailJob', 'onExitCodes': {'containerName': 'main', 'operator': operator, 'values': [*codes]}}
 
 
 def _pod_failure_policy(job: Job, uncounted: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -18,27 +18,16 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.backends.base import Rendered, environment_of
 from diffusion.launch.job_spec import Job
-from diffusion.launch.workers import die_with_parent, discarding_lost_output
+from diffusion.launch.workers import TICK_SECONDS, die_with_parent, discarding_lost_output
 from diffusion.runs import attempts, environment
 from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_root
 from diffusion.storage.places import is_url
 
-TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
 """Time that the other nodes have to end after one node has failed."""
 ORDERLY = {PREEMPTED, BAD_HARDWARE}
 """Exit statuses of nodes whose ranks saved a checkpoint together before they ended."""
-
-
-def run_local_jobs(jobs: Sequence[Job]) -> int:
-    """Run jobs in sequence on this machine, with their restarts, until one fails; return its exit status, or 0."""
-    with discarding_lost_output():  # if the terminal is closed, stop the jobs so that they save
-        for job in jobs:
-            status = LocalJob(job).run()
-            if status:
-                return status
-    return 0
 
 
 def node_environment(job: Job, rank: int) -> dict[str, str]:
@@ -135,8 +124,7 @@ class LocalJob:
             # such a save cannot succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
-                notice = self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS
-                deadline = now + notice
+                deadline = now + (self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS)
                 self._terminate()
             if now > deadline:
                 return
@@ -152,8 +140,7 @@ class LocalJob:
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
-        repeated = self._interrupts.is_repeated()
-        self._end_requested |= repeated and number == signal.SIGINT
+        self._end_requested |= self._interrupts.is_repeated() and number == signal.SIGINT
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
@@ -209,10 +196,11 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    """Run the jobs on this machine and wait until they end; raise JobFailed if one exits with a nonzero status."""
-    status = run_local_jobs(jobs)
-    if status:
-        raise JobFailed(jobs[0].spec.name, status)
+    """Run the jobs in sequence on this machine, with their restarts; raise JobFailed if one fails."""
+    with discarding_lost_output():  # if the terminal is closed, stop the jobs so that they save
+        for job in jobs:
+            if status := LocalJob(job).run():
+                raise JobFailed(jobs[0].spec.name, status)
     return f'{jobs[0].spec.name}: done'
 
 

@@ -249,8 +249,8 @@ def _mounts(job: Job) -> dict[str, Any]:
             continue
         file_system = {'FileSystemId': system['id'], 'FileSystemType': 'FSxLustre'}
         file_system |= {'FileSystemAccessMode': 'rw', 'DirectoryPath': system['path']}
-        data_source = {'FileSystemDataSource': file_system}
-        channels.append({'ChannelName': target.removeprefix(CHANNELS), 'DataSource': data_source})
+        name = target.removeprefix(CHANNELS)
+        channels.append({'ChannelName': name, 'DataSource': {'FileSystemDataSource': file_system}})
     return found | ({'InputDataConfig': channels} if channels else {})
 
 

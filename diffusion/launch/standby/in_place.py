@@ -81,10 +81,9 @@ class Standby:
         """True once the imports are done."""
         self.channel, theirs = socket.socketpair()
         with theirs:
-            number = str(theirs.fileno())
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, '-m', STANDBY, number, ','.join(modules), '--', *command],
+                    [sys.executable, '-m', STANDBY, str(theirs.fileno()), ','.join(modules), '--', *command],
                     env=self.environ,
                     start_new_session=True,
                     preexec_fn=die_with_parent,
@@ -172,8 +171,7 @@ class StandbyPool:
                 self.say(f'standby of local rank {rank} {problem}; a restart will start a new process instead')
                 self._standbys.pop(rank).kill()
             elif standby.ready and not ready and not self._waiting:
-                seconds = time.monotonic() - self._begin
-                self.say(f'standby processes: {len(self._standbys)} ready after {seconds:.0f} s')
+                self.say(f'standby processes: {len(self._standbys)} ready after {time.monotonic() - self._begin:.0f} s')
         # Start one at a time, because the ranks need the CPU cores.
         if self._waiting and all(standby.ready for standby in self._standbys.values()):
             rank, environ = self._waiting.pop(0)

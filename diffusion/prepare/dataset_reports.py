@@ -71,7 +71,7 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
 
 
 def merged_report(
-    reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
+    reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int
 ) -> PrepareReport:
     """Merge the deliveries' reports: sum counts and histograms; only `pictures` and buckets lack removed images."""
     first, last = reports[0], reports[-1]

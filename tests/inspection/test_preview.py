@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import output_of, refusal
 from PIL import Image
 from shards import CAPTIONS, streams_of
@@ -17,6 +18,8 @@ from diffusion.config.load import load
 from diffusion.data.latents import LatentManifest
 from diffusion.inspection.preview import SIDE
 from diffusion.models import batch_keys
+from diffusion.models.pretrained import load_vae
+from diffusion.models.vae import decode_latents
 from diffusion.training.components import build_dataset
 
 YAMLS = Path(__file__).parents[2] / 'yamls'
@@ -90,6 +93,11 @@ def test_latents_are_decoded_by_local_vae_or_drawn_as_channels(write_recipe, tin
     look(capsys, path, '--out', out, '--samples', '3')
     shown = images_of(out.read_text())
     assert {image.shape for image in shown} == {(32, 32, 3) if decode else (4, 4, 3)}
+    if decode:  # the decoder's -1 is black, and 1 is white
+        means = (torch.arange(3) / 2).reshape(3, 1, 1, 1).expand(3, 4, 4, 4)
+        with torch.no_grad():
+            pixels = decode_latents(load_vae(model['vae']).eval(), means).clamp(-1, 1).permute(0, 2, 3, 1)
+        assert abs(np.stack(shown) / 127.5 - 1 - pixels.numpy()).max() < 0.01
     if not decode:  # 1/2, 1/4 and 0 standard deviations below the mean, of 6 from black to white
         assert [np.unique(image).tolist() for image in shown] == [[106], [117], [128]]
         assert 'someone/other-vae' in refusal(capsys, 'data', 'look', path, '--out', out, '--decode')

@@ -133,7 +133,7 @@ def test_reports_of_deliveries_are_merged() -> None:
     assert merged.statistics['captions'] == HISTOGRAM | {'counts': [10, 0, 4], 'quantiles': quantiles}
     line = {'date': None, 'source': 'photos', 'inputs': 1334, 'kept': 1230, 'duplicates': 0, 'rejected': 102}
     assert merged.deliveries == [line | {'passed_over': 2}, line | {'source': 'more', 'passed_over': 2}]
-    alone = merged_report([REPORT], {}, removed=0)
+    alone = merged_report([REPORT], {}, removed=0, removed_held_out=0)
     assert (alone.fingerprint, alone.statistics) == ('f', REPORT.statistics)
 
 
@@ -159,7 +159,7 @@ def test_report_has_the_messages_of_the_decoder_and_repaired_images(tmp_path: Pa
     page = html.unescape((tmp_path / 'out/report.html').read_text())
     assert message in page and report.repaired.shown in page
     assert message in report.text('out')
-    again = merged_report([report, report], {}, removed=0)
+    again = merged_report([report, report], {}, removed=0, removed_held_out=0)
     assert again.details == {'undecodable': {message: 6}} and again.repaired.count == 6
     kept = without_names(report, frozenset(report.repaired.names))
     assert kept.repaired == NamedCount(3, [])

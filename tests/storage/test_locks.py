@@ -1,5 +1,6 @@
 """File locks: shared and exclusive, with lock files that are kept or removed."""
 
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -43,6 +44,8 @@ def test_lock_is_shared_only_by_shared_requests(tmp_path: Path, first: bool, sec
     path = tmp_path / 'new' / 'lock'
     with locks.hold_lock(path, raise_taken, shared=first) as is_held:
         assert is_held and try_in_another_process(path, shared=second) == expected
+        open_files = len(os.listdir('/proc/self/fd'))
+        assert locks._try_lock(path) is None and len(os.listdir('/proc/self/fd')) == open_files
     assert path.exists() and try_in_another_process(path, shared=False)
 
 

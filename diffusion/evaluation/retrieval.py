@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from composer.utils import dist
 from torch import Tensor
 
 from diffusion.data.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.errors import UserError
-from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, gather_rows
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, from_rank_zero, gather_rows
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.prompts import caption_prompts
 from diffusion.models import batch_keys
@@ -80,8 +79,8 @@ class Retrieval:
         captions = [prompt.text for prompt in caption_prompts(dataset, self.num_captions)]
         shape = tuple(dataset[0][batch_keys.IMAGE].shape)
         generated = self._generate(checkpoint, captions, (shape[1], shape[2])).view(-1, *shape)
-        result = [0.0]
-        if dist.get_global_rank() == 0:
+
+        def top1() -> float:
             real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])
             nearest = nearest_images(generated.float() / 255, real.float() / 255)
             correct = [index == truth for index, truth in zip(nearest.tolist(), chosen, strict=True)]
@@ -89,9 +88,9 @@ class Retrieval:
             figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
             sheet = draw_sheet([Section(SHEET_TITLE, figures)], columns=self.columns, side=SIDE)
             save_image(sheet, checkpoint.run_dir / SAMPLES)
-            result = [sum(correct) / len(correct)]
-        dist.broadcast_object_list(result, src=0)
-        return EvaluationResult({'retrieval_top1': result[0]})
+            return sum(correct) / len(correct)
+
+        return EvaluationResult({'retrieval_top1': from_rank_zero(top1, checkpoint.raise_together)})
 
     def _generate(self, checkpoint: EvaluatedCheckpoint, captions: list[str], size: tuple[int, int]) -> Tensor:
         """Generate one image per caption on all ranks, uint8 [len(captions), 3 * H * W]; a collective."""

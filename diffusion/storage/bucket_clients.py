@@ -67,9 +67,7 @@ class GoogleClient(Client):
         blob.reload(**self.once)
         return blob.size, str(blob.generation)
 
-    def read(
-        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
-    ) -> None:
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str) -> None:
         """Download an object's stored bytes, or a range of them, to a file without decompression.
 
         Google's client checks the hash of a whole object, but not of a range.
@@ -150,9 +148,7 @@ class AzureClient(Client):
     def head(self, location: Location) -> ObjectInfo:
         return self._object(location, self._blob(location).get_blob_properties())
 
-    def read(
-        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
-    ) -> None:
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str) -> None:
         """Download an object, or only its bytes [span[0], span[1]), into an open file.
 
         Azure's client requests the first 32 MiB in one request, and the rest in requests of 4 MiB.
@@ -231,9 +227,7 @@ class HubClient(Client):
         """Return an object's size in bytes, without a version: the file system has no conditional reads."""
         return self.head(location).size, ''
 
-    def read(
-        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
-    ) -> None:
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str) -> None:
         """Download an object, or a byte range in one request, to a file; specific versions are not supported."""
         assert not version
         if span is None:

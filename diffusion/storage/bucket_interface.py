@@ -62,9 +62,7 @@ class Client(Protocol):
         found = self.head(location)
         return found.size, found.tag
 
-    def read(
-        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
-    ) -> None:
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str) -> None:
         """Download an object, or its half-open byte range `span`; fail with status 412 if it has another `version`."""
         ...
 

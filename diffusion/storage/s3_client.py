@@ -90,9 +90,7 @@ class S3Client(Client):
         found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
         return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
 
-    def read(
-        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
-    ) -> None:
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str) -> None:
         """Download an object or a byte range to a file; botocore checks the length and, if present, the checksum."""
         part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
         if version:

@@ -182,9 +182,7 @@ class WatchedBuffer(Watched, io.BytesIO):
     pass
 
 
-def read_watched(
-    url: str, file: Watched, span: tuple[int, int] | None, retry: RetryPolicy, *, version: str = ''
-) -> None:
+def read_watched(url: str, file: Watched, span: tuple[int, int] | None, retry: RetryPolicy, version: str = '') -> None:
     """Read an object or a file, or only the half-open byte range `span`, into `file`, without retries.
 
     Raises:
@@ -269,7 +267,7 @@ def _download_range(url: str, path: Path, span: tuple[int, int], version: str, r
         with WatchedFile(io.FileIO(path, 'r+')) as file:
             file.seek(span[0])
             file.limit = span[1] - span[0]
-            read_watched(url, file, span, retry, version=version)
+            read_watched(url, file, span, retry, version)
             if file.received != file.limit:
                 raise DamagedDownload(f'received {file.received} of {file.limit} bytes of range {span[0]}-{span[1]}')
 

@@ -123,11 +123,9 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
     os.replace(path.parent / unfinished, path)
 
 
-def _exchange_offers(
-    offered: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None
-) -> dict[str, FileRecord]:
+def _exchange_offers(own: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None) -> dict[str, FileRecord]:
     """Send this rank's file names, sizes and hashes to one peer, and return those received from the other."""
-    text = bytearray(json.dumps({name: asdict(record) for name, record in offered.items()}).encode())
+    text = bytearray(json.dumps({name: asdict(record) for name, record in own.items()}).encode())
     sending = _send(torch.tensor([len(text)]), peers.to, group)
     length = torch.zeros(1, dtype=torch.int64)
     torch.distributed.recv(length, peers.source, group=group)

@@ -288,7 +288,7 @@ def test_an_image_without_a_usable_answer_is_asked_about_as_often_as_documented(
     output_of(capsys, 'caption', data, '--with', settings)
     rows = table_of(data, 'brief').to_pylist()
     assert [row['rejected'] for row in rows] == [None, 'no_answer', 'empty', 'refused_by_server', *[None] * 36]
-    assert [server.asked[name] for name in names] == [1, 8, 3, 1, *[1] * 36]
+    assert [server.requested[name] for name in names] == [1, 8, 3, 1, *[1] * 36]
     assert [(row['tokens'], row['prompt_tokens']) for row in rows[:4]] == [(5, 100), (0, 0), (15, 300), (0, 0)]
     assert rows[1]['answer'] == 'status 500: {"error": {"message": "fault 500"}}'
 

@@ -42,7 +42,7 @@ class VlmServer(LocalServer):
         """Number of good answers by image and prompt."""
         self.always: dict[str, str] = {}
         """Fault in place of each good answer of this text."""
-        self.asked: Counter[str] = Counter()
+        self.requested: Counter[str] = Counter()
         """Number of requests by the text of the good answer."""
         self.good_limit = 10**9
         """Number of good answers after which every connection is closed without an answer."""
@@ -58,7 +58,7 @@ class VlmServer(LocalServer):
         with self._lock:
             fault = self._draws.choice(self.faults) if self.faults and self._draws.random() < self.rate else ''
             fault = self.always.get(name, fault)
-            self.asked[name] += 1
+            self.requested[name] += 1
             is_down = time.monotonic() < self._down_until or self.good.total() >= self.good_limit
             if fault == 'down':
                 self._down_until = time.monotonic() + 0.3

@@ -108,7 +108,7 @@ class CaptionRun:
             found = {column: tables_in(self.dataset, bucket, column) for column in self.plans}
             for entry in entries:
                 keys = {column: table_key(hashes[column], entry['raw_data']) for column in found}
-                done = {column: found[column][key] for column, key in keys.items() if key in found[column]}
+                done = {column: found[column][key][0] for column, key in keys.items() if key in found[column]}
                 missing = {column: prompt for column, prompt in self.settings.prompts.items() if column not in done}
                 folder = self.work / 'answers'
                 tasks.append(ShardTask(len(tasks), bucket, entry, done, missing, self.plans, folder))

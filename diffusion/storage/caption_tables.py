@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -61,11 +62,12 @@ def table_key(plan: str, raw: Mapping[str, Any]) -> str:
     return f'{raw["basename"]}.{plan}.{plan_hash({name: raw[name] for name in ("bytes", "hashes")})}'
 
 
-def tables_in(folder: Place, bucket: str, column: str) -> dict[str, str]:
+def tables_in(folder: Place, bucket: str, column: str) -> dict[str, list[str]]:
     """Return the paths of a column's tables by `table_key`; `bucket` is empty for the dataset's own folder."""
-    below = joined(bucket, f'{FOLDER}/{column}')
-    names = (name for name in sorted(folder.list(below).files, reverse=True) if name.endswith('.parquet'))
-    return {name.rsplit('.', 2)[0]: f'{below}/{name}' for name in names}
+    below, found = joined(bucket, f'{FOLDER}/{column}'), dict[str, list[str]]()
+    for name in sorted(name for name in folder.list(below).files if name.endswith('.parquet')):
+        found.setdefault(name.rsplit('.', 2)[0], []).append(f'{below}/{name}')
+    return found
 
 
 def write_table(folder: Place, bucket: str, column: str, key: str, table: pa.Table) -> str:
@@ -100,11 +102,9 @@ def publish(
     keys = {entry['raw_data']['basename']: table_key(plan_hash(plan), entry['raw_data']) for entry in entries}
     if not found.keys() >= {*keys.values()}:
         return False
-    tables = {file: found[key].rpartition('/')[2] for file, key in keys.items()}
+    tables = {file: found[key].pop(0).rpartition('/')[2] for file, key in keys.items()}
     _update_list(folder, bucket, lambda columns: columns | {column: {'plan': dict(plan), 'tables': tables}})
-    below = joined(bucket, f'{FOLDER}/{column}')
-    others = folder.list(below).files.keys() - {*tables.values()}
-    folder.delete([f'{below}/{name}' for name in others if name.endswith('.parquet')])
+    folder.delete(chain(*found.values()))
     return True
 
 
@@ -181,14 +181,14 @@ def rewrite_tables(
     before = {entry['raw_data']['basename']: entry['raw_data'] for entry in old}
     after = {number_of(entry['raw_data']['basename']): entry['raw_data'] for entry in new}
     for column in sorted(folder.list(joined(bucket, FOLDER)).folders) if before else ():
-        for key, name in tables_in(folder, bucket, column).items():
+        for key, names in tables_in(folder, bucket, column).items():
             file, plan, _ = key.rsplit('.', 2)
             if file not in before:
                 continue
-            replaced.append(name)
+            replaced += names
             raw = after.get(number_of(file))  # None if no sample of the shard is left
             if raw is not None and key == table_key(plan, before[file]):
-                rows = read_table(folder, name)
+                rows = read_table(folder, names[0])
                 kept = rows.filter(pa.array([key not in keys for key in rows['key'].to_pylist()], pa.bool_()))
                 table = write_table(folder, bucket, column, table_key(plan, raw), kept)
                 added.setdefault(column, {})[raw['basename']] = table

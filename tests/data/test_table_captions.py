@@ -39,7 +39,12 @@ def write_captions(folder: Path, column: str, text: str) -> None:
         table = pa.Table.from_pylist(rows, schema=ROWS)
         write_table(LocalPlace(folder), '', column, table_key(plan_hash(plan), entry['raw_data']), table)
         first += entry['samples']
+    written = {path: path.read_bytes() for path in folder.glob(f'captions/{column}/*')}
+    first = min(written, key=str)
+    (first.parent / f'{first.name.rsplit(".", 2)[0]}.{"f" * 16}.parquet').write_bytes(b'of another job')
     assert publish(LocalPlace(folder), '', column, plan, entries)
+    kept = {path: path.read_bytes() for path in folder.glob(f'captions/{column}/*')}
+    assert kept.items() <= written.items() and len(kept) == len(entries), 'one table per shard, the first by name'
 
 
 @pytest.fixture

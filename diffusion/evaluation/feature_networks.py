@@ -170,8 +170,8 @@ class Dino(FeatureNetwork):
 
     name = 'DINO'
 
-    def __init__(self, source: str, revision: str | None = None, *, side: int = DINO_SIDE) -> None:
-        super().__init__(side, resize='clean', mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    def __init__(self, source: str, revision: str | None = None) -> None:
+        super().__init__(DINO_SIDE, resize='clean', mean=IMAGENET_MEAN, std=IMAGENET_STD)
         self.network = load_feature_encoder(source, revision, where='DINO').encoder.eval().requires_grad_(False)
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -185,7 +185,8 @@ class Judge:
         """Return the scores of images, of which `parsed` has what the answers say, in the order of `questions`."""
         scores = {}
         for column, (name, instruction) in enumerate(self.scales.items()):
-            low, high = instruction.scale or (0, 1)
+            assert instruction.scale is not None
+            low, high = instruction.scale
             said = [row[column] for row in parsed]
             values = np.array([low if each is None else float(each) for each in said])
             score = rating_score(values, (low, high), categories(prompts), prompt_of)

@@ -1,9 +1,12 @@
 """Folders of images as one side of a comparison: matched with prompts by number, and read as browsers show them."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from composer.utils import dist
 from PIL import Image, ImageCms, PngImagePlugin
 
 from diffusion.errors import UserError
@@ -82,6 +85,31 @@ def test_images_of_an_evaluation_are_found_below_their_batches(write, tmp_path):
         numbered_images(folder, PROMPTS)
 
 
+def test_damaged_image_is_generated_again_and_ranks_of_a_sharded_model_take_part(tmp_path, monkeypatch, caplog):
+    asked: list[list[int]] = []
+
+    def generate(prompts: list[str], *, seeds: list[int], **_: object) -> torch.Tensor:
+        asked.append(seeds)
+        return torch.stack([torch.full((3, 4, 4), seed, dtype=torch.uint8) for seed in seeds])
+
+    images = GeneratedImages(tmp_path, PROMPTS, Sampling(batch_size=1, seed=7), 'ba2')
+    model, expected = Mock(generate=generate), [(range(i, i + 1), [[[7 + i] * 4] * 4] * 3) for i in range(3)]
+    assert [(own, each[0].tolist()) for own, each in images.own_batches(model)] == expected and asked == [[7], [8], [9]]
+    content = bytearray(images.path(1).read_bytes())
+    content[-20] ^= 255
+    images.path(1).write_bytes(content)
+    assert [(own, each[0].tolist()) for own, each in images.own_batches(model)] == expected and asked[3:] == [[8]]
+    assert f'{images.path(1)} is damaged' in caplog.text
+    monkeypatch.setattr(dist, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(dist, 'get_global_rank', lambda: 1)
+    for missing, passes in ((False, []), (True, [[8], [9]])):  # the other rank lacks its images, or has them
+        monkeypatch.setattr(dist, 'all_gather_object', lambda own, other=missing: [own, (other, False)])
+        assert [own for own, _ in images.own_batches(model, together=True)] == [range(1, 2)]
+        assert asked[4:] == passes
+    with pytest.raises(UserError, match="has images with checkpoint 'ba2' instead of 'ba1'; remove the folder"):
+        GeneratedImages(tmp_path, PROMPTS, Sampling(batch_size=1, seed=7), 'ba1')
+
+
 def test_images_are_read_upright_in_srgb_over_white(tmp_path):
     turned = Image.new('RGB', (8, 4), (200, 30, 30))
     exif = turned.getexif()
@@ -112,7 +140,8 @@ def test_reference_images_of_a_folder_are_read_as_compared_ones(tmp_path):
     Image.new('RGBA', (4, 4), (0, 0, 0, 0)).save(tmp_path / 'clear.png')
     Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / 'deep.png')
     (tmp_path / 'notes.png').write_text('not an image')
-    images = FolderImages(tmp_path)
+    images = FolderImages(tmp_path, len([*tmp_path.iterdir()]))
+    assert len(images) == 4 and images.description() != FolderImages(tmp_path, 3).description() | {'count': 4}
     clear, deep = images[0], images[1]
     assert clear.unique().tolist() == [255]
     assert deep.unique().tolist() == [128]

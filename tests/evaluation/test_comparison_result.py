@@ -171,7 +171,9 @@ def test_people_who_fail_attention_checks_are_excluded():
 def test_one_slip_in_six_checks_does_not_exclude():
     slip = next(pair for pair in KEY.pairs if pair.damaged)
     answers = answers_of(KEY, 1) + answers_of(KEY, 2, lambda *each: 'tie' if each[0] is slip else attentive(*each))
-    assert analyze_answers(KEY, answers).excluded == {}
+    answers += answers_of(KEY, 3, lambda pair, question: 'tie' if pair.a else attentive(pair, question))
+    result = analyze_answers(KEY, answers)
+    assert result.excluded == {} and result.preferences['quality'].share == pytest.approx(2.5 / 3), 'a tie is a half'
 
 
 def test_people_who_saw_no_check_count_and_are_counted():

@@ -1,7 +1,9 @@
 """Feature networks and their resizing, against clean-fid, torch-fidelity, transformers and CMMD's published steps."""
 
 import pickle
+import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 from urllib.error import URLError
 
@@ -19,8 +21,8 @@ from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection, Dino
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation import feature_networks
-from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, Inception, clean_resize
-from diffusion.evaluation.metrics import frechet_distance, gaussian_distance, kernel_distance
+from diffusion.evaluation.feature_networks import Clip, Inception, clean_resize
+from diffusion.evaluation.metrics import build_network, frechet_distance, gaussian_distance, kernel_distance
 from diffusion.prepare.openmoji import all_emoji
 
 
@@ -50,7 +52,7 @@ def test_resize_equals_clean_fid_bit_for_bit(height, width, side, seed):
 
 def test_inception_equals_torch_fidelity(inception_file):
     """Neither of the two resizes images of 299 pixels, so that only the network is compared."""
-    network = Inception(str(inception_file))
+    network: Any = build_network('inception', {'inception': str(inception_file)})
     images = [noise(299, 299)]
     original = FeatureExtractorInceptionV3('inception', ['2048'], str(inception_file))
     expected = original(torch.stack(images))[0]
@@ -76,7 +78,9 @@ def test_dino_features_are_the_class_token(tmp_path):
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     pixels = (image / 255 - mean[:, None, None]) / std[:, None, None]
     expected = model(pixel_values=pixels[None]).last_hidden_state[:, 0]
-    torch.testing.assert_close(Dino(str(tmp_path), side=56).features([image]), expected, rtol=1e-4, atol=1e-5)
+    network: Any = build_network('dino', {'dino': str(tmp_path)})
+    network.side = 56
+    torch.testing.assert_close(network.features([image]), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_features_of_an_image_do_not_depend_on_the_others(clip_folder):
@@ -95,7 +99,7 @@ def blurred(image: Tensor, amount: float) -> Tensor:
 def test_distances_grow_with_damage():
     drawn = [each.render(64).convert('RGB') for each in all_emoji()[::90][:16]]
     emoji = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in drawn]
-    network = EfficientNetLite0()
+    network: Any = build_network('efficientnet', {})
     network.side = 96  # a fifth of the time
     reference, found = network.features(emoji), []
     for amount in (0.1, 0.25, 0.5):
@@ -137,11 +141,14 @@ def test_wrong_weights_are_refused_and_not_run(tmp_path, monkeypatch, inception_
     assert not Path('harmed').exists()
 
 
-def test_weights_that_cannot_be_downloaded(tmp_path, monkeypatch):
+def test_weights_that_cannot_be_downloaded_or_are_kept(tmp_path, monkeypatch, inception_file):
     monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, 'download_url_to_file', Mock(side_effect=URLError('no route to host')))
     with pytest.raises(ExternalError, match=r'cannot be downloaded \(.*no route to host.*copy the file to'):
         Inception()
+    download = Mock(side_effect=lambda url, path, **_: shutil.copy(inception_file, path))
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
+    assert Inception().description() == Inception().description() and download.call_count == 1
 
 
 def test_missing_package_names_the_extra(monkeypatch):

@@ -18,9 +18,9 @@ from transformers import CLIPModel, CLIPProcessor, Mask2FormerForUniversalSegmen
 from diffusion.compatibility.transformers_versions import clip_features
 from diffusion.errors import UserError
 from diffusion.evaluation import geneval
-from diffusion.evaluation.geneval import ColorClassifier, Detection, GenEval, ObjectDetector, crop, geneval_score
-from diffusion.evaluation.geneval_rules import CLASSES, COLORS, check_prompt, kept_objects
-from diffusion.evaluation.image_scores import TextImageScore
+from diffusion.evaluation.geneval import Detection, GenEval, ObjectDetector, crop, geneval_score
+from diffusion.evaluation.geneval_rules import CLASSES, COLORS, check_prompt, kept_objects, relations
+from diffusion.evaluation.metrics import build_network
 from diffusion.evaluation.prompts import Prompt
 
 KINDS = ('single_object', 'two_object', 'counting', 'colors', 'position', 'color_attr')
@@ -151,6 +151,8 @@ def test_rules_equal_an_independent_implementation_on_500_scenes_and_answers_are
 def test_at_most_16_objects_of_a_class_count():
     kept = kept_objects({'dog': [[0, 0, 9, 9, 0.5 + number / 100] for number in range(20)]}, 'single_object')
     assert [each[4] for each in kept['dog']] == [0.5 + number / 100 for number in reversed(range(4, 20))]
+    assert kept_objects({'dog': [[0, 0, 9, 9, 0.3]]}, 'single_object') == {'dog': []}, 'more than 0.3 is needed'
+    assert relations(kept['dog'][0], kept['dog'][1]) == set(), 'objects at the same place'
 
 
 def test_answer_of_another_prompt_or_a_cut_file_is_not_used(tmp_path):
@@ -203,6 +205,8 @@ def test_detector_follows_the_published_steps(mask2former, monkeypatch):
         found = sorted((each.name, *each.box, each.confidence) for each in detector.detect(image))
         assert [row[:-1] for row in found] == [row[:-1] for row in sorted(wanted)] != []
         assert [row[-1] for row in found] == pytest.approx([row[-1] for row in sorted(wanted)], rel=1e-4)
+    monkeypatch.setattr(geneval, 'MIN_CONFIDENCE', 1)
+    assert detector.detect(image) == []
 
 
 def test_detector_of_other_classes_is_refused(tmp_path):
@@ -210,7 +214,7 @@ def test_detector_of_other_classes_is_refused(tmp_path):
         ObjectDetector(str(write_mask2former(tmp_path, labels=3)))
 
 
-def test_colors_are_the_nearest_mean_of_three_texts(tmp_path):
+def test_colors_are_the_nearest_mean_of_three_texts(mask2former, tmp_path):
     folder = str(write_clip(tmp_path))
     model, processor = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder)
     generator = np.random.default_rng(0)
@@ -235,7 +239,7 @@ def test_colors_are_the_nearest_mean_of_three_texts(tmp_path):
         with torch.no_grad():
             embeds = clip_features(model.get_image_features(**inputs))[0]
         wanted.append(COLORS[int((torch.stack(means) @ embeds).argmax())])
-    classifier = ColorClassifier(TextImageScore(folder))
+    classifier: Any = build_network('geneval_hf', {'geneval_hf': mask2former, 'clip_score': folder}).classifier
     assert classifier.colors(image, found, 'tv') == wanted
     assert classifier.colors(image, [], 'tv') == []
 

@@ -9,7 +9,8 @@ import socket
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from diffusion.errors import UserError
+from diffusion.evaluation import rendered_text
 from diffusion.evaluation.comparison_result import clustered_proportion
+from diffusion.evaluation.metrics import build_network
 from diffusion.evaluation.prompts import Prompt, read_prompts
 from diffusion.evaluation.rendered_text import TextReader, check_text, image_scores, text_counts, text_scores
 
@@ -169,11 +172,25 @@ def test_ocr_reads_drawn_text_without_network_and_its_answers_are_kept(tmp_path,
     assert counts[:, 2].tolist() == pytest.approx([2, 1 - levenshtein('brews', 'fresh') / 5, 0], abs=1e-4)
     assert json.loads(files[0].with_suffix('.rapidocr.json').read_text())['lines'] == ['Open', 'Daily']
 
-    monkeypatch.setattr(reader, '_ocr', refuse)
-    other = [prompts[0], Prompt("the word 'Fresh'"), prompts[2]]
-    assert reader.counts(images, other, files)[:, 0].tolist() == [2, 1, 0], 'kept text serves other prompts'
-    files[1].with_suffix('.rapidocr.json').write_text('{"engine": "an older one", "lines": []}')
-    with pytest.raises(AssertionError, match='asked'):
+
+def test_text_of_an_image_is_read_once_and_kept_with_its_confidences(tmp_path, monkeypatch):
+    ocr = Mock(side_effect=[Mock(txts=('Open', 'Daily'), scores=(0.9123456, 0.5)), Mock(txts=None, scores=None)])
+    ocr.cfg.Rec = Mock(ocr_version=Mock(value='PP-OCRv5'), model_type=Mock(value='mobile'))
+    monkeypatch.setattr(rendered_text, 'import_optional', lambda *_: Mock(RapidOCR=lambda params: ocr))
+    monkeypatch.setattr(rendered_text, 'version', lambda name: '3.4')
+    reader: Any = build_network('rapidocr', {})
+    images, files = [drawn('Open Daily', 'red'), drawn('Fresh', 'blue')], [tmp_path / '0.png', tmp_path / '1.png']
+    prompts = [Prompt("a sign that says 'Open Daily'"), Prompt("the word 'Fresh'")]
+    counts = reader.counts(images, prompts, files)
+    assert counts[:, :2].tolist() == [[2, 2], [0, 1]] and counts.dtype == torch.float64
+    assert reader.counts(images[:1], [Prompt("the word 'Daily'")], files[:1])[0, :2].tolist() == [1, 1]
+    assert ocr.call_count == 2, 'kept text serves other prompts'
+    bgr = images[0].numpy()[::-1].transpose(1, 2, 0)
+    assert np.array_equal(ocr.call_args_list[0].args[0], bgr), 'the order that RapidOCR expects'
+    kept = {'engine': 'rapidocr 3.4, PP-OCRv5 mobile', 'lines': ['Open', 'Daily'], 'confidences': [0.91235, 0.5]}
+    assert json.loads(files[0].with_suffix('.rapidocr.json').read_text()) == kept
+    reader.engine = 'a newer one'
+    with pytest.raises(StopIteration):  # asked again
         reader.counts(images, prompts, files)
 
 

@@ -24,7 +24,6 @@ from diffusion.compatibility.transformers_versions import clip_features, fast_to
 from diffusion.errors import UserError
 from diffusion.evaluation import image_scores
 from diffusion.evaluation.hpsv3 import PROMPT, HPSv3
-from diffusion.evaluation.image_scores import AestheticScore, HumanPreferenceScore, ImageReward, TextImageScore
 from diffusion.evaluation.metrics import build_network, build_networks
 
 PROMPTS = ['a red cube', 'seven ducks ' * 60, '']
@@ -47,7 +46,7 @@ def loaded(clip: str) -> tuple[Any, Any]:  # transformers annotates their method
 
 def test_clip_score_is_the_scaled_cosine(clip):
     model, processor = loaded(clip)
-    network = TextImageScore(clip)
+    network: Any = build_network('clip_score', {'clip_score': clip})
     scores = network.scores(images(), PROMPTS)
     for image, prompt, score in zip(images(), PROMPTS, scores, strict=True):
         short = prompt[:300]
@@ -63,7 +62,7 @@ def test_clip_score_is_the_scaled_cosine(clip):
 
 def test_pick_score_is_the_scaled_cosine(clip):
     model, processor = loaded(clip)
-    network = TextImageScore(clip, kind='pick_score')
+    network: Any = build_network('pick_score', {'pick_score': clip})
     for image, prompt in zip(images(), PROMPTS, strict=True):
         inputs = processor(
             text=[prompt], images=[image], return_tensors='pt', padding=True, truncation=True, max_length=77
@@ -76,7 +75,7 @@ def test_pick_score_is_the_scaled_cosine(clip):
 def test_hpsv2_is_the_cosine_of_the_padded_image(tmp_path, monkeypatch):
     config, weights = write_open_clip(tmp_path)
     monkeypatch.setattr(image_scores, 'HPS_ARCHITECTURE', config.stem)
-    network = HumanPreferenceScore(str(tmp_path))
+    network: Any = build_network('hpsv2', {'hpsv2': str(tmp_path)})
     model: Any = open_clip.create_model(config.stem, pretrained=str(weights)).eval()
     tokenize: Any = open_clip.get_tokenizer(config.stem)
     normalize = v2.Normalize(image_scores.CLIP_MEAN, image_scores.CLIP_STD)
@@ -151,14 +150,15 @@ def test_image_reward_equals_the_equations_of_blip(tmp_path):
     features = image_reward(tensors, pixels, tokens.input_ids, tokens.attention_mask)
     expected = (through(head_tensors(128), features) - 0.16717362830052426) / 1.0333394966054072
     assert expected.std() > 0.1
-    torch.testing.assert_close(ImageReward(str(file)).scores(images(), prompts), expected, rtol=1e-4, atol=1e-3)
+    network: Any = build_network('image_reward', {'image_reward': str(file)})
+    torch.testing.assert_close(network.scores(images(), prompts), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_aesthetic_score_is_a_linear_head_on_the_normalized_embedding(clip, tmp_path):
     model, processor = loaded(clip)
     file = tmp_path / 'head.pth'
     torch.save(head_tensors(8), file)
-    network = AestheticScore(str(file), TextImageScore(clip))
+    network: Any = build_network('aesthetic', {'aesthetic': str(file), 'clip_score': clip})
     for image in images():
         with torch.no_grad():
             embeds = clip_features(model.get_image_features(**processor(images=image, return_tensors='pt')))

@@ -25,8 +25,8 @@ from diffusion import cli
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.evaluation.feature_networks import Inception
-from diffusion.evaluation.generated_images import MANIFEST, GeneratedImages, Sampling
-from diffusion.evaluation.image_metrics import examples
+from diffusion.evaluation.generated_images import GeneratedImages, Sampling
+from diffusion.evaluation.image_metrics import LAYOUTS, examples
 from diffusion.evaluation.prompts import Prompt
 from diffusion.report.report_source import RunsSource
 from diffusion.storage.mds import first_samples
@@ -182,7 +182,9 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
     evaluate(load(recipe))
     kept = (path for path in run.glob('evaluations/**/*.*') if path.suffix != '.json' and path.is_file())
     files = {path: path.stat().st_mtime_ns for path in kept}
-    evaluate(load(recipe, ['evaluators.image_metrics.metrics=[clip_score]']))
+    changes = ['metrics=[clip_score]', 'layout=t2i_compbench']
+    evaluate(load(recipe, [f'evaluators.image_metrics.{change}' for change in changes]))
+    assert len([*run.glob('evaluations/ba2/*/t2i_compbench/samples/*.png')]) == 2 * 4
     assert set(results(run)['metrics']) == set(sweep(run)[1]) == {'cmmd', 'clip_score'}
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert set(run.glob('evaluations/*/*/*/*.png')) <= set(files)
@@ -193,12 +195,7 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
     [
         ({'metrics': ['fidd']}, "there is no metric 'fidd'; did you mean 'fid'"),
         ({'metrics': []}, 'not a list of at least one metric'),
-        ({'num_images': 10**6}, '1000000 prompts are more than'),
-        pytest.param(
-            {'size': [64, 64]},
-            'the reference images have 32 x 32 pixels and the generated ones 64 x 64',
-            marks=pytest.mark.slow,
-        ),
+        ({'num_images': 10**6, 'images_per_prompt': 10}, '100000 prompts are more than'),
         ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
         ({'guidance_scales': [3, 3]}, 'not a list of different values'),
         ({'num_inference_steps': []}, 'not a list of different values'),
@@ -210,17 +207,19 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
             'prompts: ned_rapidocr needs the path of prompts that ask for text, .*, not None',
         ),
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
-        pytest.param(
-            {'layout': 'geneval', 'metrics': ['efficientnet_distance']},
-            'has no GenEval metadata',
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_mistakes_are_named(prepared, changes, message):
     recipe, _ = prepared(**changes)
     with pytest.raises(UserError, match=message):
         evaluate(load(recipe))
+
+
+def test_few_images_are_a_warning_and_references_of_another_size_are_refused(prepared, caplog):
+    recipe, _ = prepared(metrics=['efficientnet_distance'], size=[64, 32])
+    with pytest.raises(UserError, match='the reference images have 32 x 32 pixels and the generated ones 64 x 32'):
+        evaluate(load(recipe))
+    assert 'efficientnet_distance of 12 images is biased upward by the small number' in caplog.text
 
 
 @pytest.mark.slow
@@ -290,6 +289,29 @@ GENEVAL = [
     {'tag': 'single_object', 'include': [{'class': 'cat', 'count': 1}], 'prompt': 'a cat'},
     {'tag': 'colors', 'include': [{'class': 'car', 'count': 1, 'color': 'blue'}], 'prompt': 'a blue car'},
 ]
+
+
+def test_layouts_of_external_scorers_replace_earlier_ones(tmp_path):
+    long = {**GENEVAL[1], 'prompt': 'a cat / a dog' + ' and' * 90}
+    prompts = [Prompt(each['prompt'], metadata=each) for each in (GENEVAL[0], long) for _ in range(2)]
+    images = GeneratedImages(tmp_path, [each.text for each in prompts], Sampling(batch_size=4), 'ba2')
+    images.path(0).parent.mkdir()
+    for name, write in [*LAYOUTS.items()] * 2:
+        for index in range(4):
+            images.path(index).write_text(f'{name} {index}')
+        write(images, prompts, 2, tmp_path / name)
+    found = {path: path.read_text() for name in LAYOUTS for path in (tmp_path / name).rglob('*.png')}
+    names = [each.text.replace('/', ' ')[:230] for each in prompts]
+    assert found == {
+        **{tmp_path / 'geneval' / f'0000{n // 2}/samples/000{n % 2}.png': f'geneval {n}' for n in range(4)},
+        **{tmp_path / f't2i_compbench/samples/{names[n]}_00000{n}.png': f't2i_compbench {n}' for n in range(4)},
+    }
+    assert json.loads((tmp_path / 'geneval' / '00001' / 'metadata.jsonl').read_text()) == long
+    images.path(3).unlink()
+    with pytest.raises(UserError, match=r'000003.png is not on this node; write layouts on one node'):
+        LAYOUTS['t2i_compbench'](images, prompts, 2, tmp_path / 'other')
+    with pytest.raises(UserError, match="the prompt 'a cat' has no GenEval metadata"):
+        LAYOUTS['geneval'](images, [Prompt('a cat')], 2, tmp_path / 'other')
 
 
 @pytest.mark.slow
@@ -525,22 +547,3 @@ def test_mistakes_in_options_are_found_before_torch_is_imported(prepared, capsys
     _, run = prepared()
     assert cli.main(['evaluate', str(run), *options]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_damaged_image_is_generated_again_and_other_images_are_refused(prepared, caplog):
-    recipe, run = prepared(metrics=['efficientnet_distance'], guidance_scales=[2])
-    evaluate(load(recipe))
-    assert 'efficientnet_distance of 12 images is biased upward by the small number' in caplog.text
-    before, values = pixels(run), sweep(run)
-    victim = next(run.glob('evaluations/ba2/*/batch-00001/*.png'))
-    content = bytearray(victim.read_bytes())
-    content[-40] ^= 255
-    victim.write_bytes(content)
-    evaluate(load(recipe))
-    assert 'is damaged' in caplog.text
-    assert (pixels(run), sweep(run)) == (before, values)
-    manifest = next(run.glob(f'evaluations/ba2/*/{MANIFEST}'))
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {'checkpoint': 'ba1, ema weights'}))
-    with pytest.raises(UserError, match="has images with checkpoint 'ba1, ema weights' instead of 'ba2"):
-        evaluate(load(recipe))

@@ -65,6 +65,7 @@ def error_message(path, *overrides):
         ('kubernetes', {'mounts': {'/workspace/runs': 's3://b'}}, "mounts./workspace/runs: 's3://b' cannot be mounted"),
         ('kubernetes', {'secrets': {'A': None}}, 'secrets.A: None is not a Kubernetes secret; use secret/key'),
         ('kubernetes', {'backend': {'raw': {'pods': {}, 'pod': {'a': 1}}}}, 'backend.raw.pods: is unknown; use one of'),
+        ('kubernetes', {'schedule': {'preemptible': True}}, 'schedule.preemptible: is not supported on Kubernetes'),
         ('kubernetes', {'schedule': {'priority': 5}}, 'schedule.priority: 5 is a number'),
         ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; set the ARN of the IAM role'),
         ('sagemaker', {'schedule': {'time_limit': None}}, 'schedule.time_limit: is missing, and'),
@@ -83,8 +84,6 @@ def error_message(path, *overrides):
         ('mcli', {'gpus_per_node': 4}, 'gpus_per_node: 4 of 8 per machine; jobs of several nodes use'),
         ('mcli', {'gpu': 'l40s'}, 'backend.gpu_type: is missing; set it (there is no default for l40s)'),
         ('local', {'image': 'image'}, 'image: the local backend does not use a container image'),
-        ('local', {'schedule': {'queue': 'q'}}, 'schedule.queue: the local backend has no scheduler'),
-        ('local', {'schedule': {'preemptible': True}}, 'schedule.preemptible: the local backend has no scheduler'),
         ('local', {'stages': {'one': {'time_limit': '1h'}}}, 'schedule.time_limit: the local backend'),
     ],
 )
@@ -93,10 +92,31 @@ def test_mistake_is_reported_with_its_key(backend, changes, expected, write_spec
     assert f'  {expected}' in found
 
 
-def test_all_mistakes_are_reported_at_once(write_spec):
-    found = error_message(write_spec('kubernetes', name='Job', image=None, schedule={'preemptible': True}))
-    for expected in ("name: 'Job' is not a valid", 'image: is missing', 'preemptible: is not supported on Kubernetes'):
-        assert expected in found
+@pytest.mark.parametrize(
+    ('backend', 'changes', 'keys'),
+    [
+        ('local', {}, 'mounts schedule.queue schedule.priority schedule.preemptible schedule.time_limit secrets.A'),
+        ('slurm', {}, 'mounts mounts./x mounts./y secrets.A'),
+        ('slurm', {'recipe': None, 'stages': {'A_': {}}, 'env': {'A': 'x'}}, 'stages.A_ stages.A_.recipe env.A'),
+        (
+            'kubernetes',
+            {'name': 'Job'},
+            'name image schedule.preemptible schedule.priority mounts./x mounts./y secrets.A',
+        ),
+        ('skypilot', {}, 'image schedule.priority schedule.queue schedule.time_limit secrets.A mounts./x'),
+        ('mcli', {}, 'image backend.gpu_type schedule.priority mounts./x mounts./y secrets.A'),
+        (
+            *('sagemaker', {'backend': {'instance_type': 'ml.p9', 'keep_alive_seconds': 60}}),
+            'image workdir schedule.queue schedule.priority secrets.A mounts./y mounts./x mounts '
+            'backend.keep_alive_seconds',
+        ),
+    ],
+)
+def test_all_mistakes_are_reported_at_once(write_spec, backend, changes, keys):
+    schedule = {'queue': 'q', 'priority': 1001, 'preemptible': True, 'time_limit': '3d'}
+    wrong = {'image': None, 'gpu': 'rtx-4090', 'workdir': '/work', 'schedule': schedule, 'secrets': {'A': 'a b'}}
+    found = error_message(write_spec(backend, **wrong, mounts={'/x': 'nfs://x', '/y': 's3://b/c'}, **changes))
+    assert [line.split(': ')[0].strip() for line in found.splitlines()[1:]] == keys.split()
 
 
 def test_gpu_without_kernels_in_torch_is_refused_unless_the_image_has_them(write_spec):

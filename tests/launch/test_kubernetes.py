@@ -225,6 +225,7 @@ def test_kubectl_selects_by_label_of_job_set(write_spec, kubectl, capsys):
     path = write_spec('kubernetes', backend={'namespace': 'research'})
     label = '--selector jobset.sigs.k8s.io/jobset-name=job'
     for action, expected in {
+        'launch': 'create -f /',
         'status': f'--namespace=research get jobset,jobs,pods {label}',
         'logs': f'--namespace=research logs {label}',
         'cancel': '--namespace=research delete jobset job',

@@ -86,18 +86,17 @@ def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     assert main(['cancel', str(path)]) == 0
 
 
-@pytest.mark.slow
 def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):
     import boto3
 
     path = write_spec('sagemaker', stages={name: {'overrides': {'name': name}} for name in ('one', 'two')})
-    for _ in range(2):
-        assert main(['launch', str(path)]) == 0
+    for value in ('old', 'new'):
+        assert main(['launch', str(path), f'env.A={value}']) == 0
     client = boto3.client('sagemaker')
     (pipeline,) = client.list_pipelines()['PipelineSummaries']
     steps = json.loads(client.describe_pipeline(PipelineName=pipeline['PipelineName'])['PipelineDefinition'])['Steps']
     assert [step['Name'] for step in steps] == ['job-one', 'job-two']
-    assert steps[1]['DependsOn'] == ['job-one']
+    assert steps[1]['DependsOn'] == ['job-one'] and steps[1]['Arguments']['Environment']['A'] == 'new'
     assert not any('TrainingJobName' in step['Arguments'] for step in steps), 'a pipeline generates the names'
     assert len(client.list_pipeline_executions(PipelineName='job')['PipelineExecutionSummaries']) == 2
 

@@ -1,6 +1,7 @@
 """Rendered SkyPilot tasks and MosaicML runs, validated by the rules of SkyPilot and mcli themselves."""
 
 import dataclasses
+import re
 import typing
 
 import pytest
@@ -11,6 +12,7 @@ from diffusion.cli import main
 from diffusion.launch.backends import mcli
 from diffusion.launch.backends import skypilot as backend
 from diffusion.launch.backends.base import Rendered
+from diffusion.planning.gpus import load_gpus
 
 STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
 
@@ -52,9 +54,18 @@ def test_buckets_are_mounted_and_volumes_attached(prepare):
     assert task['file_mounts'] == {'/data': {'source': 's3://bucket/data', 'mode': 'MOUNT'}}
 
 
-def test_status_excludes_jobs_with_longer_names(write_spec, add_program, capsys):
-    add_program('sky', '#!/bin/bash\necho "1  -  job  RUNNING"\necho "2  -  job-of-another  RUNNING"\n')
-    assert output_of(capsys, 'status', write_spec('skypilot')) == '1  -  job  RUNNING\n'
+def test_every_gpu_has_a_name_in_skypilot():
+    assert backend.ACCELERATORS.keys() == load_gpus().keys()
+
+
+def test_submit_logs_and_cancel_name_the_job_and_status_excludes_longer_names(write_spec, add_program, capsys):
+    program = 'echo "$@"\n[ $2 != queue ] || printf "1  -  job  RUNNING\\n2  -  job-of-another  RUNNING\\n"\n'
+    add_program('sky', f'#!/bin/bash\n{program}')
+    path = write_spec('skypilot')
+    assert re.search(r'jobs launch \S+/job\.yaml --yes --async\n', output_of(capsys, 'launch', path))
+    assert output_of(capsys, 'status', path) == '1  -  job  RUNNING\n'
+    assert output_of(capsys, 'logs', path) == 'jobs logs --name job --no-follow\n'
+    assert output_of(capsys, 'cancel', path) == 'jobs cancel --yes --name job\n'
 
 
 def test_secret_is_passed_by_its_name(prepare, monkeypatch):

@@ -124,10 +124,6 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem('name', f'{job.name!r} {message}')
     if spec.image is None:
         gather.problem('image', 'is missing; set it to a container image with this library')
-    if spec.gpu is not None and spec.gpu not in ACCELERATORS:
-        known = ', '.join(ACCELERATORS)
-        message = f'{spec.gpu} has no known SkyPilot name; use one of {known}, or set backend.raw.resources'
-        gather.problem('gpu', message)
     priority = spec.schedule.priority
     if priority is not None and (not isinstance(priority, int) or not -1000 <= priority <= 1000):
         gather.problem('schedule.priority', f'{priority!r} is not a SkyPilot priority; use a number from -1000 to 1000')

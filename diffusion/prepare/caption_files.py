@@ -157,10 +157,10 @@ def _rows(file: Path, wanted: Wanted) -> Rows:
         '.jsonl': _jsonl_rows,
         '.parquet': _parquet_rows,
     }
-    if file.suffix.lower() not in readers:
-        raise UserError(f'--captions: {file} is neither .csv nor .jsonl nor .parquet')
     if not file.is_file():
         raise UserError(f'--captions: {file} does not exist')
+    if file.suffix.lower() not in readers:
+        raise UserError(f'--captions: {file} is neither .csv nor .jsonl nor .parquet')
     return readers[file.suffix.lower()](file, wanted)
 
 

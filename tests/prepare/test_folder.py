@@ -76,7 +76,7 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
         ('c.csv', b'file;caption\na.jpg;x\n', r"only \['file;caption'\]; separate its cells with commas, not with ';'"),
         ('c.jsonl', '{"file": "a.jpg"}'.encode('utf-16-le'), r'c\.jsonl line 1: is not UTF-8 text, but UTF-16'),
         ('c.txt', b'', 'neither .csv nor .jsonl'),
-        ('none.csv', None, r'--captions: .* does not exist'),
+        ('folder', None, r'--captions: .*/folder does not exist'),
     ],
 )
 def test_invalid_captions_file_is_an_error(

@@ -141,7 +141,7 @@ class Catalog:
         if mode == 'none':
             return []
         kept = self.kept
-        repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._search(kept, mode, max_distance)
+        repeats = np.load(saved) if saved.exists() else self._search(kept, mode, max_distance)
         if not saved.exists():
             with atomic_file(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)

@@ -271,7 +271,7 @@ def _bucket_bars(dataset: PrepareReport | HeldOut) -> str:
 
 def bars(counts: Mapping[str, tuple[int, str]]) -> str:
     """Return an HTML table of counts, given as (count, further text) by name, each with a bar."""
-    largest = max((count for count, _ in counts.values()), default=1) or 1
+    largest = max([1, *(count for count, _ in counts.values())])
     rows = [
         f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(extra)}</td>'
         f'<td><div class="bar" style="width: {300 * count / largest:.0f}px"></div></td></tr>'

@@ -19,7 +19,7 @@ from diffusion.errors import DataError, UserError
 from diffusion.prepare.file_listing import File, by_name, local_copy
 from diffusion.prepare.image_table import paths_inside
 from diffusion.prepare.source import Unfit
-from diffusion.storage.retry import DamagedDownload, RetryPolicy, error_text
+from diffusion.storage.retry import DamagedDownload, RetryPolicy
 
 PREFIX = 'hf://datasets/'
 ENDPOINT = 'https://huggingface.co'
@@ -290,8 +290,6 @@ def _refusal(error: Exception, name: str, revision: str | None) -> str | None:
         )
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return f'there is no such file; see {page}/tree/{revision or "main"}'
-    if isinstance(error, errors.HFValidationError):
-        return f'is not the name of a dataset ({error_text(error)}); use ORG/NAME'
     if status in (401, 403):
         return f'the Hub refuses access ({status}): check HF_TOKEN, and that its account may read {page}'
     return None

@@ -427,10 +427,10 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
-    if settings.step <= 0 or settings.step % STEP:
+    if settings.step < STEP or settings.step % STEP:
         gather.problem('step', f'{settings.step} is not a positive multiple of {STEP}')
         return
-    wrong = [size for size in settings.sizes if size <= 0 or size % settings.step]
+    wrong = [size for size in settings.sizes if size < settings.step or size % settings.step]
     if not settings.sizes or wrong:
         what = f'{wrong or "the list is empty"}; sizes must be positive multiples of {settings.step}, in pixels'
         gather.problem('sizes', what)

@@ -143,8 +143,9 @@ class Cloud:
                 found += [{'type': 'directory', 'path': name, 'oid': 'tree'} for name in sorted(folders)]
             if not found and below and any(key.startswith(below + '/') for key in files):
                 found = [{'type': 'directory', 'path': below, 'oid': 'tree'}]
-            status = 404 if rest.startswith('tree') and not found else 200
-            return status, {'X-Error-Code': 'EntryNotFound'} if status == 404 else {}, json.dumps(found).encode()
+            if rest.startswith('tree') and not found:
+                return 404, {'X-Error-Code': 'EntryNotFound'}, b'{}'
+            return 200, {}, json.dumps(found).encode()
         return 200, {}, json.dumps({'id': 'org/name', 'sha': 'f' * 40}).encode()
 
     def application(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:

@@ -48,21 +48,10 @@ def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=['<image>'], **SPECIAL)
     images = CLIPImageProcessor(size={'shortest_edge': 16}, crop_size={'height': 16, 'width': 16})
-    processor = LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy='default',
-        chat_template=TEMPLATE,
-        num_additional_image_tokens=1,
-    )
-    processor.save_pretrained(folder)
-    sizes: dict[str, Any] = {
-        'hidden_size': 32,
-        'intermediate_size': 64,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 2,
-    }
+    options: dict[str, Any] = {'vision_feature_select_strategy': 'default', 'num_additional_image_tokens': 1}
+    LlavaProcessor(images, tokenizer, patch_size=8, chat_template=TEMPLATE, **options).save_pretrained(folder)
+    sizes: dict[str, Any] = {'hidden_size': 32, 'intermediate_size': 64}
+    sizes |= {'num_hidden_layers': 2, 'num_attention_heads': 2}
     text = LlamaConfig(
         vocab_size=len(vocabulary), **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=2, max_position_embeddings=128
     )
@@ -83,16 +72,8 @@ def test_one_and_two_ranks_write_equal_tables(vlm: Path, tmp_path: Path) -> None
     tables = []
     for ranks in (1, 2):
         data = write_images(tmp_path / f'data-{ranks}', shards=2, each=6)
-        settings = write_settings(
-            tmp_path / 'vlm.yaml',
-            '',
-            engine='transformers',
-            endpoint=None,
-            model=str(vlm),
-            max_tokens=6,
-            batch_size=4,
-            dtype='float32',
-        )
+        values = {'endpoint': None, 'model': str(vlm), 'max_tokens': 6, 'batch_size': 4, 'dtype': 'float32'}
+        settings = write_settings(tmp_path / 'vlm.yaml', '', engine='transformers', **values)
         processes = [start(data, settings, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks) for rank in range(ranks)]
         assert [process.wait(300) for process in processes] == [0] * ranks
         tables.append({path.relative_to(data): pq.read_table(path) for path in data.rglob('captions/*/*.parquet')})

@@ -15,18 +15,11 @@ IMAGE = encode(draw(1, width=40, height=40), 'PNG')
 FILES = {
     **{f'cats/{number}.png': encode(draw(number, width=40, height=40), 'PNG') for number in range(3)},
     **{f'cats/{number}.txt': b'a cat' for number in range(3)},
-    'cats/drawn.svg': b'<svg/>',
-    'cats/drawn.txt': b'the caption of a format that is not read',
-    'cats/phone.HEIC': b'?',
-    'no-caption.jpg': IMAGE,
-    'broken.webp': b'not an image',
-    'broken.json': b'{"caption": "broken"}',
-    'old.jfif': encode(draw(9, width=40, height=40), 'JPEG'),
-    'old.txt': b'an old photograph',
-    'empty': b'',
-    '.DS_Store': b'?',
-    '.cache/thumbnail.png': IMAGE,
-    'notes.pdf': b'%PDF',
+    **{'cats/drawn.svg': b'<svg/>', 'cats/drawn.txt': b'the caption of a format that is not read'},
+    **{'broken.webp': b'not an image', 'broken.json': b'{"caption": "broken"}'},
+    **{'old.jfif': encode(draw(9, width=40, height=40), 'JPEG'), 'old.txt': b'an old photograph'},
+    **{'.cache/thumbnail.png': IMAGE, 'no-caption.jpg': IMAGE, 'empty': b''},
+    **dict.fromkeys(('cats/phone.HEIC', '.DS_Store', 'notes.pdf'), b'?'),
 }
 PASSED_OVER = {
     '.heic': ['cats/phone.HEIC'],

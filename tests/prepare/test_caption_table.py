@@ -27,12 +27,9 @@ SOURCES: dict[str, dict[str, bytes]] = {
     'huggingface': {f'{number}.png': image for number, image in enumerate(IMAGES)},
 }
 ROWS = [
-    {'key': '0', 'short': 'zero', 'long': ['a long zero', 'another']},
-    {'key': 'a/1', 'short': 'one', 'long': None},
-    {'key': '1.png', 'short': 'one', 'long': None},
-    {'key': '0.png', 'short': 'zero', 'long': ['a long zero', 'another']},
-    {'key': '2', 'short': '', 'long': []},
-    {'key': '2.png', 'short': '', 'long': []},
+    *({'key': key, 'short': 'zero', 'long': ['a long zero', 'another']} for key in ('0', '0.png')),
+    *({'key': key, 'short': 'one', 'long': None} for key in ('a/1', '1.png')),
+    *({'key': key, 'short': '', 'long': []} for key in ('2', '2.png')),
     {'key': None, 'short': 'of no image', 'long': None},
     {'key': '9', 'short': 'nine', 'long': None},
     {'key': '9', 'short': 'nine again', 'long': None},

@@ -103,10 +103,10 @@ def test_wrong_results_are_refused(tmp_path, body, message):
 
 def test_values_become_json(tmp_path):
     path = tmp_path / 'values.py'
-    values = "{'a': torch.tensor([1.5, float('nan')]), 'b': (torch.tensor(3), None), 'c': ['x', [1, 2.5]]}"
-    path.write_text(f'import torch\ndef columns(images, captions):\n    return {values}\n')
+    values = "{'a': torch.tensor([1.5, float('nan')]), 'b': (torch.tensor(3), date(2026, 1, 2)), 'c': [{1}, [1, 2.5]]}"
+    path.write_text(f'import torch\nfrom datetime import date\ndef columns(images, captions):\n    return {values}\n')
     found = compute_columns(str(path), [draw(0), draw(1)], [['a'], ['b']])
-    assert found == [{'a': 1.5, 'b': 3, 'c': 'x'}, {'a': None, 'b': None, 'c': [1, 2.5]}]
+    assert found == [{'a': 1.5, 'b': 3, 'c': '{1}'}, {'a': None, 'b': '2026-01-02', 'c': [1, 2.5]}]
     assert json.loads(json.dumps(found)) == found
 
 

@@ -86,6 +86,7 @@ def test_values_that_are_not_text_are_rejected(raw: Any) -> None:
 @pytest.mark.parametrize('encoding', ['utf-16-le', 'utf-16-be', 'utf-32-le'])
 def test_text_in_another_encoding_is_rejected(text: str, encoding: str) -> None:
     assert reason(text.encode(encoding).decode('utf-8', 'surrogateescape')) == 'caption_not_utf8'
+    assert reason('\x04abc') == 'caption_not_utf8'
     assert list(usable_captions([text])) == [unicodedata.normalize('NFC', text)]
 
 

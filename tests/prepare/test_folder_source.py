@@ -22,6 +22,8 @@ def test_images_are_sorted_by_name_with_captions_from_txt_files(tmp_path: Path) 
         ('d.jpg', b'd', ['a dog', 'a hound']),
         ('e.jpg', b'e', ['[1, 2]']),
     ]
+    assert entries(FolderSource(f'{tmp_path}/{{d.jpg,d.txt}}')) == found[2:3]
+    assert entries(FolderSource(f'{tmp_path}/e.jpg', caption='[1, 2]')) == found[3:]
 
 
 def test_img2dataset_files_are_read(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_folder_in_an_object_store_is_read(store: Store) -> None:
 
 
 ROWS = [
-    ({'file': 'a.jpg', 'caption': 'a cat'}, 'a.jpg', None),
+    ({'file': 'a.jpg', 'caption': '[a cat'}, 'a.jpg', None),
     ({'file': 'b.jpg', 'caption': None}, 'b.jpg', 'no_caption'),
     ({'file': 'c.jpg', 'caption': 7}, 'c.jpg', 'caption_not_text'),
     ({'file': 'd.jpg', 'caption': [1, 2]}, 'd.jpg', 'caption_not_text'),
@@ -185,7 +187,7 @@ def test_a_row_that_cannot_be_used_is_rejected_with_its_line(tmp_path: Path) -> 
     ]
     assert [(entry.key, entry.problem) for entry in found] == [*wanted, ('f.jpg', 'no_caption')]
     captions = [entry.captions for entry in found if entry.problem is None]
-    assert captions == [['a cat'], ['a dog', 'a hound'], ['one', 'two']]
+    assert captions == [['[a cat'], ['a dog', 'a hound'], ['one', 'two']]
 
 
 def test_short_and_undecodable_rows_of_a_csv_are_rejected(tmp_path: Path) -> None:
@@ -202,9 +204,11 @@ def test_short_and_undecodable_rows_of_a_csv_are_rejected(tmp_path: Path) -> Non
 def test_suffixes_are_compared_without_case(tmp_path: Path) -> None:
     write_files(tmp_path, {'a.JPG': 'x', 'a.TXT': 'one', 'b.jpg': 'x', 'b.Json': '{"caption": "two"}'})
     write_files(tmp_path, {'c.jpg': 'x', 'c.Txt': 'other', 'c.txt': 'three'})
+    (tmp_path / 'gone.jpg').symlink_to('nothing')
     source = FolderSource(str(tmp_path))
     assert [entry.captions for entry in entries(source)] == [['one'], ['two'], ['three']]
-    assert {kind: files.names for kind, files in source.parts()[0].passed_over.items()} == {'.txt': ['c.Txt']}
+    skipped = {kind: (files.count, *files.names) for kind, files in source.parts()[0].passed_over.items()}
+    assert skipped == {'.txt': (1, 'c.Txt'), 'broken link': (1, 'gone.jpg')}
 
 
 def test_a_captions_file_may_write_suffixes_in_another_case(tmp_path: Path) -> None:

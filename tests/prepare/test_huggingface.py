@@ -172,6 +172,9 @@ def test_failure_of_the_hub_is_not_the_users_mistake(hub: HubServer) -> None:
     hub.api_faults[:] = [500] * 4
     with pytest.raises(DataError, match=rf'org/parquet: the Hub at {hub.url} does not answer \(.*500.*start again'):
         HuggingFaceSource('org/parquet').parts()
+    hub.api_faults[:] = [403]
+    with pytest.raises(UserError, match=r'org/parquet: the Hub refuses access \(403\): check HF_TOKEN'):
+        HuggingFaceSource('org/parquet').parts()
     parts = HuggingFaceSource('org/parquet').parts()
     hub.faults[:] = ['wrong'] * 4
     with pytest.raises(GaveUp, match=r'data/train-00000-of-00002\.parquet: cannot be read.* hash '):
@@ -264,12 +267,8 @@ def test_images_by_path_are_read_inside_the_dataset_only(hub: HubServer, tmp_pat
     paths = ['a.png', '../images/b.png', 'data/c.png', '../../secret.png', str(tmp_path / 'secret.png'), 'gone.png']
     paths += [None, '', 'https://host/a.png']
     columns = {'image': [{'bytes': None, 'path': path} for path in paths], 'text': [f'train {n}' for n in range(9)]}
-    files = {
-        'data/train.parquet': parquet_of(columns),
-        'data/a.png': image(0),
-        'images/b.png': image(1),
-        'data/c.png': image(2),
-    }
+    files = {name: image(number) for number, name in enumerate(('data/a.png', 'images/b.png', 'data/c.png'))}
+    files['data/train.parquet'] = parquet_of(columns)
     found = entries(add(hub, files) if place == 'hub' else write_files(tmp_path / 'snapshot', files))
     problems = 'image_outside_dataset image_outside_dataset missing_file no_image no_image image_is_an_address'
     assert [entry.problem for entry in found] == [None, None, None, *problems.split()]
@@ -452,13 +451,9 @@ configs:
   data_dir: l
 ---
 """
-    files = {
-        'README.md': card,
-        's/a-0.parquet': parquet_of(rows('train', [1])),
-        's/b.parquet': parquet_of(rows('test', [21])),
-        'l/train.parquet': parquet_of(rows('train', [2])),
-        'l/val.parquet': parquet_of(rows('validation', [31])),
-    }
+    files = {'README.md': card, 's/a-0.parquet': parquet_of(rows('train', [1]))}
+    files |= {'s/b.parquet': parquet_of(rows('test', [21])), 'l/train.parquet': parquet_of(rows('train', [2]))}
+    files['l/val.parquet'] = parquet_of(rows('validation', [31]))
     name = add(hub, files)
     with pytest.raises(UserError, match='has the configurations small, large; choose one with --config'):
         captions(name)

@@ -117,6 +117,8 @@ def test_unnamed_images_have_the_caption_emoji(tmp_path: Path, monkeypatch: pyte
     assert [sample['captions'] for sample in samples(tmp_path / 'out/16px')] == [['emoji'], ['emoji']]
     with pytest.raises(ValueError, match='no emoji is left'):
         prepare_openmoji(tmp_path / 'named', [16], select='named')
+    with pytest.raises(ValueError, match='--limit 0 --offset 0: the limit must be positive'):
+        choose_emoji([], select='all', split='all', limit=0)
     assert not (tmp_path / 'named').exists()
 
 

@@ -88,17 +88,21 @@ def test_truncated_photographs(kind: str, share: float) -> None:
 @pytest.mark.parametrize('container', [False, True])
 def test_jxl_header(width: int, height: int, container: bool) -> None:
     encoded = file_of(Image.new('RGB', (width, height)), 'JXL', effort=1, use_container=container)
+    boxes = b'\0\0\0\x08free' + b'\0\0\0\x01free' + (24).to_bytes(8, 'big') + bytes(8)  # one of no, one of 64-bit size
+    encoded = encoded[:12] + boxes + encoded[12:] if container else encoded
     assert read_jxl_header(encoded) == JxlHeader(width, height, False)
     assert read_jxl_header(file_of(smooth(), 'PNG')) is None
 
 
 def test_animated_jxl() -> None:
-    # Small, 32 rows, a ratio of 1 to 1; not all values are the defaults; extra fields: orientation 1, no other size, no
-    # preview, an animation.
-    bits = '1' + '11000' + '100' + '0' + '1' + '000' + '0' + '0' + '1'
-    header = int(bits[::-1], 2).to_bytes(3, 'little')
-    assert read_jxl_header(b'\xff\x0a' + header + bytes(8)) == JxlHeader(32, 32, True)
-    assert reason(b'\xff\x0a' + header + bytes(8)) == 'animated'
+    # Small, 32 rows, a ratio of 1 to 1; not all values are the defaults; extra fields: orientation 1, no other size or
+    # one of 8 x 8, no preview, an animation.
+    for other_size in ('0', '1' + '1' + '00000' + '100'):
+        bits = '1' + '11000' + '100' + '0' + '1' + '000' + other_size + '0' + '1'
+        header = int(bits[::-1], 2).to_bytes(4, 'little')
+        assert read_jxl_header(b'\xff\x0a' + header + bytes(8)) == JxlHeader(32, 32, True)
+        assert reason(b'\xff\x0a' + header + bytes(8)) == 'animated'
+    assert read_jxl_header(b'\xff\x0a\x00\xc8') is not None, 'the shortest header: 512 rows at most, 1 to 1'
 
 
 def test_drawing_fills_the_bucket() -> None:
@@ -132,7 +136,8 @@ def test_accepted_drawings_and_sizes_that_are_not_allocated() -> None:
     assert decoded(svg(f'<image href="{png}" width="9" height="9"/>')).width >= 64
     assert decoded(b'\xef\xbb\xbf<?xml version="1.0"?>' + svg('')).width >= 64
     assert decoded(svg('', 'width="1000000" height="1000000"')).width < 70
-    assert decoded(svg('', 'width="1" height="1000000"')).height <= 64 * 64, 'too small for its bucket'
+    assert decoded(svg('', 'width="1" height="1000000"')).height == 64 * 64, 'too small for its bucket'
+    assert decoded(svg(''), svg_side=63, max_pixels=64 * 64).width == 64
     assert reason(svg(''), svg_side=1000, max_pixels=999_999) == 'too_many_pixels'
 
 

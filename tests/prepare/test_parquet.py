@@ -147,7 +147,8 @@ def test_column_missing_in_a_later_file_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('content', [b'', b'PAR1', b'no parquet at all', 'cut', 'footer'])
-def test_unreadable_file_is_reported(tmp_path: Path, content: bytes | str) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path, content: bytes | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, 'PART_BYTES', 1)
     path = write(tmp_path / 'a.parquet', IMG2DATASET)
     whole = path.read_bytes()
     broken = {'cut': whole[:-30], 'footer': whole[:-100] + bytes(90) + whole[-10:]}
@@ -171,11 +172,13 @@ def test_rows_before_a_damaged_page_are_read(tmp_path: Path) -> None:
 
 def test_large_file_is_split_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    columns = {'jpg': [rng.bytes(1000) for _ in range(50)], 'caption': [str(n) for n in range(50)]}
+    columns = {'jpg': [rng.bytes(1000) for _ in range(50)], 'caption': [f'{n:02}' for n in range(50)]}
     path = write(tmp_path / 'a.parquet', columns, row_group_size=10)
     whole = entries(ParquetSource(str(path)))
-    monkeypatch.setattr(parquet, 'PART_BYTES', 25_000)
     source = ParquetSource(str(path))
+    monkeypatch.setattr(parquet, 'PART_BYTES', path.stat().st_size)
+    assert [part.where.get('groups') for part in source.parts()] == [None]
+    monkeypatch.setattr(parquet, 'PART_BYTES', 2 * pq.read_metadata(path).row_group(0).total_byte_size)
     parts = source.parts()
     assert [part.where['groups'] for part in parts] == [[0, 2], [2, 4], [4, 5]]
     assert len({part.name for part in parts}) == 3 and len({part.stamp for part in parts}) == 1
@@ -207,16 +210,19 @@ def test_text_that_is_not_utf8_does_not_end_the_file(tmp_path: Path) -> None:
     text = pa.Array.from_buffers(pa.string(), 3, cells.buffers())
     lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 2], pa.int32()), text)
     day = [datetime.date(2026, 1, 2)] * 3
+    pairs = pa.array([[('a', 1)]] * 3, pa.map_(pa.string(), pa.int64()))
+    kind = pa.array(['photo'] * 3).dictionary_encode()
+    others = {'nested': [{'a': 1}] * 3, 'kind': kind, 'pairs': pairs, 'day': day, 'note': text}
     for column in (text, lists):
-        found = read(tmp_path / 'a.parquet', {'jpg': [b'0', b'1', b'2'], 'text': column, 'day': day, 'note': text})
+        found = read(tmp_path / 'a.parquet', {'jpg': [b'0', b'1', b'2'], 'text': column, **others})
         assert [entry.captions for entry in found] == [['a cat'], ['caf\udce9'], [] if column is lists else [None]]
-        assert {entry.metadata['day'] for entry in found} == {'2026-01-02'}
         assert [entry.metadata['note'] for entry in found] == ['a cat', 'caf?', None]
+        assert [found[1].metadata[name] for name in others] == [{'a': 1}, 'photo', [['a', 1]], '2026-01-02', 'caf?']
 
 
 def test_paths_with_backslashes_are_read(tmp_path: Path) -> None:
     (tmp_path / 'sub').mkdir()
     (tmp_path / 'sub/0.jpg').write_bytes(b'0')
-    rows = ['sub\\0.jpg', '..\\..\\0.jpg']
-    found = read(tmp_path / 'a.parquet', {'image': rows, 'text': ['a', 'b']})
-    assert [(entry.image, entry.problem) for entry in found] == [(b'0', None), (None, 'missing_file')]
+    rows = ['sub\\0.jpg', '..\\..\\0.jpg', 'long' * 100]
+    found = read(tmp_path / 'a.parquet', {'image': rows, 'text': ['a', 'b', 'c']})
+    assert [(entry.image, entry.problem) for entry in found] == [(b'0', None), *[(None, 'missing_file')] * 2]

@@ -184,6 +184,12 @@ def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store
         entry = form.write_shard(path, encoded, sizes, name=path.name)
     (tmp_path / mds.INDEX).write_text(mds.index_text([entry]))
     assert not list(tmp_path.glob('*.mds'))
+    url, fetched = 's3://mds/parts/000000', tmp_path / 'fetched'
+    part_shards.store_tables(tmp_path, url)
+    fetched.mkdir()
+    assert not part_shards.fetch_tables(url, fetched, {mds.shard_name(0): 1}), 'a shard of another size'
+    store.put(url, TABLES, b'damaged')
+    assert not part_shards.fetch_tables(url, fetched, {}) and not list(fetched.iterdir())
     monkeypatch.setattr(part_shards, 'GAP_BYTES', 2500)
     monkeypatch.setattr(part_shards, 'SPAN_BYTES', 20_000)
 

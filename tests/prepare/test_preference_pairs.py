@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from evaluation.comparisons import answers_text
 from PIL import Image
+from prepare.drawn import samples
 
 from diffusion import cli
 from diffusion.evaluation.comparison_page import read_key
 from diffusion.exit_codes import USAGE_ERROR
-from diffusion.storage.mds import first_samples
 
 COLORS = ['red', 'green', 'blue', 'white', 'black', 'gray']
 
@@ -35,7 +35,7 @@ def images(tmp_path, monkeypatch) -> list[Path]:
 
 def run(*words: str | Path, status: int = 0) -> list[dict]:
     assert cli.main(['data', 'pairs', *map(str, words), '--out', 'pairs']) == status
-    return first_samples(Path('pairs'), 100) if Path('pairs').exists() else []
+    return samples(Path('pairs')) if Path('pairs').exists() else []
 
 
 def test_majorities_of_the_answers_are_pairs(images, capsys):
@@ -70,25 +70,27 @@ def test_best_and_worst_image_of_a_prompt_are_a_pair(images, capsys):
     for index in range(6):
         images[index].rename(Path('a', f'batch-0000{index // 3}', f'{index:06}.png'))
     Path('a/scores.json').write_text(json.dumps(scores))
-    (pair,) = run('a', '--score', 'pick_score', '--min-difference', '0.15')
+    (pair,) = run('a', '--score', 'pick_score', '--min-difference', '0.8')
     assert 'left out 1 pairs below --min-difference' in capsys.readouterr().out
     assert (pair['captions'], pair['metadata']['source']) == (['x'], 'pick_score')
     assert pair['image'] == Path('a/batch-00000/000001.png').read_bytes()
     assert pair['rejected_image'] == Path('a/batch-00000/000002.png').read_bytes()
 
 
-def test_tables_of_pairs_are_read(images, capsys):
+def test_tables_of_pairs_are_read(images, capsys, monkeypatch):
+    monkeypatch.setattr('diffusion.prepare.convert_part.SHARD_BYTES', 1)
     first, second = (file.read_bytes() for file in images[:2])
     damaged = first[:50]
     rows = [(first, second, 0.75), (first, second, 0.0), (first, second, 0.5), (damaged, second, 1.0)]
     columns = dict(zip(('jpg_0', 'jpg_1', 'label_0'), zip(*rows, strict=True), strict=True))
     pq.write_table(pa.table({'caption': ['x'] * 4} | {name: [*each] for name, each in columns.items()}), 'p.parquet')
-    lines = [{'prompt': 'y', 'image': 'a/2.png', 'rejected_image': 'b/2.png', 'source': 'me'}]
+    lines = [{'prompt': 'y', 'image': {'path': 'a/2.png'}, 'rejected_image': 'b/2.png', 'source': 'me'}]
     Path('q.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     found = run('p.parquet', 'q.jsonl')
     assert 'left out 1 pairs with an unreadable image\nleft out 1 pairs without' in capsys.readouterr().out
     assert [(each['image'], each['rejected_image']) for each in found[:2]] == [(first, second), (second, first)]
     assert [each['metadata']['difference'] for each in found] == [0.5, 1.0, 1.0]
+    assert len([*Path('pairs').glob('*.mds')]) == 3, 'a shard of one sample is full'
     assert found[2]['image'] == images[2].read_bytes() and found[2]['metadata']['source'] == 'me'
 
 
@@ -98,6 +100,7 @@ def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
     Path('s.jsonl').write_text('[3]')
     Path('t.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 3, 'rejected_image': 'b/2.png'}))
     Path('b/scores.json').write_text('{')
+    Path('u.jsonl').touch()
     for words, message in (
         (['q.jsonl'], 'a/9.png: does not exist'),
         (['r.jsonl'], 'r.jsonl: row 1: has prompt, image; give prompt, image and rejected_image'),
@@ -106,13 +109,10 @@ def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
         (['prompts.txt'], 'prompts.txt: is not a comparison'),
         (['s.jsonl'], 's.jsonl: row 1: is a list; give an object'),
         (['t.jsonl'], 't.jsonl: row 1: has prompt, image, rejected_image; give prompt, image'),
+        (['u.jsonl'], 'u.jsonl: no pair is left to write (there are none)'),
         (['b', '--score', 'pick_score'], 'b/scores.json: is damaged'),
     ):
         run(*words, status=USAGE_ERROR)
         assert message in capsys.readouterr().err
-    assert sorted(path.name for path in Path().iterdir()) == [
-        'a',
-        'b',
-        'prompts.txt',
-        *(f'{name}.jsonl' for name in 'qrst'),
-    ]
+    files = {f'{name}.jsonl' for name in 'qrstu'} | {'prompts.txt'}
+    assert {path.name for path in Path().iterdir()} == {'a', 'b', *files}

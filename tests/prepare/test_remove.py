@@ -18,7 +18,7 @@ from diffusion.cli import main
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.image_record import read_images
-from diffusion.prepare.remove import remove
+from diffusion.prepare.remove import remove, runs_with
 from diffusion.storage.caption_tables import (
     ROWS,
     complete_tables,
@@ -178,19 +178,24 @@ def test_removed_images_do_not_come_back_with_a_later_delivery(out: Path, capsys
 
 def test_without_a_search_for_duplicates_removed_pixels_are_found_too(tmp_path: Path, capsys: Any) -> None:
     start(tmp_path / 'out', sliced(0, 10), duplicates='none')
-    run(capsys, tmp_path / 'out', '--key', 'image-3')
+    printed = run(capsys, tmp_path / 'out', '--key', 'image-4')
+    assert '\n  other images have the same pixels and stay: image-5\n' in printed
     report = add(tmp_path / 'out', sliced(0, 10, prefix='copy-'), duplicates='none')
-    assert report.rejected['removed'].names == ['copy-image-3']
-    assert report.pictures == 9
+    assert report.rejected['removed'].names == ['copy-image-4', 'copy-image-5']
+    assert report.pictures == 8
 
 
-def test_unknown_removed_and_all_keys_change_nothing(out: Path, capsys: Any) -> None:
+def test_unknown_removed_and_all_keys_change_nothing(out: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(out)
     others = [f'none-{number}' for number in range(20)]
     printed = run(capsys, out, '--key', 'image-3', 'imag-26', *others, status=2)
     assert "'imag-26': did you mean 'image-26'?" in printed and "'none-19'" not in printed
     assert printed.endswith('\n  and 1 more\ncorrect them, or add --missing-ok to remove the others\n')
-    assert snapshot(out) == before
+    assert ' more' not in run(capsys, out, '--key', *others, status=2)
+    monkeypatch.setattr('diffusion.prepare.remove.MAX_COMPARED_KEYS', 5)  # only keys of the same start or end
+    printed = run(capsys, out, '--key', 'image-x', 'imXage-26', 'imaXe-26', status=2)
+    assert "'image-x': did you mean 'image-" in printed and "'imXage-26': did you mean 'image-26'?" in printed
+    assert "  'imaXe-26'\n" in printed and snapshot(out) == before
     printed = run(capsys, out, '--key', *all_keys(out), status=2)
     assert 'no image would be left; delete the folder instead' in printed
     assert snapshot(out) == before
@@ -290,7 +295,7 @@ def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, ca
     recipes = {
         'images': {'streams': {'a': {'local': str(out / '32px')}}},
         'latents': {'eval_streams': {'b': {'remote': None, 'local': str(tmp_path / 'latents/photos')}}},
-        'others': {'streams': {'a': {'local': f'{out}2/32px'}, 'c': {'remote': 's3://bucket/out'}}},
+        'others': {'streams': {'a': {'local': f'{out}2/32px'}, 'c': {'remote': 's3://bucket/out'}, 'd': None}},
     }
     for name, recipe in recipes.items():
         (tmp_path / 'runs' / name).mkdir(parents=True)
@@ -300,6 +305,12 @@ def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, ca
     assert f'  diffusion data remove {tmp_path}/latents/photos --keys FILE --missing-ok\n' in found
     assert 'run images reads the dataset (streams.a) and may have trained on the images\n' in found
     assert 'run latents reads the dataset (eval_streams.b)' in found and 'run others' not in found
+    assert [*runs_with(['s3://bucket/out'], tmp_path / 'runs')] == [('others', ['streams.c'])]
+    nothing = ('--latents', tmp_path / 'latents/other', '--runs-dir', tmp_path / 'latents')
+    found = run(capsys, out, '--key', 'image-4', '--dry-run', *nothing)
+    assert f'no latents of these folders were made from the dataset\nno run in {tmp_path}/latents reads the' in found
+    (out / 'dataset.json').unlink()
+    assert 'run images reads the' in run(capsys, out, '--key', 'image-4', '--dry-run', '--runs-dir', tmp_path / 'runs')
 
 
 def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: Any) -> None:
@@ -307,9 +318,9 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     content = contents(out)
     before = hashes(out)
     touched = holding(out, 'image-3')
-    others = [f'x{number:02}' for number in range(12)]
+    others = [f'x{number:02}' for number in range(11)]
     printed = run(capsys, out, '--key', 'image-3', *others, status=2)
-    assert f'{", ".join(others[:10])} and 2 more; correct' in printed and hashes(out) == before
+    assert f'{", ".join(others[:10])} and 1 more; correct' in printed and hashes(out) == before
     assert 'would remove 1 samples from 1 shards' in run(capsys, out, '--key', 'image-3', '--dry-run')
     printed = run(capsys, out, '--key', 'image-3', 'image-x', '--missing-ok')
     assert printed.count(': removing 1 samples from 1 shards\n') == len(touched) and 'would' not in printed
@@ -323,15 +334,10 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
 def test_samples_are_removed_from_latents_of_arrays(tmp_path: Path, capsys: Any) -> None:
     rng = np.random.default_rng(0)
     columns = {'key': 'str', 'moments': 'ndarray:float16:8,4,4', 'features': 'ndarray:float32', 'captions': 'json'}
-    rows = [
-        {
-            'key': f'k{n}',
-            'moments': rng.normal(size=(8, 4, 4)).astype(np.float16),
-            'features': rng.normal(size=(n + 1, 3)).astype(np.float32),
-            'captions': [f'caption {n}'],
-        }
-        for n in range(6)
-    ]
+    rows: list[dict[str, Any]] = [{'key': f'k{n}', 'captions': [f'caption {n}']} for n in range(6)]
+    for number, row in enumerate(rows):
+        row['moments'] = rng.normal(size=(8, 4, 4)).astype(np.float16)
+        row['features'] = rng.normal(size=(number + 1, 3)).astype(np.float32)
     folder = tmp_path / 'latents' / 'photos'
     write_dataset(folder, rows, columns)
     run(capsys, tmp_path / 'latents', '--key', 'k2', 'k5')

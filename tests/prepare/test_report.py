@@ -133,6 +133,10 @@ def test_reports_of_deliveries_are_merged() -> None:
     assert merged.statistics['captions'] == HISTOGRAM | {'counts': [10, 0, 4], 'quantiles': quantiles}
     line = {'date': None, 'source': 'photos', 'inputs': 1334, 'kept': 1230, 'duplicates': 0, 'rejected': 102}
     assert merged.deliveries == [line | {'passed_over': 2}, line | {'source': 'more', 'passed_over': 2}]
+    assert '6 of 7 buckets have no images (0px, 1px, 2px, 3px, 4px, ...)\n' in REPORT.text('o')
+    assert '5 of 6 buckets have no images (0px, 1px, 2px, 3px, 4px)\n' in replace(
+        REPORT, empty_buckets=REPORT.empty_buckets[:5]
+    ).text('o')
     alone = merged_report([REPORT], {}, removed=0, removed_held_out=0)
     assert (alone.fingerprint, alone.statistics) == ('f', REPORT.statistics)
 

@@ -45,7 +45,7 @@ def test_every_setting_is_documented_and_plans_have_those_of_their_source_alone(
 
 def test_options_and_yaml_give_equal_settings(tmp_path: Path) -> None:
     text = """
-source: {kind: parquet, location: images, image_column: jpg}
+source: {kind: parquet, location: images, image_column: jpg, caption_column: alt}
 out: mds
 sizes: [256, 512]
 aspects: ['640x384', '512x512']
@@ -54,7 +54,8 @@ duplicates: near
 filters: {columns: {aesthetic: {min: 4.5}}}
 """
     (tmp_path / 'a.yaml').write_text(text)
-    short = ['parquet', 'images', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512', '--workers', '3']
+    short = ['parquet', 'images', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512']
+    short += ['--workers', '3', '--caption-column', 'alt']
     short += ['--aspects', '640x384', '512x512', '--duplicates', 'near', '--set', 'filters.columns.aesthetic.min=4.5']
     assert parsed('parquet', 'a', '--out', 'b', '--sizes', '8', '--aspects', 'sdxl').aspects == 'sdxl'
     with pytest.raises(UserError, match='--sizes: is missing; give the side lengths of the resolution buckets'):

@@ -70,16 +70,9 @@ def test_tars_with_equal_names_in_two_folders_have_different_keys(tmp_path: Path
 
 
 def test_list_of_captions_in_json_takes_precedence(tmp_path: Path) -> None:
-    found = [
-        *sample('1', 'from txt', captions=['one', 'two', None]),
-        ('2.jpg', b'x'),
-        ('2.json', b'{"caption": "from json"}'),
-        ('3.jpg', b'x'),
-        ('4.jpg', b'x'),
-        ('4.json', b'{"caption": null}'),
-        ('5.jpg', b'x'),
-        ('5.txt', b'\xef\xbb\xbfwith a mark'),
-    ]
+    found = [*sample('1', 'from txt', captions=['one', 'two', None]), ('2.jpg', b'x')]
+    found += [('2.json', b'{"caption": "from json"}'), ('3.jpg', b'x'), ('4.jpg', b'x')]
+    found += [('4.json', b'{"caption": null}'), ('5.jpg', b'x'), ('5.txt', b'\xef\xbb\xbfwith a mark')]
     captions = [entry.captions for entry in read(tmp_path, found)]
     assert captions == [['one', 'two', None], ['from json'], [], [], ['with a mark']]
 
@@ -131,19 +124,9 @@ def test_repeated_keys_and_scattered_members_are_reported(tmp_path: Path) -> Non
 
 def test_folders_and_unusual_names_in_a_tar_are_read(tmp_path: Path) -> None:
     deep = 'deep/' * 60 + '1'
-    found = [
-        ('./a/1.jpg', b'x'),
-        ('a/1.txt', b'y'),
-        ('b/1.jpg', b'x'),
-        ('b/1.seg.png', b'ignored'),
-        ('b/1.npy', b'ignored'),
-        ('b', None),
-        ('b/._1.jpg', b'ignored'),
-        (f'{deep}.jpg', b'x'),
-        (f'{deep}.txt', b'y'),
-        ('readme', b'ignored'),
-        ('\udce9.jpg', b'x'),
-    ]
+    ignored = [(name, b'ignored') for name in ('b/1.seg.png', 'b/1.npy', 'b/._1.jpg', 'readme')]
+    found = [('./a/1.jpg', b'x'), ('a/1.txt', b'y'), ('b/1.jpg', b'x'), *ignored[:2], ('b', None), *ignored[2:]]
+    found += [(f'{deep}.jpg', b'x'), (f'{deep}.txt', b'y'), ('\udce9.jpg', b'x')]
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         read_back = read(tmp_path, tar_of(found, form=form))
         assert problems(read_back) == [(f'00000/{key}', None) for key in ('a/1', 'b/1', deep, '\\xe9')]

@@ -1,6 +1,7 @@
 """The worker pool: results, errors, and processes that die; Ray gives the same dataset as local processes."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, settings, snapshot
 
+from diffusion.errors import DataError
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.worker_pool import run_jobs, run_on_ray
+from diffusion.prepare.worker_pool import _run_pickled, run_jobs, run_on_ray
 
 Note = Callable[[str], None]
 
@@ -62,6 +64,12 @@ class Failing(Square):
         raise ValueError(f'number {self.number} is invalid')
 
 
+class Exiting(Square):
+    def __call__(self, note: Note) -> int:
+        note('image 7')
+        os._exit(self.number)
+
+
 @pytest.mark.parametrize(('jobs', 'workers'), [(20, 1), (20, 3), (0, 4)])
 def test_every_job_runs_once(jobs: int, workers: int) -> None:
     assert sorted(run_jobs([Square(n) for n in range(jobs)], workers=workers)) == [n**2 for n in range(jobs)]
@@ -71,6 +79,16 @@ def test_error_of_a_job_is_raised_with_its_traceback() -> None:
     with pytest.raises(ValueError, match='number 3 is invalid') as caught:
         list(run_jobs([Failing(3)], workers=1))
     assert 'in __call__' in str(caught.value.__cause__)
+    assert 'number 3' in str(pickle.loads(_run_pickled({'job': pickle.dumps(Failing(3))})['outcome'])[1])
+    assert pickle.loads(_run_pickled({'job': pickle.dumps(Square(3))})['outcome']) == (9, None)
+
+
+def test_job_that_exits_is_named() -> None:
+    for status in (0, 3):
+        with pytest.raises(
+            DataError, match=f'square {status}: .* 3 times at image 7, exited with status {status} with'
+        ):
+            list(run_jobs([Exiting(status)], workers=1))
 
 
 def test_last_attempt_runs_with_no_other_job(tmp_path: Path) -> None:

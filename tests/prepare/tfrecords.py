@@ -46,6 +46,8 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def feature(values: Feature) -> bytes:
+    if len(values) == 1 and isinstance(values[0], int):
+        return field(3, varint(8) + varint(values[0]))
     if values and isinstance(values[0], int):
         return field(3, field(1, b''.join(varint(int(each)) for each in values)))
     if values and isinstance(values[0], float):

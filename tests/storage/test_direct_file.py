@@ -65,7 +65,7 @@ def test_device_of_larger_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     content = os.urandom(10_500)
     with opened(tmp_path / 'file') as file:
         file.write(content)
-        assert not is_direct(file)
+        assert not is_direct(file) and file.writable()
     assert (tmp_path / 'file').read_bytes() == content
 
 

@@ -111,5 +111,9 @@ def test_error_has_the_part_of_the_path_that_is_wrong(tmp_path, monkeypatch):
     (tmp_path / 'link').symlink_to('nowhere')
     assert why_not_writable(tmp_path / 'file' / 'a' / 'b') == f'{tmp_path}/file is not a folder; choose another path'
     assert str(why_not_writable(tmp_path / 'link' / 'a')).startswith(f'{tmp_path}/link is a dangling link')
+    reason = why_not_writable(tmp_path / ('long' * 100))
+    assert str(reason).endswith('longlong cannot be reached (File name too long); choose another folder')
+    monkeypatch.setattr(os, 'access', lambda *_: False)
+    assert str(why_not_writable(tmp_path / 'a')).startswith(f'{tmp_path} cannot be written to (permissions, or a read-')
     with pytest.raises(UserError, match='^--out: .*file is not a folder'):
         check_writable(tmp_path / 'file', '--out')

@@ -60,5 +60,10 @@ def test_lock_on_a_file_removed_by_its_owner_is_taken_again(tmp_path: Path) -> N
 
 def test_nothing_is_held_if_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks.fcntl, 'flock', Mock(side_effect=OSError(38, 'Function not implemented')))
+    open_files = len(os.listdir('/proc/self/fd'))
     with locks.hold_lock(tmp_path / 'lock', raise_taken) as is_held:
-        assert not is_held
+        assert not is_held and len(os.listdir('/proc/self/fd')) == open_files
+    running, stale = (locks.make_scratch_folder(tmp_path / 'shard', 5) for _ in range(2))
+    os.utime(stale, (0, 0))
+    locks.remove_stale_scratch(tmp_path)
+    assert running.exists() and not stale.exists()

@@ -89,6 +89,7 @@ def test_writing_a_dataset_replaces_an_existing_one(tmp_path: Path) -> None:
     for word in ('first', 'second'):
         mds.write_dataset(tmp_path / 'out', [{'key': word}], {'key': 'str'})
     (shard,) = json.loads((tmp_path / 'out/index.json').read_text())['shards']
+    assert mds.algorithm_for(shard['raw_data']['hashes'], 'sha1') == 'sha1'
     assert reader_from_json(str(tmp_path), 'out', shard)[0] == {'key': 'second'}
 
 

@@ -138,6 +138,14 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     assert (tmp_path / 'a').read_bytes() == b'mds/a'
     with pytest.raises(UserError, match='there is no such bucket or object'):
         object_store.read(f'{folder}/mds/none')
+    assert object_store.list_folder(f'{folder}/none') == ([], [])
+    assert object_store.read(f'{folder}/mds/b/1', span=(1, 4)) == b'ds/'
+    for content in (b'other', b'longer'):  # the client lists anew
+        clouds.put('datasets', 'org/name/other', content)
+        object_store.download(f'{folder}/other', tmp_path / 'a')
+        assert (tmp_path / 'a').read_bytes() == content and object_store.head(f'{folder}/other').size == len(content)
+    with pytest.raises(UserError, match='^hf://datasets/org/name/other: deleting is not supported; use another store'):
+        object_store.delete(f'{folder}/other')
     forget_sessions()
 
 
@@ -327,6 +335,8 @@ def test_requests_to_requester_pays_buckets_name_the_payer(store: Store, monkeyp
     object_store.read(f'{url}/a')
     object_store.head(f'{url}/a')
     assert store.payers[-3:] == ['requester'] * 3
+    with RemoteFolder(url).files('a') as folder:
+        assert (folder / 'a').read_bytes() == b'x'
 
 
 def test_credentials_come_from_a_profile(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

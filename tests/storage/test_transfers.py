@@ -46,7 +46,8 @@ def test_ranges_are_downloaded_in_parallel(store: Store, large: tuple[str, bytes
     assert (tmp_path / 'copy').read_bytes() == (tmp_path / 'warm').read_bytes() == content
 
 
-def test_small_object_with_a_known_size_costs_one_request(store: Store, tmp_path: Path) -> None:
+def test_small_object_with_a_known_size_costs_one_request(store: Store, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(object_store, 'RANGED_BYTES', 100)
     url = store.bucket('data', small=b'x' * 100) + '/small'
     store.requests.clear()
     object_store.download(url, tmp_path / 'copy', size=100)

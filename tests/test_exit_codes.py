@@ -22,6 +22,7 @@ from shards import draw_image
 from diffusion import cli
 from diffusion.errors import UserError, exit_status
 from diffusion.runs import run_lock
+from diffusion.tasks import cli as train_command
 from diffusion.tasks import run_recipe
 
 PRECOMPUTE = '{recipe} task=precompute precompute.streams=${streams}'
@@ -263,6 +264,29 @@ def test_wrong_number_of_devices_exits_with_78(site, in_process, monkeypatch):
     status, stderr = in_process(run_recipe.main, [site.recipe])
     assert status == 78, stderr
     assert_one_message(stderr, 'global_batch: 8 does not divide over 3 devices')
+    waits: list[float] = []
+    monkeypatch.setattr(run_recipe.time, 'sleep', waits.append)
+    monkeypatch.setenv('RANK', '1')
+    assert (in_process(run_recipe.main, [site.recipe]), waits) == ((78, ''), [5.0]), 'rank 0 prints it'
+    assert in_process(run_recipe.main, ['-h']) == (2, 'usage: composer run.py RECIPE [key=value ...]\n')
+
+
+def test_train_starts_a_process_per_gpu_or_device(site, in_process, monkeypatch):
+    monkeypatch.setattr(train_command, 'end_process', sys.exit)
+    monkeypatch.setattr(run_recipe, 'main', lambda words: f'1 with {words[-1]}')
+    monkeypatch.setattr(train_command, 'run_on_this_machine', lambda command, _, count: f'{count} with {command[-1]}')
+    error = 'error: --devices: 3 is more than the 2 GPUs of this machine; use at most 2\n'
+    for gpus, devices, expected in (
+        *(('', '', 1), ('GPU-a', '', 1), ('GPU-a,GPU-b', '', 2), ('GPU-a,GPU-b', '1', 1), ('GPU-a,GPU-b', '2', 2)),
+        *(('', '3', 3), ('GPU-a,GPU-b', '3', error), ('', '5', 'global_batch: 6 does not divide over 5 devices')),
+    ):
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
+        words = ['train', site.recipe, 'global_batch=6', *(['--devices', devices] if devices else [])]
+        status, stderr = in_process(cli.main, words)
+        if isinstance(expected, int):
+            assert (status, stderr) == (f'{expected} with global_batch=6', '')
+        else:
+            assert expected in stderr and stderr.startswith('error: ') and status == (2 if expected == error else 78)
 
 
 @pytest.mark.parametrize('mistake', EARLY_COMMAND)

@@ -69,9 +69,8 @@ class CheckpointingConfig:
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:
     """Return the rules for keeping checkpoints: the Trainer's number, else `checkpointing.keep`; None keeps all."""
-    # In Composer, -1 keeps all checkpoints.
-    last = trainer.get('save_num_checkpoints_to_keep', -1)
-    return KeepConfig(last=last) if last > 0 else checkpointing.keep
+    last = trainer.get('save_num_checkpoints_to_keep')
+    return checkpointing.keep if last in (None, -1) else KeepConfig(last=last)  # in Composer, -1 keeps all checkpoints
 
 
 AUTO = 'auto'

@@ -111,11 +111,11 @@ class MultipleOf:
         """If a value violates the constraint, return the reason and the nearest valid values; otherwise None."""
         if isinstance(value, list | tuple) and not value:
             return f'is empty; give at least one multiple of {self.step}'
-        wrong = next((number for number in _numbers(value) if number <= 0 or number % self.step), None)
+        wrong = next((number for number in _numbers(value) if number < self.step or number % self.step), None)
         if wrong is None:
             return None
         below = int(wrong // self.step) * self.step
-        near = [str(multiple) for multiple in (below, below + self.step) if multiple > 0] or [str(self.step)]
+        near = [str(multiple) for multiple in (below, below + self.step) if multiple >= self.step] or [str(self.step)]
         return f'{wrong} is not a positive multiple of {self.step}; use {" or ".join(near)}'
 
 

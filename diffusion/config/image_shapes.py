@@ -58,7 +58,7 @@ def parse_shape(text: str) -> Shape:
     if match is None:
         raise UserError(f'{text!r} is not a shape; write width x height in pixels, such as 640x384')
     shape = Shape(int(match[1]), int(match[2]))
-    if min(shape.width, shape.height) <= 0 or shape.width % STEP or shape.height % STEP:
+    if not shape.pixels or shape.width % STEP or shape.height % STEP:
         raise UserError(f'{text!r}: sides must be positive multiples of {STEP} pixels')
     return shape
 

@@ -266,11 +266,10 @@ def parse_yaml(text: str) -> Any:
 
 def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
     """Return the position of a YAML error as `:LINE:COLUMN` (empty if unknown), and its message on one line."""
-    if not isinstance(error, yaml.MarkedYAMLError):
-        if isinstance(error, ReaderError):
-            code = error.character if isinstance(error.character, int) else ord(error.character)
-            return '', f'character U+{code:04X} at offset {error.position} is not allowed in YAML; remove it'
-        return '', ' '.join(str(error).split())
+    if isinstance(error, ReaderError):
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        return '', f'character U+{code:04X} at offset {error.position} is not allowed in YAML; remove it'
+    assert isinstance(error, yaml.MarkedYAMLError)  # of reading; its other errors are of writing
     mark = error.problem_mark or error.context_mark
     # PyYAML reports only that a tab is a character that "cannot start any token".
     hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''

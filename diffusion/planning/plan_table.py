@@ -110,7 +110,7 @@ def _techniques(plan: Plan) -> str:
                 f'x {1 / effect.speedup:.2f}, {effect.images_without / batch:,.0f} batches ({effect.conditions})'
                 for effect in technique.published
             ]
-            effort = [f'{-technique.flops_per_image / 1e9:+,.1f}', f'x {1 / technique.speedup:.2f}']
+            effort = [f'{0 - technique.flops_per_image / 1e9:+,.1f}', f'x {1 / technique.speedup:.2f}']
             without = [amounts.count(technique.images_without), f'{technique.images_without / batch:,.0f}']
             rows.append([f'without {technique.name}', *effort, *without, '; '.join(effects)])
         if len(rows) > 2:

@@ -356,7 +356,7 @@ def _data(streams: Mapping[str, StreamConfig], notes: list[str]) -> tuple[dict[S
         if counts[name] is None and stream.aspects:
             notes.append(f'streams.{name}: shapes unknown (shards not local); assumed {stream.resolution} px squares')
     total = sum(sum(found.values()) for found in counts.values() if found)
-    known = None not in counts.values() and total > 0
+    known = bool(total) and None not in counts.values()
     shares: dict[Shape, float] = {}
     for name, weight in _weights(streams, counts, notes).items():
         stream_counts = counts[name] or {streams[name].image_shape: 1}
@@ -373,7 +373,7 @@ def _weights(
     configured = {name: stream.proportion or stream.choose for name, stream in streams.items()}
     sizes = {name: sum(found.values()) for name, found in counts.items() if found}
     if all(configured.values()):
-        weights = {name: float(value or 0) for name, value in configured.items()}
+        weights = {name: float(value) for name, value in configured.items() if value}
     elif len(sizes) == len(counts):
         weights = {name: float(size) for name, size in sizes.items()}
     else:

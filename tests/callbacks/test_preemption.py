@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import guarded_run
 import pytest
@@ -148,17 +149,15 @@ def test_previous_signal_handlers_are_restored_after_a_run_and_used_by_a_forked_
 
 
 def test_preempted_program_exits_with_status_75(monkeypatch, capsys):
-    def stopped(recipe):
-        raise Preempted('stopped at batch 3')
-
     monkeypatch.setattr(run_recipe, 'checked', lambda path, overrides: None)
-    monkeypatch.setattr(run_recipe, 'run_task', stopped)
-    monkeypatch.setenv('RANK', '0')
-    assert run_recipe.main(['a.yaml']) == PREEMPTED == 75
-    assert capsys.readouterr().err == 'stopped at batch 3\n'
-    monkeypatch.setenv('RANK', '1')
-    assert run_recipe.main(['a.yaml']) == 75
-    assert capsys.readouterr().err == ''
+    for stop, status, text in (
+        (Preempted('stopped at batch 3'), 75, 'stopped at batch 3\n'),
+        (KeyboardInterrupt(), 130, 'interrupted\n'),
+    ):
+        monkeypatch.setattr(run_recipe, 'run_task', Mock(side_effect=stop))
+        for rank, printed in (('0', text), ('1', '')):
+            monkeypatch.setenv('RANK', rank)
+            assert (run_recipe.main(['a.yaml']), capsys.readouterr().err) == (status, printed)
 
 
 def test_signal_to_one_rank_stops_both_at_the_same_batch(ranks, tmp_path):

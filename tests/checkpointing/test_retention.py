@@ -193,8 +193,8 @@ LAST = 'checkpointing.keep.last=3'
         (['checkpointing.keep.every=2ep'], r"keep.every: '2ep' is not a number of batches; write it as 10000ba"),
         (['checkpointing.keep.every=0ba'], r"keep.every: '0ba' is not a number of batches"),
         (['checkpointing.keep.weekly=3'], r'checkpointing.keep.weekly: unknown key'),
-        (['trainer.save_num_checkpoints_to_keep=0'], '0 would keep no checkpoint; use 1 or more, or -1 for all'),
-        (['trainer.save_num_checkpoints_to_keep=2', LAST], r'is 2, and checkpointing.keep is set too, whose key'),
+        (['trainer.save_num_checkpoints_to_keep=0', LAST], '0 would keep no checkpoint; use 1 or more, or -1 for all'),
+        (['trainer.save_num_checkpoints_to_keep=1', LAST], r'is 1, and checkpointing.keep is set too, whose key'),
         (['trainer.save_folder=elsewhere', LAST], r"checkpointing.keep: does not apply to Composer's own checkpoints"),
     ],
 )

@@ -37,9 +37,9 @@ def registered(monkeypatch):
 @pytest.mark.parametrize(
     ('constraint', 'value', 'problem'),
     [
-        (MultipleOf(8), 64, None),
-        (MultipleOf(8), 60, '60 is not a positive multiple of 8; use 56 or 64'),
-        (MultipleOf(8), 5, '5 is not a positive multiple of 8; use 8'),
+        (MultipleOf(8), 8, None),
+        (MultipleOf(8), 12, '12 is not a positive multiple of 8; use 8 or 16'),
+        (MultipleOf(8), 0, '0 is not a positive multiple of 8; use 8'),
         (MultipleOf(8), -8, '-8 is not a positive multiple of 8; use 8'),
         (MultipleOf(32), [64, 100], '100 is not a positive multiple of 32; use 96 or 128'),
         (MultipleOf(32), (), 'is empty; give at least one multiple of 32'),

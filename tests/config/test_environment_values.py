@@ -77,9 +77,10 @@ def test_reference_to_section_with_variable_is_saved_by_name():
 
 
 def test_component_that_is_a_variable_is_saved_by_name(monkeypatch):
-    monkeypatch.setenv('WANDB', f'{{init_kwargs: {{name: {SECRET}}}}}')
+    monkeypatch.setenv('WANDB', f'{{init_kwargs: {{tags: [{SECRET}]}}}}')
     recipe = load(RECIPE, ['loggers.wandb=${oc.decode:${oc.env:WANDB}}'])
-    assert recipe.loggers['wandb'].kwargs == {'init_kwargs': {'name': SECRET}}
+    assert recipe.loggers['wandb'].kwargs == {'init_kwargs': {'tags': [SECRET]}}
+    assert hide_environment(recipe, f'no {SECRET}') == 'no ${oc.decode:${oc.env:WANDB}}'
     assert 'wandb: ${oc.decode:${oc.env:WANDB}}' in to_yaml(recipe)
     assert SECRET not in to_yaml(recipe)
 

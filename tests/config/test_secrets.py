@@ -58,7 +58,7 @@ HARMLESS = {
     'image with port': 'registry.example.com:5000/team/diffusion:2026-11-22',
     'S3 folder': 's3://bucket/laion-2b-en/aesthetic-6plus/256x256/mds',
     'path': '/fsx/Datasets/LAION2BEN/Aesthetic45/Shards256px/',
-    'path of 40 letters': '/data/Images/LAION/Shards/Resolution256a',
+    'path of 40 letters': '/data/ImagesXLAION/Shards/Resolution256a',
     'URL with port': 'http://127.0.0.1:9000/bucket',
     'mail address': 'mailto:someone@example.com',
     'URL with a variable': Interpolation('https://user:${oc.env:PASSWORD}@host/x'),

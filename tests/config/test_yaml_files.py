@@ -105,6 +105,8 @@ def test_circular_extends_error_shows_the_chain(files):
         ('seed', "'seed' is not an override; write key=value"),
         ('=3', "'=3' is not an override; write key=value"),
         ('l={a: 1}', 'a list and a mapping cannot be merged'),
+        ('l[1]=2', "'1' is not an index of a list of 1; use 0 or more"),
+        ('l.a=2', "'a' is not an index of a list of 1"),
         ('x=[1', 'its value is not YAML; quote it'),
         ('x=${nothing}', "x: Interpolation key 'nothing' not found"),
         ('x=${', r'x: .*write \\\$\{ for a literal \$\{'),

@@ -20,9 +20,10 @@ MISTAKES = {
     'duplicate key': ('a: 1\na: 2', "duplicate key 'a', first in line 1"),
     'python tag': ('a: !!python/object/apply:os.system ["touch pwned"]', 'python/object/apply:os.system. is not'),
     'own tag': ('a: !foo x', "tag '!foo' is not supported"),
-    'wrong integer': ('a: !!int x', "'x' is not a valid int"),
+    'wrong integer': ('a: !!int ' + 'x' * 40, "'x{40}' is not a valid int"),
     'integer of 100,000 digits': ('a: ' + '9' * 100_000, r"'9{40}\.\.\.' is not a valid int"),
-    'integer of 30 digits': ('a: ' + '9' * 30, '9{30} does not fit into 64 bits'),
+    'integer of 41 digits': ('a: ' + '9' * 41, r'9{40}\.\.\. does not fit into 64 bits'),
+    'integer of 64 bits': ('a: 9223372036854775808', '9223372036854775808 does not fit into 64 bits'),
     'number above the range': ('a: 1e999999', '1e999999 is too large for a number'),
     'empty key': ('? \n: 1', 'a key must be text or a number'),
     'control character': ('a: b\x01', r'character U\+0001 at offset 4 is not allowed'),
@@ -61,6 +62,7 @@ INTERPOLATIONS = {
         {'a': '${oc.env:A,b,c}'},
         "a: oc.env takes the name of an environment variable and one default, not 'A'",
     ),
+    'a backslash': ({'a': r'${oc.env:A,${oc.env:B}\\\\x}'}, 'must not contain backslashes or both kinds of quotes'),
     'an unclosed brace': ({'a': '${'}, r'a: .*write \\\$\{ for a literal'),
 }
 
@@ -116,7 +118,7 @@ def test_huge_batch_is_refused_at_once(batch):
 
 
 def test_override_changes_an_item_of_a_list():
-    assert merge([{'l': [1, {'a': 2}]}], ['l[1].a=3', 'l.0=4']) == {'l': [4, {'a': 3}]}
+    assert merge([{'l': [1, {'a': 2}]}], ['l[1].a=${oc.select:z,3}', 'l.0=4']) == {'l': [4, {'a': 3}]}
 
 
 @given(text=st.text('${}:.,oc[]ab\'"\\ ', max_size=25))

@@ -116,6 +116,7 @@ def test_chosen_interval_is_the_best_one_within_bounds():
     assert chosen_interval(stall=8, mtbf=3 * 3600) == best_interval(stall=8, mtbf=3 * 3600)
     assert chosen_interval(stall=8, mtbf=5000 * 3600) == 3600  # at most an hour of work is lost
     assert chosen_interval(stall=0.01, mtbf=3600) == 60
+    assert best_interval(stall=1000, mtbf=1) == pytest.approx(1), 'at most the time between failures'
     assert chosen_interval(stall=300, mtbf=3600) == 6000  # saves take at most 5% of the time
 
 
@@ -162,8 +163,9 @@ def test_storage_of_checkpoints_follows_the_rules_that_keep_them(words, count):
 HOUR = 3600.0
 
 
-def synchronous(interval: float, stall: float) -> SaveStrategy:
-    return SaveStrategy('synchronous', interval, stall, (Tier('durable', Failure.CLUSTER, lag=0.0, restore=0.0),))
+def synchronous(interval: float, stall: float, every: int = 1) -> SaveStrategy:
+    tier = Tier('durable', Failure.CLUSTER, lag=0.0, restore=0.0, every=every)
+    return SaveStrategy('synchronous', interval, stall, (tier,))
 
 
 def goodputs(*, stall=60.0, restart=240.0, mtbf, **keywords):
@@ -179,6 +181,8 @@ def test_synchronous_saves_agree_with_the_closed_form(stall, restart, factor, mt
     closed = goodput(interval=interval, stall=stall, restart=restart, mtbf=mtbf)
     simulated = simulated_goodput(synchronous(interval, stall), mtbf=mtbf, restart=restart)
     assert simulated == pytest.approx(closed, abs=0.003)
+    thirds = simulated_goodput(synchronous(interval / 3, stall / 3, every=3), mtbf=mtbf, restart=restart)
+    assert thirds == pytest.approx(simulated), 'a tier that skips save points'
 
 
 def test_tiers_gain_only_by_frequent_failures_that_spare_memory(monkeypatch):

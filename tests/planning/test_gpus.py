@@ -18,10 +18,11 @@ from diffusion.planning.gpus import (
     installed_torch,
     load_gpus,
     missing_kernels,
+    missing_kernels_message,
 )
 from tests.planning.recipes import GPUS
 
-ONE = {'mine': {'peak_tflops': {'bf16': 100}, 'memory_gib': 24, 'price_usd_per_hour': 0.5, 'date': '2026-01-01'}}
+ONE = {'mine': {'peak_tflops': {'bf16': 1}, 'memory_gib': 24, 'price_usd_per_hour': 0.5, 'date': '2026-01-01'}}
 
 
 @pytest.fixture
@@ -73,6 +74,7 @@ def test_file_adds_gpus_and_replaces_shipped_ones(write):
     path = write(ONE | {'h200': {'peak_tflops': {'bf16': 989}, 'memory_gib': 139.8, 'price_usd_per_hour': 9.0}})
     found = load_gpus(path)
     assert found['mine'].price_usd_per_hour == 0.5
+    assert missing_kernels(found['mine'], '2.9') is None, 'its compute capability is unknown'
     assert found['h200'].price_usd_per_hour == 9.0
     assert found['a100-80gb'] == GPUS['a100-80gb']
 
@@ -84,6 +86,7 @@ def test_file_adds_gpus_and_replaces_shipped_ones(write):
         ({'memory_gib': 'much'}, "mine.memory_gib: 'much' is not a number"),
         ({'memory_gib': 0}, 'mine.memory_gib: 0.0 is not positive'),
         ({'price_usd_per_hour': -1}, 'mine.price_usd_per_hour: -1 is not positive'),
+        ({'compute_capability': 'new'}, "mine.compute_capability: 'new' is not a compute capability; use the form"),
         ({'date': 'May'}, "mine.date: 'May' is not a date; use the format 2026-05-01"),
         ({'peak_tflops': {'bf16': 0}}, 'mine.peak_tflops.bf16: 0.0 is not a positive number; use the dense peak in'),
         ({'peak_tflops': {'bf16': 'x'}}, 'mine.peak_tflops.bf16: '),
@@ -137,6 +140,7 @@ def test_every_shipped_gpu_has_a_capability_and_a_torch_that_runs_on_it():
 )
 def test_message_names_the_command_that_installs_a_torch_with_kernels(gpu, version, command):
     assert command in str(missing_kernels(GPUS[gpu], version))
+    assert 'for no GPU); use torch 2.9 or' in str(missing_kernels_message('t4', (7, 5), (), '2.9+cpu')), 'Turing'
 
 
 @pytest.mark.parametrize('capability', BLACKWELL)

@@ -8,7 +8,7 @@ import pytest
 from commands import modules_of, output_of, refusal
 
 from diffusion.cli import main
-from diffusion.planning import amounts
+from diffusion.planning import amounts, cost_plot, plan_table
 from diffusion.planning.cost_plot import costs_at, counts_around
 from diffusion.planning.throughput import Assumptions, Cost
 from tests.planning.recipes import PHASES, YAMLS
@@ -246,8 +246,8 @@ def test_recipe_that_does_not_fit_gets_settings_that_do(capsys):
 def test_launch_bound_model_and_impossible_speed_warn(capsys):
     out = planned(capsys, str(YAMLS / 'quickstart.yaml'))
     assert 'is faster than kernels can be launched' in out and '8 x h100-sxm (one node)' in out
-    out = planned(capsys, BOTH[0], '--gpu', 'a100-80gb', '--images-per-second', '99999', '--gpus', '8')
-    assert 'of the peak is not possible' in out and 'is faster than kernels' not in out
+    out = planned(capsys, BOTH[0], '--gpu', 'a100-80gb', '--images-per-second', '4000', '--gpus', '8')
+    assert 'phase1: 138% of the peak is not possible' in out and 'is faster than kernels' not in out
 
 
 @pytest.mark.parametrize('recipe', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
@@ -343,6 +343,9 @@ def test_amounts_have_the_unit_that_fits_their_size():
             {1e15: '1.00 PB', 1e12: '1.00 TB', 1e9: '1.00 GB', 1e6: '1.00 MB', 1e3: '1.00 kB', 999: '999 B'},
         ),
         (amounts.count, {999_999: '999,999', 1e6: '1.0 M'}),
+        (cost_plot._days, {100: '100', 1: '1.0', 0.999: '1'}),
+        (cost_plot._money, {1000: '$1.0k', 999: '$999'}),
+        (plan_table._gb, {1e9: '1.00', 1e8: '0.1'}),
     ):
         assert {each: form(each) for each in expected} == expected
 
@@ -357,5 +360,5 @@ def test_small_run_is_planned_in_units_that_fit(capsys):
         assert text in out
     for text in ('0.00 days', '0.0 M', ' 0.0 s', 'goodput 0.', 'Goodput of save strategies'):
         assert text not in out
-    out = planned(capsys, str(YAMLS / 'finetune.yaml'), '--samples', '36', '--gpu', 'h200', '--gpus', '8')
-    assert out.startswith('As written: 9.6 minutes, $5.14.') and '36 distinct images' in out
+    out = planned(capsys, YAMLS / 'finetune.yaml', '--samples', '36', '--gpu', 'h200', '--gpus', '8', '--stall', '10')
+    assert out.startswith('As written: 9.6 minutes, $5.14.') and '36 distinct images' in out and '  10 s  ' in out

@@ -44,9 +44,10 @@ def test_communication_equals_a_walk_around_the_ring(microbatch, batches):
 
 
 def test_replicas_gather_within_a_group_and_reduce_shards_across_groups():
-    sent = communication_bytes(ONCE, Setup(128, 16, replace(SHARDED, replicas=16)))
     within = ring_bytes(8, (2 + 4) * SD2, passes=1)
-    assert sent == pytest.approx(within + ring_bytes(16, 4 * SD2 / 8, passes=2))
+    for work, microbatch, reductions in ((ONCE, 16, 1), (EACH, 4, 4)):
+        sent = communication_bytes(work, Setup(128, microbatch, replace(SHARDED, replicas=16)))
+        assert sent == pytest.approx(reductions * (within + ring_bytes(16, 4 * SD2 / 8, passes=2)))
 
 
 def test_precision_of_communication_counts():

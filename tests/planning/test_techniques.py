@@ -96,6 +96,9 @@ def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
 def test_sprint_adds_its_fusion_layer_to_the_route(pixel_recipe):
     model = Component('tiny_prx', {'sprint': {'start': 1}})
     assert route_of(model, {}, 6) == TokenRoute(1, 4, 0.75, fuses=True)
+    tread = TokenRoute(1, 3, 0.5)
+    assert route_of(Component('tiny_prx'), {'route': Component('tread', {'start': 1})}, 6) == tread
+    assert [tread.fraction_after(block) for block in range(4)] == [1, 0.5, 0.5, 1]
     work = phase(pixel_recipe)
     assert work.route is not None
     fused = replace(work, route=replace(work.route, fuses=True))
@@ -258,15 +261,22 @@ def test_techniques_are_compared_at_equal_cost(pixel_recipe):
     assert repa.flops_per_image == work.alignment_flops()
     assert repa.published[0].speedup == pytest.approx(3.46 / 3.95)
     assert repa.published[0].images_without == pytest.approx(work.images * 3.95 / 3.46)
+    two = replace(work, perceptual=None, optimizer_flops=0)
+    assert [each.name for each in techniques_of(two)] == ['TREAD', 'REPA', 'all of them']
     assert techniques_of(phase()) == ()
 
 
-def test_contrastive_flow_matching_has_its_published_throughput_and_no_flops():
+def test_contrastive_flow_matching_has_its_published_throughput_and_no_flops(capsys):
     work = phase(YAMLS / 'prx_256.yaml')
     recipe = replace(work.recipe, algorithms={'contrastive': Component('contrastive_flow_matching')})
     (technique,) = techniques_of(replace(work, recipe=recipe))
     assert (technique.flops_per_image, technique.speedup) == (0, 1)
     assert technique.published[0].speedup == pytest.approx(3.75 / 3.95)
+    words = [str(YAMLS / 'prx_256.yaml'), 'algorithms.contrastive_flow_matching={}']
+    row = output_of(capsys, 'plan', *words).partition('without contrastive flow matching')[2].split()
+    assert row[:3] == ['+0.0', 'x', '1.00'] and ' '.join(row).partition('100,000 ')[2].startswith(
+        'x 1.05, 105,333 batches'
+    )
 
 
 def test_images_of_a_model_on_pixels_cannot_be_stored_as_latents():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffusion.config.image_shapes import Shape, square
 from diffusion.planning import published_runs
 from diffusion.planning.throughput import (
     ASSUMED_MFU,
@@ -129,6 +130,8 @@ def test_interpolated_throughput_is_between_its_neighbors(gpus):
     if not below or not above:
         end = known[min(known)] / min(known) if not below else known[max(known)] / max(known)
         assert rate / gpus == pytest.approx(end)
+    for shapes in ([square(256), square(512)], [Shape(256, 512)]):
+        assert published_runs.images_per_second(shapes, gpus, published_runs.SD2_PARAMETERS) is None
 
 
 def write_run(folder, values):
@@ -141,7 +144,7 @@ def write_run(folder, values):
 
 
 def test_measured_throughput_scales_with_number_of_gpus_and_flops_of_another_recipe(tmp_path):
-    run = write_run(tmp_path, [1.0, 30.0, 30.0, 31.0])
+    run = write_run(tmp_path, [0.0, 1.0, 30.0, 31.0])
     measured, same = read_measured_speed(run), phase(run / 'recipe.yaml')
     speed = planned_speed(same, Assumptions(A100, 16, measured=measured))
     assert speed.images_per_second == pytest.approx(16 * 30)

@@ -23,7 +23,7 @@ def test_published_phases_assume_the_published_number_of_images():
 
 
 @pytest.mark.parametrize(
-    ('duration', 'batches'), [('80ba', 80), ('3ep', 3 * 12), ('0.5ep', 6), ('800sp', 100), ('804sp', 100)]
+    ('duration', 'batches'), [('80ba', 80), ('3ep', 3 * 12), ('0.5ep', 6), ('8sp', 1), ('804sp', 100)]
 )
 def test_duration_is_converted_to_batches(tmp_path, duration, batches):
     path = write_recipe(tmp_path, trainer={'max_duration': duration})

@@ -19,11 +19,12 @@ from waiting import wait_until
 from diffusion.checkpointing.checkpoint_lookup import claimed_batches
 from diffusion.checkpointing.checkpoint_store import RECEIPT
 from diffusion.config.load import load
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.runs.run_id import create_run_id
 from diffusion.tasks import watch_arguments
+from diffusion.tasks.argument_checks import EvaluationOptions
 from diffusion.tasks.watch import MAX_TRIES, Watcher, WatchSettings, evaluation_command, launch_command
 from diffusion.training.train import train
 
@@ -49,6 +50,9 @@ else:
     path.with_suffix('.tmp').replace(path)
 """
 """Evaluation without a model: says that it started, sleeps, and writes results or ends with a status."""
+
+
+JOB = str(Path(__file__).parents[2] / 'yamls' / 'launch' / 'evaluate-kubernetes.yaml')
 
 
 class Site:
@@ -126,6 +130,9 @@ def test_results_without_a_wanted_metric_do_not_count(site):
     (folder / 'ba30.json').write_text('{"metrics": {"fi')
     Watcher(site.settings()).run()
     assert site.started() == ['ba10', 'ba30']
+    Watcher(site.settings())._start_one('ba20', claim := Mock())
+    claim.release.assert_called_once_with()
+    assert site.started() == ['ba10', 'ba30'], 'another watcher was faster'
 
 
 @pytest.mark.slow
@@ -180,6 +187,14 @@ def test_interrupted_watcher_ends_its_evaluation_and_frees_the_checkpoint(site):
     assert results(site) == ['ba10']
 
 
+def test_claim_is_renewed_after_storage_has_failed(site, caplog):
+    done, claim = Mock(), Mock()
+    done.wait.side_effect, claim.renew.side_effect = [False, False, True], [OSError('no space'), None]
+    Watcher(site.settings(lease_seconds=50.0))._renew(claim, done)
+    assert 'the claim cannot be renewed (no space)' in caplog.text
+    assert (done.wait.call_args.args, claim.renew.call_count) == ((10.0,), 2)
+
+
 def test_claim_of_a_machine_that_vanished_expires(site, monkeypatch):
     claims = EvaluationClaims(site.run, lease_seconds=2.0)
     monkeypatch.setattr('diffusion.runs.run_lock._machine_id', lambda: 'elsewhere')
@@ -222,14 +237,18 @@ def test_checkpoint_pruned_before_or_after_the_claim_is_skipped(site, caplog):
     assert results(site) == ['ba30']
 
 
-@pytest.mark.slow
-def test_best_checkpoints_are_pinned(site):
+def test_command_pins_the_best_checkpoints(site, capsys, monkeypatch):
+    monkeypatch.setattr(signal, 'signal', handle := Mock())
+    monkeypatch.setattr(watch_arguments, 'evaluation_command', lambda *_: site.settings().command)
     Path(site.run, 'ba10.pinned').write_text('my favorite')
-    Watcher(site.settings(keep_best=('fid', 1))).run()
-    assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba30.pinned']
-    write(Path(site.run), 40)
-    Watcher(site.settings(keep_best=('fid', 1))).run()
-    assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba40.pinned']
+    (folder := Path(site.run, 'evaluations')).mkdir()
+    for batch in (10, 20):
+        (folder / f'ba{batch}.json').write_text(json.dumps({'metrics': {'fid': 100 - batch}}))
+    for keep, best in (('fid', 'ba30'), ('fid:1', 'ba40')):
+        output_of(capsys, 'watch', site.run, '--once', '--metrics', 'fid', '--keep-best', keep)
+        assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', f'{best}.pinned']
+        write(Path(site.run), int(best[2:]) + 10)
+    assert handle.call_args.args[0] == signal.SIGTERM, 'it stops as on Ctrl-C'
 
 
 def test_best_checkpoints_by_a_judge_are_pinned(site, caplog):
@@ -266,6 +285,8 @@ def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appe
     assert claimed_batches(Path(site.run)) == {10}
     assert not watcher._running and len(watcher._submitted) == 1
     assert other._claims.take('ba10', 1) is None, 'the job goes on'
+    watcher._stop()
+    assert claimed_batches(Path(site.run)) == set()
     watcher.run()
     assert site.started() == results(site) == ['ba10', 'ba20', 'ba30']
     assert claimed_batches(Path(site.run)) == set()
@@ -307,25 +328,32 @@ def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, capsy
 
 
 def test_job_of_a_checkpoint_is_valid(capsys):
-    spec = str(Path(__file__).parents[2] / 'yamls' / 'launch' / 'evaluate-kubernetes.yaml')
-    words = launch_command(spec, 'sd2-evaluate', '/workspace/runs/phase1', [])('/workspace/runs/phase1/ba100')[3:]
+    words = launch_command(JOB, 'sd2-evaluate', '/workspace/runs/phase1', [])('/workspace/runs/phase1/ba100')[3:]
     rendered = output_of(capsys, *words, '--render')
     assert 'sd2-evaluate-ba100' in rendered
     assert 'checkpoint=/workspace/runs/phase1/ba100' in rendered
 
 
-def test_commands_of_jobs_and_of_several_processes(monkeypatch):
+def test_commands_of_jobs_and_of_several_processes(site, monkeypatch, caplog):
     for free, nodes in ((1, 2), (3, 3), (9, 4)):
         monkeypatch.setattr(watch_arguments, 'free_nodes', lambda spec, free=free: free)
         assert watch_arguments.nodes_of_job(Mock(nodes=2), 4) == nodes, 'all free nodes, from 2 to 4'
+    options = watch_arguments.WatchOptions(run=site.run, launch=JOB, overrides=['nodes=4'], max_nodes=4)
+    settings = watch_arguments.watch_settings(options, EvaluationOptions())
+    assert (settings.elsewhere, settings.lease_seconds, settings.command('a/b/ba1')[-1]) == (True, 43200, 'nodes=4')
+    monkeypatch.setattr(watch_arguments, 'free_nodes', Mock(side_effect=ExternalError('kubectl: timed out')))
+    assert watch_arguments.nodes_of_job(Mock(nodes=2), 4) == 2
+    assert 'kubectl: timed out; the job gets 2 nodes' in caplog.text
+    with pytest.raises(ExternalError, match='timed out'):
+        watch_arguments.watch_settings(options, EvaluationOptions())
     command = launch_command('eval.yaml', 'eval', '/shared/runs/phase1', ['nodes=2'])('/shared/runs/phase1/ba100')
     assert command[3:] == [
         *('launch', 'eval.yaml', 'overrides.task="evaluate"', 'overrides.checkpoint="/shared/runs/phase1/ba100"'),
         *('overrides.runs_dir="/shared/runs"', 'overrides.name="phase1"', 'name=eval-ba100', 'nodes=2'),
     ]
-    words = evaluation_command(['--metrics=fid'], 8)('s3://b/run/ba10')
+    words = evaluation_command(['--metrics=fid'], 2)('s3://b/run/ba10')
     assert words[1:] == [
-        *('-m', 'composer.cli.launcher', '-n', '8', '-m', 'diffusion', 'evaluate', 's3://b/run/ba10', '--metrics=fid')
+        *('-m', 'composer.cli.launcher', '-n', '2', '-m', 'diffusion', 'evaluate', 's3://b/run/ba10', '--metrics=fid')
     ]
 
 
@@ -338,6 +366,8 @@ def test_commands_of_jobs_and_of_several_processes(monkeypatch):
         (['RUN', '--max-nodes', '3'], '--max-nodes: is for the jobs of --launch; add --launch, or remove --max-nodes'),
         (['RUN', '--keep-best', 'dgp/m:1'], "there is no metric 'dgp'; did you mean 'dpg'"),
         (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: set the evaluators'),
+        (['RUN', '--launch', 'gone.yaml', '--processes', '2'], '--launch: set the evaluators'),
+        (['RUN', '--launch', JOB, '--max-nodes', '1', 'nodes=2'], '--max-nodes: 1 is less than the 2 nodes of'),
     ],
 )
 def test_mistakes_in_options(site, capsys, options, message):

@@ -182,7 +182,8 @@ class Collected(NamedTuple):
         found = []
         for weight, shard in zip(self.weights, self.shards, strict=True):
             gradient = weight.grad
-            if gradient is None or local_shard(weight) is not shard:
+            # Compare addresses, since torch 2.14's to_local returns a new view of a parameter in each call.
+            if gradient is None or local_shard(weight).data_ptr() != shard.data_ptr():
                 return None
             found.append(local_shard(gradient))
         return found

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.errors import ExternalError, GaveUp, UserError, is_wrong_path
 from diffusion.models.hub_errors import way_out
+from diffusion.storage.atomic import write_atomically
 from diffusion.storage.locks import hold_lock
 from diffusion.storage.retry import RetryPolicy
 
@@ -171,6 +173,9 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
         _download_file(repository, _inside(subfolder, name), commit)
     if not _is_cached(part, repository, subfolder, commit, weights):
         raise UserError(f'{_url(repository, revision)}: {_lack(part, subfolder, names)}')
+    if revision != commit:  # save a branch's commit where huggingface_hub looks for it
+        folder = f'models--{repository.replace("/", "--")}'
+        write_atomically(Path(constants.HF_HUB_CACHE, folder, 'refs', revision or constants.DEFAULT_REVISION), commit)
     return commit
 
 
@@ -231,8 +236,9 @@ def _clear_errors(what: str, repository: str, revision: str | None, instead: str
     except UserError as error:
         raise UserError(f'{failed} ({_refusal(error, repository, revision)}); {instead}') from error
     except GaveUp as error:
+        reason = textwrap.shorten(str(error), 250, placeholder=' ...')  # huggingface_hub adds long explanations
         raise ExternalError(
-            f'{failed} ({_shortened(error)}). Start again later; or set HF_HOME to a cache that has the files and '
+            f'{failed} ({reason}). Start again later; or set HF_HOME to a cache that has the files and '
             f'HF_HUB_OFFLINE=1, or {instead}'
         ) from error
     except OSError as error:
@@ -349,12 +355,6 @@ def _refusal(error: UserError, repository: str, revision: str | None) -> str:
     if isinstance(cause, EntryNotFoundError):
         return f'404: there is no such file in the repository, see {page}/tree/main'
     return str(error).removeprefix(f'hf://{repository}')
-
-
-def _shortened(error: GaveUp) -> str:
-    """Return the error's message as one line of at most 250 characters; huggingface_hub adds long explanations."""
-    text = ' '.join(str(error).split())
-    return text if len(text) <= 250 else f'{text[:246]} ...'
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import logging
 import shutil
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
+from diffusion.models import hub_files
 from diffusion.models.hub_files import check_weights, fetch_file, missing_size
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, load_vae
 
@@ -122,13 +124,24 @@ def test_two_processes_of_a_node_download_once(hub):
     assert len(bodies) == len(set(bodies)) == 2
 
 
-def test_branch_is_resolved_to_a_commit(hub):
-    load('vae', revision='main')
+def test_branch_is_resolved_to_a_commit_and_read_from_the_cache_if_the_hub_does_not_answer(hub, caplog):
+    load('vae', revision='v2')
     before = len(hub.requests)
-    load('vae', revision='main')
-    assert hub.requests[before:] == ['GET /api/models/someone/model/revision/main'], 'it may have moved'
+    load('vae', revision='v2')
+    assert hub.requests[before:] == ['GET /api/models/someone/model/revision/v2'], 'it may have moved'
     load('vae')
     assert len(hub.requests) == before + 1
+    hub.always = 503
+    load('vae', revision='v2')
+    assert 'someone/model/vae: AutoencoderKL at revision v2: the Hub does not answer' in caplog.text
+
+
+def test_full_disk_of_the_cache_is_neither_retried_nor_a_user_error(hub, monkeypatch):
+    download = Mock(side_effect=RuntimeError('Internal error: No space left on device (os error 28)'))
+    monkeypatch.setattr(hub_files, 'hf_hub_download', download)
+    with pytest.raises(OSError, match='No space left on device'):
+        load('vae')
+    assert download.call_count == 1
 
 
 def test_half_precision_alone_on_the_hub_is_refused_with_the_way_out(repository, tmp_path, monkeypatch):
@@ -153,15 +166,22 @@ def test_files_are_missing_until_they_are_fetched_once(hub, repository):
         assert missing_size('someone/model', name, revision=COMMIT) == size
         assert fetch_file('someone/model', name, revision=COMMIT).read_bytes() == b'not needed'
     assert sum(each.startswith('GET') and each.endswith(name) for each in hub.requests) == 1
+    with pytest.raises(UserError, match='404: there is no such file in the repository, see .*/someone/model/tree/main'):
+        fetch_file('someone/model', 'other.pt', revision=COMMIT)
+    with pytest.raises(UserError, match='someone/model.*: has no unet/vocabulary'):
+        load_pretrained(CLIPTokenizer, 'someone/model', subfolder='unet', revision=COMMIT)
 
 
 def test_offline_mode_uses_the_cache_and_says_what_it_lacks(hub, monkeypatch):
     load('vae')
+    part, place = (CLIPTextModel, 'someone/model'), {'subfolder': 'text_encoder', 'revision': COMMIT}
+    check_weights(*part, **place)
     before = len(hub.requests)
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
     load('vae')
-    with pytest.raises(UserError, match=r'could not be loaded .*HF_HUB_OFFLINE is set, and the cache .* lacks it'):
-        load('text_encoder')
+    for request in (load_pretrained, check_weights):
+        with pytest.raises(UserError, match=r'could not be loaded .*HF_HUB_OFFLINE is set, and the cache .* lacks it'):
+            request(*part, **place)
     assert len(hub.requests) == before
 
 

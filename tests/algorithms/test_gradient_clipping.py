@@ -99,6 +99,9 @@ for threshold in (0.01, 0.5, 1e9):
     for weight, right in zip(parameters, expected, strict=True):
         error = (weight.grad.full_tensor() - right).abs().max() / right.abs().max().clamp(min=1e-30)
         assert error < 2e-7, (threshold, weight.shape, weight.placements, error)
+    GradientClipping('norm', 1e-3).apply(Event.AFTER_TRAIN_BATCH, state, None)
+    norm = sum(weight.grad.full_tensor().double().square().sum() for weight in parameters) ** 0.5
+    assert abs(norm / 1e-3 - 1) < 1e-3, (threshold, norm)
 print('same')
 """
 

@@ -139,7 +139,7 @@ def snapshots_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small(tmp_path):
-    make_trainer(PostHocEMA(every='4ba', folder=str(tmp_path))).fit()
+    make_trainer(PostHocEMA(every='1ba', folder=str(tmp_path))).fit()
     return tmp_path
 
 
@@ -199,9 +199,11 @@ def test_checkpoints_hold_the_averages_and_the_training_weights(tmp_path):
 
 @pytest.mark.filterwarnings('ignore:PostHocEMA is not in the state_dict')
 def test_averages_that_did_not_start_with_the_run_are_rejected(tmp_path):
-    make_trainer(duration='5ba', save_folder=str(tmp_path), save_interval='5ba').fit()
-    trainer = make_trainer(PostHocEMA(folder=str(tmp_path)), load_path=str(tmp_path / 'latest-rank0.pt'))
-    with pytest.raises(ValueError, match='checkpoint of batch 5 has no averages, which must start with the first'):
+    make_trainer(duration='1ba', save_folder=str(tmp_path), save_interval='1ba').fit()
+    algorithm = PostHocEMA(folder=str(tmp_path))
+    trainer = make_trainer(algorithm, load_path=str(tmp_path / 'latest-rank0.pt'))
+    assert 'averages' not in algorithm.state_dict()
+    with pytest.raises(ValueError, match='checkpoint of batch 1 has no averages, which must start with the first'):
         trainer.fit()
 
 

@@ -130,6 +130,7 @@ def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx,
 
 
 def test_sprint_samples_with_all_tokens_and_the_fusion_layer(make_prx, write_recipe, tmp_path):
+    assert Sprint(1).route(DEPTH) == Route(1, DEPTH - 2, 0.75), 'the last two blocks see all tokens'
     model, full = (make_prx(sprint=Sprint(START, END, fraction)) for fraction in (0.75, 0.0))
     full.load_state_dict(model.state_dict())
     batch = batch_of(model)

@@ -17,6 +17,7 @@ from transformers import CLIPTextConfig
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, square
+from diffusion.config.recipe import LoraConfig
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of, count_activations
 from diffusion.models.cost_counting import ModelCounter, answer, build_empty, main
@@ -39,6 +40,9 @@ def test_facts_of_tiny_match_the_built_model():
     assert facts['text_length'] == built.text.tokenizers[0].model_max_length
     assert (facts['text_width'], facts['trains_text_encoder']) == (built.text.width, built.train_text_encoder)
     assert facts['latent_diffusion']
+    lora = ModelCounter(build_empty('tiny', settings), LoraConfig(rank=4)).facts()
+    assert lora['frozen_denoiser_parameters'] == size_of(built.denoiser) > 10 * lora['trained_parameters'] > 0
+    assert lora['frozen_parameters'] == facts['frozen_parameters'], 'of VAE and text encoder'
     sizes = [size_of(each) for each in blocks_of(built.denoiser)]
     assert (facts['block_parameters'], facts['largest_block_parameters']) == (sum(sizes), max(sizes))
     names = ('latent_channels', 'pixels_per_cell', 'pixels_per_patch', 'token_width', 'token_blocks')

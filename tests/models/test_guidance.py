@@ -51,12 +51,14 @@ def test_guided_predictions_equal_those_of_diffusers(settings, guider, arguments
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_projected_update_equals_the_equations_of_the_paper():
+@pytest.mark.parametrize('limit', [8.0, 0.5, 0.0])
+def test_projected_update_equals_the_equations_of_the_paper(limit):
     """Without momentum: each image's update is shortened to the threshold, and its parallel part multiplied by eta."""
     (weak, strong), *_ = predictions()
-    combine = guidance_of({'name': 'apg', 'eta': 0.25, 'norm_threshold': 8.0, 'momentum': 0.0}, flow=False).start(SCALE)
+    settings = {'name': 'apg', 'eta': 0.25, 'norm_threshold': limit, 'momentum': 0.0}
+    combine = guidance_of(settings, flow=False).start(SCALE)
     for found, q, p in zip(combine(weak, strong), weak.double(), strong.double(), strict=True):
-        update = (p - q) * min(1.0, 8.0 / float((p - q).norm()))
+        update = (p - q) * (min(1.0, limit / float((p - q).norm())) if limit else 1.0)
         direction = p / p.norm()
         parallel = float((update * direction).sum()) * direction
         expected = p + (SCALE - 1) * (update - parallel + 0.25 * parallel)

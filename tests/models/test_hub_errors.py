@@ -43,8 +43,8 @@ def small_text_encoder(tmp_path) -> Path:
 
 @pytest.mark.parametrize('part', PARTS)
 def test_folder_without_the_part_is_a_user_error(tmp_path, part):
-    with pytest.raises(UserError, match='could not be loaded from this folder'):
-        load_pretrained(part, str(tmp_path), subfolder='')
+    with pytest.raises(UserError, match=f'^{tmp_path}: {part.__name__} could not be loaded from this folder'):
+        load_pretrained(part, str(tmp_path), subfolder='', revision='v2')
 
 
 @pytest.mark.parametrize('variant', ['fp16', 'bf16'])

@@ -174,14 +174,14 @@ def test_files_are_missing_until_they_are_fetched_once(hub, repository):
 
 def test_offline_mode_uses_the_cache_and_says_what_it_lacks(hub, monkeypatch):
     load('vae')
-    part, place = (CLIPTextModel, 'someone/model'), {'subfolder': 'text_encoder', 'revision': COMMIT}
-    check_weights(*part, **place)
+    place: dict[str, Any] = {'subfolder': 'text_encoder', 'revision': COMMIT}
+    check_weights(CLIPTextModel, 'someone/model', **place)
     before = len(hub.requests)
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
     load('vae')
     for request in (load_pretrained, check_weights):
         with pytest.raises(UserError, match=r'could not be loaded .*HF_HUB_OFFLINE is set, and the cache .* lacks it'):
-            request(*part, **place)
+            request(CLIPTextModel, 'someone/model', **place)
     assert len(hub.requests) == before
 
 

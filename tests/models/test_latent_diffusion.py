@@ -488,6 +488,9 @@ def test_stratified_timesteps_do_not_depend_on_microbatches(stratified_model):
     batch = batch_of(model) | {batch_keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
     timesteps = training_timesteps(model.objective, draws_of(model, batch), batch[batch_keys.TIMESTEP_QUANTILE])
     assert timesteps.tolist() == [0, 250, 999, 999]
+    flow = Objective(path='flow', prediction_type='velocity', timesteps='stratified')
+    found = training_timesteps(flow, draws_of(model, batch), torch.tensor(quantiles, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([0, 250.5, 999.9, 1000]))
     with torch.no_grad():
         full = model(batch)
         parts = [model({name: tensor[i : i + 2] for name, tensor in batch.items()}) for i in (0, 2)]

@@ -19,6 +19,7 @@ from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.models.diffusers_weights import check_local_denoiser
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.original_layout import read_original
 from diffusion.tasks.export import export
@@ -231,8 +232,12 @@ def test_folder_without_safetensors_or_denoiser_is_refused(published, recipe_fro
     shutil.copytree(published[1], folder)
     file = folder / 'unet' / 'diffusion_pytorch_model.safetensors'
     file.rename(file.with_suffix('.bin'))
-    with pytest.raises(UserError, match=r'safetensors does not exist; save .*safe_serialization=True'):
-        read(published, recipe_from(folder))
+    for check in (
+        lambda: read(published, recipe_from(folder)),
+        lambda: check_local_denoiser(published[0].denoiser, folder),
+    ):
+        with pytest.raises(UserError, match=r'safetensors does not exist; save .*safe_serialization=True'):
+            check()
     shutil.rmtree(folder / 'unet')
     with pytest.raises(UserError, match=r'has neither unet/config.json nor transformer/config.json nor config.json'):
         read(published, recipe_from(folder))

@@ -41,10 +41,10 @@ def averages(x: Sequence[int], y: Sequence[float], count: int) -> Curve:
 
 
 def _parts(indices: range, count: int) -> list[range]:
-    """Split a range of indices into `count` nonempty parts whose lengths differ by at most one."""
+    """Split a range of indices into `count` parts (at most its length) whose lengths differ by at most one."""
     size, start = len(indices), indices.start
     edges = [start + index * size // count for index in range(count + 1)]
-    return [range(low, high) for low, high in pairwise(edges) if high > low]
+    return [range(low, high) for low, high in pairwise(edges)]
 
 
 def _extremes(y: Sequence[float], part: range) -> list[int]:
@@ -98,8 +98,8 @@ class Series:
             keep -= 1
         del self.steps[keep:], self.values[keep:]
         before = [*takewhile(lambda each: each[0] < step, self.nonfinite)]
-        self.nonfinite_count -= len(self.nonfinite) - len(before)
-        self.nonfinite = before
+        if len(before) < len(self.nonfinite):  # values beyond MAX_NONFINITE are later ones
+            self.nonfinite, self.nonfinite_count = before, len(before)
 
 
 class MetricReader:

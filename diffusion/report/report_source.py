@@ -175,7 +175,7 @@ def _last_evaluation(run: RunContent) -> str:
         return '' if run.validation is None else f'validation loss {run.validation[1]:.4g} (ba{run.validation[0]})'
     last = run.evaluations[-1]
     values = last['metrics'] or last['losses']
-    names = [name for name in _SHOWN_METRICS if name in values] or [*values][:2]
+    names = [name for name in _SHOWN_METRICS if name in values] or [*values]
     text = ', '.join(f'{name} {values[name]:.4g}' for name in names[:2])
     return f'{text} ({last["checkpoint"]})'
 

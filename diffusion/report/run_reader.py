@@ -171,7 +171,7 @@ class RunReader:
             notes.append(f'{METRICS}: {len(reader.dropped):,} of its metrics were left out, since it has very many.')
         for name, series in reader.series.items():
             if series.nonfinite_count:
-                first, kind = series.nonfinite[0] if series.nonfinite else (0, 'NaN')
+                first, kind = series.nonfinite[0]
                 notes.append(
                     f'{name}: {series.nonfinite_count:,} values are NaN or infinite; the first one is {kind}, at batch '
                     f'{first:,}.'

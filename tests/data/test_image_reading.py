@@ -36,8 +36,10 @@ def turned(orientation: int) -> Image.Exif:
     return exif
 
 
-def texts(method: str, *values: Any, **options: Any) -> PngImagePlugin.PngInfo:
+def texts(method: str, *values: Any, workflow: bool = False, **options: Any) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
+    if workflow:
+        info.add_itxt('workflow', WORKFLOW, zip=True)
     getattr(info, method)(*values, **options)
     return info
 
@@ -68,6 +70,7 @@ def plain(encoded: bytes) -> np.ndarray:
 JPEG = encode(PICTURE, 'JPEG')
 CMYK = encode(PICTURE.convert('CMYK'), 'JPEG')
 WORKFLOW, XMP = 'workflow ' * 300_000, '<x xmlns:tiff="t" tiff:Orientation="3"/>'
+XMP_TEXT, EXIF_TEXT = ('XML:com.adobe.xmp', XMP), ('Raw profile type exif', f'\nexif\n0\n{turned(2).tobytes().hex()}')
 PROFILE = swapped_profile()
 PALETTE_RGB, DEEP_GRAY = np.asarray(PALETTE.convert('RGB')), gray(np.round(DEEP / 257))
 LAYER, OF_INDEX = Image.fromarray(ALPHA), INDEX_ALPHA[np.asarray(PALETTE)]
@@ -100,6 +103,9 @@ FILES: dict[str, tuple[bytes, np.ndarray]] = {
     'ztxt.png': (ZTXT, RGB),
     'ztxt-damaged.png': (ZTXT[:DAMAGED] + b'!' + ZTXT[DAMAGED + 1 :], RGB),
     'itxt-turned.png': (png(PICTURE, pnginfo=ITXT, exif=turned(6)), np.rot90(RGB, -1)),
+    'itxt-xmp.png': (png(PICTURE, pnginfo=texts('add_itxt', *XMP_TEXT, workflow=True)), RGB[::-1, ::-1]),
+    'itxt-xmp-zip.png': (png(PICTURE, pnginfo=texts('add_itxt', *XMP_TEXT, workflow=True, zip=True)), RGB[::-1, ::-1]),
+    'itxt-exif-zip.png': (png(PICTURE, pnginfo=texts('add_text', *EXIF_TEXT, workflow=True, zip=True)), RGB[:, ::-1]),
     'late-text.png': (png(PICTURE, pnginfo=texts('add', b'zTXt', LATE, after_idat=True)), RGB),
     'rgb.jpg': (JPEG, plain(JPEG)),
     'gray.jpg': (encode(Image.fromarray(GRAY), 'JPEG'), plain(encode(Image.fromarray(GRAY), 'JPEG'))),

@@ -21,7 +21,7 @@ from browser import browser_context, needs_browser
 from playwright.sync_api import expect
 from synthetic_run import append_metrics, write_run, write_sheet
 
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.report.cli import ReportServer, ServedPage, run_address
 from diffusion.report.report_source import RunsSource, TableSource
 
@@ -113,6 +113,15 @@ def test_data_is_sent_once_until_it_changes(run):
         assert get(server, '/data.json', **{'If-None-Match': headers['ETag']})[0] == 304
         append_metrics(run, {'step': 80, 'loss/train/total': 0.5})
         assert get(server, '/data.json', **{'If-None-Match': headers['ETag']})[0] == 200
+
+
+def test_storage_that_fails_is_named_and_the_last_content_stays(run, monkeypatch):
+    source, error = RunsSource([str(run)]), ExternalError('the storage is away')
+    monkeypatch.setattr(source, 'read', Mock(side_effect=[error, source.read(), error, error]))
+    with serving(ReportServer('127.0.0.1', 0, ServedPage(source, 0.0))) as server:
+        assert get(server, '/data.json')[:2] == (503, b'the storage is away\n')
+        for notes in ([], [str(error)], [str(error)]):
+            assert json.loads(get(server, '/data.json')[1])['runs'][0]['notes'] == notes
 
 
 def test_server_is_read_only_and_serves_no_other_file(run):

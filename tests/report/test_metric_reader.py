@@ -72,6 +72,8 @@ def test_nan_and_infinity_are_kept_apart():
     assert reader.series['x'].nonfinite_count == reader.series['y'].nonfinite_count == 1
     many = read(*({'step': step, LOSS: math.nan} for step in range(25))).series[LOSS]
     assert (len(many.nonfinite), many.nonfinite_count) == (20, 25)
+    many.cut(10)
+    assert (len(many.nonfinite), many.nonfinite_count) == (10, 10)
 
 
 def test_a_resumed_run_replaces_the_batches_that_it_repeats():

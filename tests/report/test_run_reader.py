@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,11 +13,14 @@ from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.planning.gpus import load_gpus
-from diffusion.report import report_source, run_parts
-from diffusion.report.report_source import RunsSource, TableSource, _kind, page_data, runs_in
+from diffusion.report import metric_reader, report_source, run_parts
+from diffusion.report.page import json_text
+from diffusion.report.report_source import RunsSource, TableSource, _kind, page_data, runs_in, written_report
 from diffusion.report.run_parts import RunCost, batch_hours, gpu_of_product, read_evaluations, run_cost
 from diffusion.report.run_reader import RunContent, RunReader
+from diffusion.report.sample_sheets import evenly_chosen
 from diffusion.runs.attempts import Attempt
+from diffusion.runs.run_lock import hold_run_lock
 from diffusion.storage.places import LocalPlace
 
 
@@ -125,6 +129,9 @@ def test_a_run_without_results_or_without_a_batch(tmp_path):
     content = read(run)
     assert (content.status.state, content.status.batch, content.series) == ('starting', None, {})
     assert any('No metrics.jsonl' in note for note in content.notes)
+    for text, note in (('', 'No recipe.yaml: the run has not begun to train.'), ('[', 'recipe.yaml is not YAML that')):
+        (run / 'recipe.yaml').write_text(text)
+        assert any(each.startswith(note) for each in read(run).notes)
 
 
 def test_length_in_epochs_is_that_of_the_status(run):
@@ -134,7 +141,16 @@ def test_length_in_epochs_is_that_of_the_status(run):
     assert (status.state, status.total_batches, status.duration) == ('ended', 1234, '3ep')
 
 
-def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run):
+def test_time_left_and_end_of_a_running_run_are_current(run):
+    write_status(run, 400, 1000)
+    with hold_run_lock(run, {}):
+        content, now = read(run), time.time()
+    assert content.status.state == 'running' and content.cost.hours_left == pytest.approx(600 * 0.5 / 3600)
+    first, last = (each['end'] for each in content.status.attempts)
+    assert first < BEGIN + 1000 and now - 60 < last <= now
+
+
+def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run, monkeypatch):
     append_metrics(run, {'step': 400, 'loss/train/total': math.nan}, {'step': 401, 'loss/train/total': math.inf})
     with (run / 'metrics.jsonl').open('a') as file:
         file.write('no JSON\n{"step": 402, "loss/tr')
@@ -143,6 +159,9 @@ def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run):
     text = '\n'.join(content.notes)
     assert 'loss/train/total: 2 values are NaN or infinite; the first one is NaN, at batch 400.' in text
     assert '1 lines are damaged' in text and 'last line is not complete' in text
+    monkeypatch.setattr(metric_reader, 'MAX_SERIES', 3)
+    note = f'metrics.jsonl: {len(content.series) - 3} of its metrics were left out, since it has very many.'
+    assert note in read(run).notes
 
 
 def test_examples_are_small_images_of_the_last_evaluation_and_only_files_of_the_run(run):
@@ -216,6 +235,12 @@ def test_images_fit_into_their_bytes_with_the_first_and_the_last(tmp_path):
     assert sum(map(len, found.encoded.values())) <= 100_000
     assert found.total == 12 and 2 < len(found.sheets) < 12
     assert (found.sheets[0].batch, found.sheets[-1].batch) == (0, 550)
+    assert evenly_chosen([3, 5, 9], 1) == [9] and evenly_chosen([3, 5, 9], 2) == [3, 9]
+    write_sheet(run, 600, PROMPTS[:3], side=160, noise=True)
+    (run / 'images' / 'ba000600.png').rename(run / 'samples.png')
+    found = RunReader(str(run), image_bytes=100_000).read().images
+    assert found.generated and {each['images'][0]['width'] for each in found.generated.figures} == {96}
+    assert sum(map(len, found.encoded.values())) <= 100_000
 
 
 def test_secrets_in_a_recipe_are_hidden(run):
@@ -274,6 +299,7 @@ def test_points_are_shared_by_the_curves(tmp_path):
     assert len(many['layer3']['x']) == 2000 and len(many['layer3']['mx']) == 1000
     assert max(few['layer3']['y']) == 2999 * 3 and few['layer3']['count'] == 2960
     json.dumps([few, many], allow_nan=False)
+    assert json_text({'a': [math.nan, 1.5], 'b': (math.inf,)}) == '{"a":[null,1.5],"b":[null]}'
     page = page_data([content])['runs'][0]
     assert [each['reason'] for each in page['attempts']] == ['preempted', 'completed']
     assert (page['lost'], page['hours'][1]) == ({'preempted': 350.0}, [0.016667, 0.034722, 0.038889])
@@ -298,6 +324,8 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
         write_run(tmp_path / name, batches=40, evaluations=name == 'b', sheets=0)
     (tmp_path / 'notes' / 'bats').mkdir(parents=True)
     assert runs_in(str(tmp_path)) == ['a', 'b']
+    (tmp_path / 'b' / 'report.html').touch()
+    assert [written_report(str(tmp_path), name) for name in 'ab'] == [None, './b/report.html']
     table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)
     rows = {row['name']: row for row in table.read().data['rows']}
     assert rows['a']['batch'] == 40 and rows['a']['dollars'] == pytest.approx(2 * rows['a']['device_hours'])

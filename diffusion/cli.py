@@ -196,7 +196,7 @@ def _add(parser: CommandParser, command: str) -> None:
         add_command(parser, function)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckOptions:
     """Options of `diffusion check`."""
 
@@ -273,7 +273,7 @@ def _check_data(recipe: 'Recipe', *, in_stores: bool) -> tuple[list[Problem], li
         return copies.check(), local_repetition_warnings(copies.recipe)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProfileOptions:
     """Options of `diffusion profile`."""
 
@@ -300,7 +300,7 @@ def run_profile(options: ProfileOptions) -> int:
     return 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class CompletionOptions:
     """Options of `diffusion completion`."""
 

@@ -76,6 +76,7 @@ def pages() -> dict[str, str]:
         'reference/job.md': job_page(),
         'reference/exit-statuses.md': exit_status_page(),
         'reference/environment.md': environment_page(),
+        'reference/waiting-times.md': waiting_times_page(),
     }
 
 
@@ -311,7 +312,7 @@ def _resolved_defaults(module: str, node: ast.FunctionDef | ast.ClassDef) -> dic
     return {
         name: value if isinstance(value, str) else str(value)
         for name, value in of_source(module, node.name).defaults().items()
-        if isinstance(value, str) or name not in own
+        if isinstance(value, str) or name not in own or own[name].isupper()
     }
 
 
@@ -433,6 +434,31 @@ def environment_page() -> str:
         inspect.cleandoc(environment.__doc__ or ''),
         table(('variable', 'meaning'), rows, code=(0,)),
     )
+
+
+def waiting_times_page() -> str:
+    """Return the page of the times, in seconds, that no setting changes."""
+    intro = """
+        # Waiting times
+
+        Times in seconds that are constants of the code: how often something is checked, and after how long it counts
+        as failed. Times that a setting changes, such as `notice_seconds` of a job, are in the pages of their keys.
+    """
+    package, rows = Path(cli.__file__).parent, []
+    for path in sorted(package.rglob('*.py')):
+        module = '.'.join(path.relative_to(package).with_suffix('').parts)
+        body = ast.parse(path.read_text(encoding='utf-8')).body
+        values = {
+            ast.unparse(each.targets[0]): ast.unparse(each.value) for each in body if isinstance(each, ast.Assign)
+        }
+        for name, doc in doc_strings(body).items():
+            if (
+                re.fullmatch('[A-Z][A-Z_]*_SECONDS', name)
+                and re.match(r'[\d(]', values[name])
+                and 'planning' not in module
+            ):
+                rows.append((f'{module}.{name}', values[name], doc))
+    return _joined(textwrap.dedent(intro), table(('constant', 'seconds', 'meaning'), rows, code=(0, 1)))
 
 
 def constant_docs(module: types.ModuleType) -> dict[str, str]:

@@ -446,6 +446,21 @@ def test_reference_has_every_keyword_of_every_component(reference, kind):
             assert not [key for key, row in table.items() if re.search(r'\|\s*\|$', row)], 'a keyword without a meaning'
 
 
+def test_defaults_are_those_that_recipes_and_commands_rely_on(reference):
+    """A recipe or command without a setting must mean the same tomorrow: CHANGELOG.md has each change of a default."""
+    recorded = yaml.safe_load((ROOT / 'tests' / 'documented_defaults.yaml').read_text())
+    for page, titles in recorded.items():
+        text = reference[f'reference/{page}.md']
+        for title, defaults in titles.items():
+            if page == 'command-line':
+                section = re.split(r'^## ', text.partition(f'## `diffusion {title}`\n')[2], flags=re.MULTILINE)[0]
+                options = [' '.join(option.split()) for option in re.split(r'\n  (?=-)', section)]
+                found = dict(re.findall(r'^(--\S+).*\(default: (.*?)\)', '\n'.join(options), flags=re.MULTILINE))
+            else:
+                found = {key: row.split(' | ')[-2].strip('`') for key, row in rows(text, title).items()}
+            assert {key: yaml.safe_load(found[key]) for key in defaults} == defaults, (page, title)
+
+
 def test_reference_has_every_exit_status_and_variable(reference):
     from diffusion import exit_codes
     from diffusion.runs import environment

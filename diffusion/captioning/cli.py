@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MEASURED_IMAGES = 32
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CaptionOptions:
     """Options of `diffusion caption`."""
 

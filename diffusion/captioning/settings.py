@@ -21,7 +21,7 @@ from diffusion.storage.caption_tables import ORIGINAL
 COLUMN_NAME = re.compile('[A-Za-z0-9][A-Za-z0-9_.-]{0,99}')
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CaptionSettings(VisionLanguageConfig):
     """Model, prompts and engine that caption a dataset."""
 

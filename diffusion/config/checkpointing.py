@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeepConfig:
     """The `checkpointing.keep` section: which checkpoints a run keeps. A checkpoint stays if any rule keeps it."""
 
@@ -25,7 +25,7 @@ class KeepConfig:
         return None if self.every is None else int(self.every.removesuffix('ba'))
 
 
-@dataclass
+@dataclass(frozen=True)
 class TierConfig:
     """A tier of `checkpointing.tiers`: recent checkpoints in the memory or on a local disk of the nodes."""
 
@@ -41,7 +41,7 @@ class TierConfig:
     Copies double the memory and add a transfer over gloo per save."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TiersConfig:
     """The `checkpointing.tiers` section: where nodes keep recent checkpoints, in addition to `runs_dir`."""
 
@@ -51,7 +51,7 @@ class TiersConfig:
     """A tier on a local disk of the nodes, which survives a reboot. Null means none."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointingConfig:
     """The `checkpointing` section: the checkpoints of a run."""
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from diffusion.errors import UserError
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
     """A language model behind an endpoint, and how to ask it."""
 
@@ -46,7 +46,7 @@ class EndpointConfig:
         return token
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewriteConfig(EndpointConfig):
     """The `rewrite` section: the language model that rewrites prompts before images are generated for them."""
 
@@ -55,7 +55,7 @@ class RewriteConfig(EndpointConfig):
     {caption} stands for the prompt to rewrite."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VisionLanguageConfig(EndpointConfig):
     """A language model that sees images: behind an endpoint, or in this process."""
 
@@ -78,7 +78,7 @@ class VisionLanguageConfig(EndpointConfig):
         return {'model': self.model, 'revision': self.revision, 'engine': self.engine, 'sampling': sampling}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class JudgeConfig(VisionLanguageConfig):
     """The `judge` section: the language model that answers a benchmark's questions about generated images."""
 

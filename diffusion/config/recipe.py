@@ -16,7 +16,7 @@ from diffusion.config.schema import Problem
 from diffusion.storage.local_files import working_folder
 
 
-@dataclass
+@dataclass(frozen=True)
 class Component:
     """Component of a recipe, such as a model or a callback: its registered name and its keywords."""
 
@@ -26,7 +26,7 @@ class Component:
     """Keywords of the component; in YAML they are siblings of `name`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StreamConfig:
     """A stream of data: a folder of MDS shards, or a folder with one subfolder of shards per image shape."""
 
@@ -70,7 +70,7 @@ class StreamConfig:
         return parse_shape(self.shape) if self.shape is not None else square(self.resolution)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoaderConfig:
     """The `loader` section: how samples are read, cached and ordered."""
 
@@ -113,7 +113,7 @@ class LoaderConfig:
     same shape."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelismConfig:
     """The `parallelism` section: how the model is distributed over devices."""
 
@@ -137,7 +137,7 @@ class ParallelismConfig:
     needs fsdp2. Both can be resumed on any number of devices and under any strategy."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SpeedConfig:
     """The `speed` section: optimizations of a training step. Switches that are null follow the preset."""
 
@@ -208,7 +208,7 @@ def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp
     return replace(settings, **found)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrecomputeConfig:
     """The `precompute` section: the images that `task: precompute` encodes into latents, and the output format."""
 
@@ -287,7 +287,7 @@ NotifyEvent = Literal['started', 'ended', 'hang', 'loss_guard', 'checkpoint_fail
 NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
 
 
-@dataclass
+@dataclass(frozen=True)
 class NotifyConfig:
     """The `notify` section: messages to people about a run. It names environment variables, never a URL or command."""
 
@@ -331,7 +331,7 @@ class InitFrom:
             self.source, self.revision = found.groups()
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraConfig:
     """The `lora` section: low-rank updates of layers, trained instead of the layers' weights (Hu et al. 2021)."""
 

@@ -11,12 +11,12 @@ from diffusion.config.yaml_files import SHIPPED, locate_yaml, shipped_names
 from diffusion.errors import UserError
 
 
-@dataclass
+@dataclass(frozen=True)
 class ListOptions:
     """Options of `diffusion recipes`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CopyOptions:
     """Options of `diffusion recipes copy`."""
 

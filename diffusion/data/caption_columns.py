@@ -21,7 +21,7 @@ TABLES_IN_MEMORY = 64
 """Tables that a process keeps open; a table of 5,000 captions of 100 words takes 3 MB."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CaptionColumns:
     """The columns of captions of one stream that training uses."""
 

@@ -96,7 +96,7 @@ class EvaluatedCheckpoint:
             self.on_progress()
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationResult:
     """Metrics of an evaluator, and further entries for the results file, such as the metrics of each guidance scale."""
 

@@ -36,7 +36,7 @@ def add_arguments(parser: Any) -> None:
         commands.add_parser(name, partial(add_command, function=function), help=text)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataOptions:
     """Options that select a recipe and its streams."""
 
@@ -48,7 +48,7 @@ class DataOptions:
     """Streams to use (default: all), and overrides of recipe values, such as dataset.crop=random."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(DataOptions):
     """Options of `diffusion data verify`."""
 
@@ -69,7 +69,7 @@ def run_verify(options: VerifyOptions) -> int:
     return verify(sections, sample=options.sample, seed=options.seed, jobs=options.jobs)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LookOptions(DataOptions):
     """Options of `diffusion data look`."""
 
@@ -102,7 +102,7 @@ def run_look(options: LookOptions) -> int:
     return 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchOptions(DataOptions):
     """Options of `diffusion data bench`."""
 
@@ -132,7 +132,7 @@ def run_bench(options: BenchOptions) -> int:
     return 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class MeasureOptions:
     """Options of `diffusion data measure-latents`."""
 
@@ -161,7 +161,7 @@ def run_measure(options: MeasureOptions) -> int:
     return 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackOptions:
     """Options of `diffusion data pack`."""
 
@@ -193,7 +193,7 @@ def run_pack(options: PackOptions) -> int:
     return 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PairsOptions:
     """Options of `diffusion data pairs`."""
 

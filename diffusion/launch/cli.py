@@ -32,7 +32,7 @@ from diffusion.storage.atomic import write_atomically
 from diffusion.storage.places import is_url
 
 
-@dataclass
+@dataclass(frozen=True)
 class LaunchOptions:
     """Options of `diffusion launch`."""
 
@@ -46,7 +46,7 @@ class LaunchOptions:
     """Folder to which the files are also written (default: none)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobOptions:
     """Options of `diffusion logs` and `cancel`."""
 
@@ -56,7 +56,7 @@ class JobOptions:
     """Overrides that were passed to `diffusion launch`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StatusOptions(JobOptions):
     """Options of `diffusion status`."""
 
@@ -67,7 +67,7 @@ class StatusOptions(JobOptions):
     """Print the status of a run as JSON, for scripts."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreflightOptions:
     """Options of `diffusion preflight`."""
 

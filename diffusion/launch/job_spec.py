@@ -17,7 +17,7 @@ ON_EXIT: dict[str, Action] = {str(PREEMPTED): 'retry', str(BAD_HARDWARE): 'elsew
 """Default actions after the exit statuses of the node entry point."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Restart:
     """Restart policy of a job: the action after each exit status, and the maximum number of restarts."""
 
@@ -43,7 +43,7 @@ class Restart:
         return [code for code, action in self.actions().items() if action in selected]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Schedule:
     """Queue, priority and limits of a job."""
 
@@ -59,7 +59,7 @@ class Schedule:
     """Time in seconds from the scheduler's warning to the kill, during which the job saves a checkpoint."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobStage:
     """One stage in a chain of jobs; each stage becomes a job. Keys that are not set are taken from the job spec."""
 

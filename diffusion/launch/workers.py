@@ -43,7 +43,7 @@ class Outcome:
     detail: str = ''
 
 
-@dataclass
+@dataclass(frozen=True)
 class Workers:
     """Worker processes of a node, one per GPU, each in a process group with its children."""
 

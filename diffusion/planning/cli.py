@@ -19,7 +19,7 @@ from diffusion.planning.workload import Encoding, Phase
 from diffusion.storage.local_files import check_writable
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanOptions:
     """Options of `diffusion plan`: recipes, cluster, failures and output format."""
 

@@ -46,7 +46,7 @@ class Samples:
     """Size of the sample in bytes, uint32."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Catalog:
     """Table with one row per input, stored as one array per column, and the table of samples made from them."""
 

@@ -25,7 +25,7 @@ SOURCES = {
 """Subcommands with help texts: `recipe`, and one per kind of source."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExecutionOptions:
     """Options of `diffusion prepare` that are not settings of the dataset."""
 
@@ -38,7 +38,7 @@ class ExecutionOptions:
     """Run the jobs in processes of this machine or on a Ray cluster."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RecipeOptions(ExecutionOptions):
     """Options of `diffusion prepare recipe`."""
 
@@ -48,7 +48,7 @@ class RecipeOptions(ExecutionOptions):
     """Overrides of settings, such as filters.min_side=512."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SourceOptions(ExecutionOptions):
     """Options of `diffusion prepare SOURCE`, besides settings."""
 

@@ -17,7 +17,7 @@ from diffusion.storage.atomic import write_atomically
 REPORT = 'report.json'
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeldOut:
     out: str
     pictures: int

@@ -75,7 +75,7 @@ def _clean_caption(caption: Any, min_length: int, max_length: int) -> str:
     return text
 
 
-@dataclass
+@dataclass(frozen=True)
 class ValueRange:
     """Range of allowed values (inclusive) for a metadata column."""
 
@@ -85,7 +85,7 @@ class ValueRange:
     """Largest allowed value; null means no limit."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Filters:
     """Limits for images and captions; images outside these limits are rejected."""
 

@@ -47,7 +47,7 @@ MAX_COMPARED_KEYS = 20_000
 """Maximum number of keys to compare with a missing key when suggesting the most similar one."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Selection:
     """Images to remove from a dataset, found by key or hash."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DatasetPlace = Annotated[str, Option(positional=True, files=True)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class RemoveOptions:
     """Options of `diffusion data remove`."""
 

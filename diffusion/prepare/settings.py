@@ -57,7 +57,7 @@ OPENMOJI_SPLITS = ('all', 'train', 'heldout')
 NAMED_ASPECTS = ('none', 'sdxl')
 
 
-@dataclass
+@dataclass(frozen=True)
 class SourceSettings:
     """Settings of the image source: kind, location, and options for each kind."""
 
@@ -194,7 +194,7 @@ class SourceSettings:
         return ParquetSource(**given)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrepareSettings:
     """All settings of `diffusion prepare`, from YAML file and options."""
 

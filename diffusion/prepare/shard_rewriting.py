@@ -27,7 +27,7 @@ from diffusion.storage.retry import PreconditionFailed
 KEY = 'key'
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Expected:
     """Size and hashes of a shard according to its index entry."""
 
@@ -139,7 +139,7 @@ def _value(sample: bytes, entry: Mapping[str, Any], column: str) -> bytes:
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScannedFolder:
     """Folder of shards, with the samples to remove from each shard."""
 

@@ -251,7 +251,7 @@ class WebDatasetSource:
         return entry
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sample:
     """One image with caption and metadata: adjacent members of a tar file with the same stem."""
 

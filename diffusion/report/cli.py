@@ -30,7 +30,7 @@ from diffusion.storage.local_files import check_writable
 from diffusion.storage.places import PATIENT, files_of_run, is_url
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReportOptions:
     """Options of `diffusion report`."""
 

@@ -163,7 +163,7 @@ class GenerateOptions:
         return {key: value for key, value in own.items() if value is not None}
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationOptions:
     """Options of the evaluator `image_metrics`."""
 
@@ -207,7 +207,7 @@ class EvaluationOptions:
         return given
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointOptions:
     """Options that select the checkpoint to evaluate."""
 
@@ -217,7 +217,7 @@ class CheckpointOptions:
     """Overrides of values of the run's recipe, such as global_batch=64."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExportOptions:
     """Options of `diffusion export`."""
 

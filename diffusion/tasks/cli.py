@@ -68,7 +68,7 @@ def run_compare(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOption
     return 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainOptions:
     """Options of `diffusion train`."""
 

@@ -53,7 +53,7 @@ class CompareSettings:
     checks: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class BuildOptions:
     """Options to build a page."""
 
@@ -79,7 +79,7 @@ class BuildOptions:
     """Number of attention checks, which are pairs with one damaged image (default: one per 5 prompts, but 2 to 6)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ServeOptions:
     """Options to serve a page."""
 
@@ -91,7 +91,7 @@ class ServeOptions:
     """Port; 0 chooses a free one (default: 8765)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class AnalyzeOptions:
     """Options to analyze answers."""
 

@@ -168,7 +168,7 @@ CHECKS = 4
 """Number of validations, of image grids and of saves in a run that is shorter than the shipped recipe's."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class InitOptions:
     """Options of `diffusion init`."""
 

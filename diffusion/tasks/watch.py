@@ -40,7 +40,7 @@ LOG_LINES = 20
 Policy = Literal['every', 'latest']
 
 
-@dataclass
+@dataclass(frozen=True)
 class WatchSettings:
     """Settings of a watcher: the checkpoints to evaluate, the command and the limits; see `WatchOptions`.
 
@@ -67,7 +67,7 @@ class WatchSettings:
     once: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Evaluation:
     """An evaluation that this watcher has started."""
 

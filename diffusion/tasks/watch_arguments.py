@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 LOCAL_LEASE, JOB_LEASE = '10m', '12h'
 
 
-@dataclass
+@dataclass(frozen=True)
 class WatchOptions:
     """Options of `diffusion watch`."""
 

@@ -75,9 +75,7 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
         return get_item(dataset, index, *rest)
 
     monkeypatch.setattr(ImageTextDataset, 'get_item', counting)
-    recipe = load(write())
-    recipe.loader.num_workers = 0
-    precompute(recipe)
+    precompute(load(write(), ['loader.num_workers=0']))
     assert len(reads) == sum(COUNTS.values()) + 24
     assert set(reads.values()) == {1}
     out = tmp_path / 'latents'

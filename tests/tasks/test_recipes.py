@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +186,7 @@ def _shared(name: str, kwargs: str) -> torch.nn.Module:
 
 def check_optimizer(recipe: Recipe, model: torch.nn.Module) -> None:
     """Assert that each trained parameter is in exactly one group of the recipe's optimizer, and Muon's are matrices."""
-    recipe.speed.fused_optimizer = False  # fused kernels refuse the meta device
+    recipe.speed = replace(recipe.speed, fused_optimizer=False)  # fused kernels refuse the meta device
     groups = components.build_optimizer(recipe, model).param_groups  # type: ignore[arg-type]
     optimized = [id(each) for group in groups for each in group['params']]
     assert sorted(optimized) == sorted(id(each) for each in model.parameters() if each.requires_grad)

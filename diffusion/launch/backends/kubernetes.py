@@ -30,7 +30,7 @@ preemptions and bad hardware, but the job spec limits only consecutive failures 
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Settings of the Kubernetes launch backend, from `backend:` in a job spec."""
 

@@ -152,7 +152,7 @@ def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
     return next((status for status in reported if status), FAILED if any(codes) else 0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Settings of the local launch backend (none)."""
 

@@ -25,7 +25,7 @@ PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
 NOT_TRACKED = 'backend.name: mcli runs are not tracked; use'
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Settings of the MosaicML launch backend, from `backend:` in a job spec."""
 

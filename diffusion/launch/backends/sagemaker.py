@@ -35,7 +35,7 @@ MAX_RETRIES = 30
 """Largest value of MaximumRetryAttempts that SageMaker accepts."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Settings of the SageMaker launch backend, from `backend:` in a job spec."""
 

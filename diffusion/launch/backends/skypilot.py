@@ -33,7 +33,7 @@ KILLED = 137
 """Exit status of nodes that SkyPilot kills because another node ended. Retrying 137 would restart all failed jobs."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Settings of the SkyPilot launch backend, from `backend:` in a job spec."""
 
@@ -52,7 +52,7 @@ class Options:
 
 # The next three classes copy the keys of the SkyPilot schemas, because importing SkyPilot takes 12 s. A test compares
 # them with the installed SkyPilot.
-@dataclass
+@dataclass(frozen=True)
 class JobRecovery:
     """Keys of `resources.job_recovery` in the YAML of a SkyPilot task."""
 
@@ -61,7 +61,7 @@ class JobRecovery:
     recover_on_exit_codes: list[int] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Resources:
     """Keys of `resources` in the YAML of a SkyPilot task."""
 
@@ -93,7 +93,7 @@ class Resources:
     zone: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """Keys of a SkyPilot task's YAML that a job can use."""
 

@@ -24,7 +24,7 @@ WORD = re.compile(r'[^\s"\'\\#]+')
 """Pattern of a word that needs no quotes in an #SBATCH line, in which Slurm expands no variables."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Settings of the Slurm launch backend, from `backend:` in a job spec."""
 

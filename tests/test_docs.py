@@ -25,6 +25,7 @@ from prepare import drawn, hub_datasets
 from safetensors import safe_open
 
 from diffusion.config import registry
+from diffusion.config.families import family_of_model
 from diffusion.config.load import load
 from diffusion.config.recipe import Component, Recipe
 from diffusion.launch.job_checks import check_jobs, load_job_spec
@@ -459,6 +460,13 @@ def test_defaults_are_those_that_recipes_and_commands_rely_on(reference):
             else:
                 found = {key: row.split(' | ')[-2].strip('`') for key, row in rows(text, title).items()}
             assert {key: yaml.safe_load(found[key]) for key in defaults} == defaults, (page, title)
+
+
+def test_parameters_of_every_family_are_in_the_table_of_models():
+    table = (DOCS / 'models.md').read_text()
+    for name in ('sd2', 'sdxl', 'prx', 'mmdit', 'i1'):
+        row = next(line for line in table.splitlines() if line.startswith(f'| `{name}` |'))
+        assert all(f' {number:,}' in row for number in family_of_model(name).parameters.values())
 
 
 def test_reference_has_every_exit_status_and_variable(reference):

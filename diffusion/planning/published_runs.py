@@ -90,7 +90,7 @@ def published_run(work: Collection[tuple[int, int]], parameters: int) -> Publish
 
 
 def throughput_hours(gpus: int = 128) -> float:
-    """Return the A100-hours of both phases at the published throughput: 16,926 on 128 GPUs, but 20,051 were reported.
+    """Return the A100-hours of both phases at the published throughput: 16,937 on 128 GPUs, but 20,051 were reported.
 
     The reported hours are 18% higher because they include evaluation, saves and interruptions.
     """

@@ -8,6 +8,8 @@ import yaml
 from commands import refusal
 
 from diffusion.captioning.settings import load_settings
+from diffusion.config.language_model import VisionLanguageConfig
+from diffusion.config.language_model_checks import vision_problems
 from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.errors import UserError
 from diffusion.language_models.endpoint import InFlightLimit
@@ -116,6 +118,15 @@ def test_a_prompt_file_with_a_mistake_is_refused(tmp_path: Path, change: dict[st
 
 
 SETTINGS = {'model': 'm', 'endpoint': 'http://localhost:1/v1', 'columns': {'a': 'short'}}
+
+
+def test_settings_have_bounds() -> None:
+    bounds = {'max_tokens': (1, 100_000), 'temperature': (0, 2), 'seed': (0, 2**31 - 2), 'attempts': (1, 10)}
+    bounds |= {'batch_size': (1, 4096), 'concurrency': (1, 4096)}
+    for name, (low, high) in (bounds | {'timeout_seconds': (0.1, 3600), 'patience_seconds': (0, 86_400)}).items():
+        for value, found in ((low, []), (high, []), (low - 0.01, [name]), (high + 0.01, [name])):
+            settings = replace(VisionLanguageConfig(model='m', endpoint='http://a'), **{name: value})
+            assert [each.where for each in vision_problems(settings)] == found
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,7 @@ def texts_of(model: Any, captions: Tensor) -> tuple[Tensor, list[int]]:
 )
 def test_published_parameters_and_flops(size, published, gflops):
     """Theirs have an embedding of the timestep that nothing reads, and compute the text after the last block."""
+    assert [*SIZES.values()] == [(72 * heads, heads) for heads in (16, 18, 20, 22, 24, 26, 28)]
     width, heads = SIZES[size]
     with torch.device('meta'):
         denoiser = I1Transformer2DModel(hidden_size=width, num_heads=heads)

@@ -63,6 +63,19 @@ def test_published_throughput_gives_the_published_mfu(resolution, gpus, mfu):
     assert speed.mfu == pytest.approx(mfu, abs=0.001)
 
 
+def test_published_figures_are_those_of_the_sources():
+    """MosaicML's throughput table (part 2), PRX Part 3 and the README of i1."""
+    assert {side: [*known.items()] for side, known in published_runs.IMAGES_PER_SECOND.items()} == {
+        256: [(8, 1100), (16, 2180), (32, 4080), (64, 8530), (128, 11600)],
+        512: [(8, 290), (16, 585), (32, 1195), (64, 2340), (128, 4590)],
+    }
+    assert published_runs.throughput_hours() == pytest.approx(16_937, abs=0.5)
+    prx, i1 = published_runs.PRX_IN_24_HOURS, published_runs.I1_QUICK_START
+    assert (prx.parameters, prx.stages, prx.usd) == (1_177_215_744, {(512, 102_400_000), (1024, 10_240_000)}, 1536)
+    assert (i1.parameters, i1.stages, i1.gpu_hours) == (1_034_264_432, {(256, 256_000_000)}, 5.4 * 24 * 8)
+    assert published_runs.published_samples([square(512)], 850_000 * 2048, 865_910_724) == 300_000_000
+
+
 def test_mfu_and_images_per_second_are_consistent():
     work = phase()
     speed = planned_speed(work, Assumptions(GPUS['h100-sxm'], 8, mfu=0.4))

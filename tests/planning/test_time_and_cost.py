@@ -72,7 +72,7 @@ def test_published_figures_are_those_of_the_sources():
     assert published_runs.throughput_hours() == pytest.approx(16_937, abs=0.5)
     prx, i1 = published_runs.PRX_IN_24_HOURS, published_runs.I1_QUICK_START
     assert (prx.parameters, prx.stages, prx.usd) == (1_177_215_744, {(512, 102_400_000), (1024, 10_240_000)}, 1536)
-    assert (i1.parameters, i1.stages, i1.gpu_hours) == (1_034_264_432, {(256, 256_000_000)}, 5.4 * 24 * 8)
+    assert (i1.parameters, i1.stages, i1.gpu_hours) == (1_034_264_432, {(256, 256_000_000)}, 1036.8)
     assert published_runs.published_samples([square(512)], 850_000 * 2048, 865_910_724) == 300_000_000
 
 

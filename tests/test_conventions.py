@@ -69,3 +69,8 @@ def test_folders_may_exist_and_are_created_with_their_parents():
         if keywords.keys() - {'mode', 'parents'}:
             assert keywords['exist_ok'], module
             assert keywords.get('parents') or module in WITHOUT_PARENTS, module
+
+
+def test_weights_are_loaded_without_running_code_from_their_pickles():
+    loads = [node for _, node in nodes() if isinstance(node, ast.Call) and ast.unparse(node.func) == 'torch.load']
+    assert loads and all('weights_only=True' in ast.unparse(node) for node in loads)

@@ -102,6 +102,8 @@ def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
         (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
         (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, pack, pairs, remove"),
         (['check', 'a.yaml', '--strickt'], 'check: error: there is no option --strickt; did you mean --strict?'),
+        (['check', 'a.yaml', '--zzz'], 'check: error: there is no option --zzz; see diffusion check --help'),
+        (['completion', 'bash', 'x'], 'diffusion: error: unrecognized arguments: x; see diffusion --help'),
         (['check', 'a.yaml', '--seed=3'], 'no option --seed=3; write values of the recipe without dashes: seed=3'),
         (['prepare', '.', '--out', 'x'], 'for a folder of images, write diffusion prepare folder .'),
         ([], 'the following arguments are required: COMMAND'),

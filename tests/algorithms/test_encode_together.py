@@ -10,7 +10,7 @@ from composer.loggers import Logger
 from ranks import largest_difference, read_losses
 from transformers import Dinov2Config, Dinov2Model
 
-from diffusion.config.load import RecipeError, load
+from diffusion.config.load import load
 from diffusion.models import batch_keys
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.families.sdxl.builder import tiny_sdxl
@@ -107,8 +107,3 @@ def test_run_encodes_in_batches_of_another_size_and_has_the_same_losses(write_re
     together = fit('together', encode_batch_size=6)
     assert calls == [6, 2]
     assert largest_difference(apart, together) < 1e-5
-
-
-def test_size_that_is_not_positive_is_refused(write_recipe):
-    with pytest.raises(RecipeError, match='speed.encode_batch_size: 0 is not positive; use 1 or more, or null'):
-        load(write_recipe(speed={'encode_batch_size': 0}))

@@ -63,13 +63,10 @@ def test_program_gets_the_value_and_saved_recipe_has_the_name(form, tmp_path):
     assert to_yaml(load(path)) == saved
 
 
-def test_item_of_list_is_saved_by_name():
+def test_item_of_list_and_reference_to_section_with_variable_are_saved_by_name():
     recipe = load(RECIPE, ["generate.prompts=['a cat', '${oc.env:KEY}']"])
     assert '- ${oc.env:KEY}' in to_yaml(recipe)
     assert recipe.generate.prompts == ['a cat', SECRET]
-
-
-def test_reference_to_section_with_variable_is_saved_by_name():
     trainer = 'trainer={max_duration: 1ba, save_filename: "${oc.env:KEY}"}'
     recipe = load(RECIPE, [trainer, 'loggers.wandb.init_kwargs=${trainer}', 'trainer.save_folder=x'])
     assert recipe.loggers['wandb'].kwargs['init_kwargs']['save_filename'] == SECRET

@@ -1,6 +1,5 @@
 """Image shapes, aspect buckets, recipes that train on them, and division into integer parts."""
 
-import json
 import logging
 
 import pytest
@@ -137,12 +136,9 @@ def test_shapes_that_do_not_fill_a_batch_are_skipped_with_a_warning(tmp_path, ca
     assert 'streams.a: skipped shapes that do not fill a batch of 16: 32x32 (10)' in caplog.text
     with pytest.raises(ValueError, match=r'streams\.a: none of its 2 shapes has the 31 samples'):
         by_shape({'a': stream}, smallest=31)
-
-
-def test_missing_buckets_file_error_says_to_remove_aspects(tmp_path):
-    (tmp_path / 'index.json').write_text(json.dumps({'shards': []}))
+    (tmp_path / 'buckets.json').unlink()
     with pytest.raises(ValueError, match=r'streams\.a: .* has no buckets\.json, .* remove aspects'):
-        by_shape({'a': StreamConfig(32, local=str(tmp_path), aspects=True)})
+        by_shape({'a': stream})
 
 
 def test_check_finds_mistakes_about_folders_of_several_shapes(tmp_path, tiny_recipe):

@@ -294,14 +294,23 @@ WRONG_OVERRIDES = {
     'loader.max_bad_samples=1.0': 'loader.max_bad_samples: 1.0 is not a fraction',
     'loader.num_canonical_nodes=3 loader.epoch_size=12': '(?s)use 2 or 4, or null.*the global batch of 8; use 8 or 16$',
     'loader.epoch_size=8 streams.a.choose=4': '(?s)choose or repeat: conflicts with .*choose: 4 is .*; use 8$',
-    'loader.epoch_size=0': 'loader.epoch_size: 0 is not positive; remove it',
+    'loader.epoch_size=0 loader.max_bad_samples=-0.1': '(?s)samples: -0.1 is not a fr.*size: 0 is not positive; rem',
     'parallelism.strategy=fsdp2 optimizer.name=decoupled_adamw callbacks.optimizer_monitor={}': 'cannot combine the r',
     'parallelism.strategy=fsdp2 speed.cuda_graphs=true parallelism.activation_checkpointing=true': '(?s)moves.*cannot',
     'parallelism.replicas=0 speed.encode_batch_size=0': '(?s)replicas: 0 is not positive; 1 shards.*_size: 0 is not p',
     'trainer.device=gpu callbacks.loss_guard.action=skip': 'callbacks.loss_guard.action: skip does not support',
     'trainer.precision=amp_fp16 callbacks.loss_guard.action=skip': 'callbacks.loss_guard.action: skip .* amp_fp16',
     'evaluators_interval=10ba': '(?s)needs evaluators, which are empty.*needs eval_streams, which are empty',
+    'evaluators_interval=2b': "evaluators_interval: '2b' is not a duration",
     'checkpointing.tiers.disk.save_interval=10x': '(?s)disk.folder: is missing.*is not a duration.* a time such as',
+    'checkpointing.tiers.memory.save_interval=1ep': '1ep is not an interval for a tier; use a time',
+    'checkpointing.tiers.memory.save_interval=1m trainer.save_folder=a': "tiers.memory: does not apply to Composer's",
+    'checkpointing.keep={last: 0, hourly: -1, daily: -2}': '(?s)0 is less than 1; the newest.*-1 is neg.*-2 is neg',
+    'checkpointing.keep={every: 2ep, weekly: 3}': "(?s)weekly: unknown key.*'2ep' is not a number of batches; write",
+    'checkpointing.keep.every=0ba': "keep.every: '0ba' is not a number of batches",
+    'trainer.save_num_checkpoints_to_keep=0 checkpointing.keep.last=3': '0 would keep no checkpoint; use 1 or more',
+    'trainer.save_num_checkpoints_to_keep=1 checkpointing.keep.last=3': 'is 1, and checkpointing.keep is set too, wh',
+    'trainer.save_folder=elsewhere checkpointing.keep.last=3': "keep: does not apply to Composer's own checkpoints",
     'model.objective.path=x': "model.objective.path: 'x' is not one of diffusion, flow",
     'task=precompute': '(?s)precompute.streams: is empty.*precompute.out: is missing',
     'task=evaluate': 'eval_streams: is empty; evaluation needs',
@@ -324,10 +333,14 @@ WRONG_OVERRIDES = {
 }
 
 
+def split(overrides: str) -> list[str]:
+    return re.split(r' (?=\w+[.=])', overrides)
+
+
 def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
     cases = [(yaml.safe_load(f'{{{text}}}'), (), message) for text, message in WRONG_CONTENTS.items()]
     cases += [(text, (), message) for text, message in WRONG_FILES.items()]
-    cases += [({}, text.split(), message) for text, message in WRONG_OVERRIDES.items()]
+    cases += [({}, split(text), message) for text, message in WRONG_OVERRIDES.items()]
     for content, overrides, message in cases:
         with subtests.test(content or overrides), pytest.raises(RecipeError, match=message):
             load(write(content), overrides)
@@ -343,6 +356,7 @@ def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
         'generate.guidance_scale=0 generate.guidance_rescale=1 generate.num_inference_steps=1',
         'lora.rank=1 lora.alpha=0.5 init_from=a model.objective.min_snr_gamma=1 model.train_text_encoder=false',
         'checkpointing.keep={last: 1, hourly: 0, daily: 0, every: 1ba}',
+        'trainer.eval_interval=0 callbacks.node_health.every=50 model.objective.num_train_timesteps=40',
         'trainer.device=gpu trainer.precision=amp_bf16 callbacks.loss_guard.action=skip',
         'trainer.precision=amp_fp16 callbacks.loss_guard.action=stop trainer.save_num_checkpoints_to_keep=1',
         'model={name: tiny_prx, representation_alignment: {encoder: x, hidden_size: 1, block: 0}}',
@@ -352,14 +366,7 @@ def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
     ],
 )
 def test_values_at_their_bounds_are_accepted(write, overrides):
-    load(write({}), re.split(r' (?=\w+[.=])', overrides))
-
-
-def test_numbers_that_are_no_durations_are_accepted(write):
-    overrides = ['trainer.eval_interval=0', 'callbacks.node_health.every=50', 'model.objective.num_train_timesteps=40']
-    recipe = load(write({'callbacks': {'node_health': None}}), overrides)
-    assert recipe.callbacks['node_health'].kwargs == {'every': 50}
-    assert recipe.generate.num_inference_steps == 50, 'training does not read it'
+    load(write({}), split(overrides))
 
 
 @given(batch=st.integers(1, 200), microbatch=st.integers(1, 200))
@@ -413,18 +420,18 @@ def test_devices_and_nodes_must_suit_the_batch_and_the_order_of_samples(
         assert re.fullmatch(message, problems[0])
 
 
-def test_missing_local_data_is_found_by_check_paths(write, tmp_path):
-    folders = {'a': tmp_path / 'nowhere', 'b': tmp_path / 'empty', 'c': tmp_path / 'broken'}
-    for name, index in (('b', '{"shards": []}'), ('c', '{"shards": [')):
-        folders[name].mkdir()
-        (folders[name] / 'index.json').write_text(index)
-    streams = {name: {'local': str(folder), 'resolution': 64} for name, folder in folders.items()}
-    recipe = load(write({'streams': streams, 'init_from': str(tmp_path / 'gone')}))
-    problems = {problem.where: problem.what for problem in check_paths(recipe)}
-    assert 'has no index.json; is it an MDS folder?' in problems['streams.a.local']
-    assert 'has no samples' in problems['streams.b.local']
-    assert 'is not an index of MDS shards' in problems['streams.c.local']
-    assert 'does not exist; give a checkpoint or the folder of a run' in problems['init_from']
+def test_missing_files_are_found_by_check_paths(write, tmp_path):
+    (tmp_path / 'index.json').write_text('{"shards": [')
+    for overrides, *expected in (
+        (
+            ['init_from=gone', f'streams.a.local={tmp_path}'],
+            'is not an index of MDS shards',
+            'init_from: .*gone does not',
+        ),
+        (['task=generate', 'generate.prompts=[a]', 'checkpoint=gone'], 'checkpoint: gone does not exist; give a'),
+    ):
+        found = [str(problem) for problem in check_paths(load(write({}), overrides))]
+        assert len(found) == len(expected) and all(map(re.search, expected, found))
 
 
 def test_imports_register_custom_components(write, tmp_path, monkeypatch):

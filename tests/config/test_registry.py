@@ -153,6 +153,8 @@ class Drawing:
 
 
 def test_registered_objects_are_checked_and_built():
+    register('callback', 'drawing', Drawing)
+    assert registry.contract_problem('callback', 'drawing') == 'drawing is not a subclass of composer.Callback'
     register('model', 'drawing', Drawing)
     assert problems('model', 'drawing', {'color': 'green'}) == ["here.color: 'green' is not one of red, blue"]
     drawing = build('model', Component('drawing', {'color': 'red', 'shape': {'side': 3}}), device='gpu')
@@ -213,11 +215,6 @@ def test_dataset_that_the_loader_cannot_build_is_refused_with_the_contract(tmp_p
     else:  # only the keywords can be checked
         assert bool(registry.contract_problem('dataset', 'Mine')) == (case != 'without item')
     assert registry.contract_problem('dataset', 'image_text') is None
-
-
-def test_callback_of_another_class_is_refused():
-    register('callback', 'drawing', Drawing)
-    assert registry.contract_problem('callback', 'drawing') == 'drawing is not a subclass of composer.Callback'
 
 
 def test_registering_another_component_under_a_used_name_is_an_error():

@@ -74,6 +74,7 @@ def test_later_files_change_mappings_and_replace_lists(files):
         a='x: {one: 1, two: 2}\nl: [1, 2]', b='extends: a.yaml\nx: {two: 3}\nl: [4]', c='extends: b.yaml\nx: {one: 0}'
     )
     assert merge(read_chain(folder / 'c.yaml'), ['x.three=5']) == {'x': {'one': 0, 'two': 3, 'three': 5}, 'l': [4]}
+    assert merge([{'l': [1, {'a': 2}]}], ['l[1].a=${oc.select:z,3}', 'l.0=4']) == {'l': [4, {'a': 3}]}
 
 
 def test_component_with_another_name_does_not_inherit_keywords(files):

@@ -117,10 +117,6 @@ def test_huge_batch_is_refused_at_once(batch):
         load('yamls/quickstart.yaml', [f'global_batch={batch}', 'device_train_microbatch_size=3'])
 
 
-def test_override_changes_an_item_of_a_list():
-    assert merge([{'l': [1, {'a': 2}]}], ['l[1].a=${oc.select:z,3}', 'l.0=4']) == {'l': [4, {'a': 3}]}
-
-
 @given(text=st.text('${}:.,oc[]ab\'"\\ ', max_size=25))
 @settings(max_examples=80, deadline=None)
 def test_any_text_is_read_or_refused(text):

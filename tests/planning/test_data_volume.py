@@ -49,12 +49,8 @@ def test_nodes_per_shard_are_those_of_streamings_order(algo, nodes, canonical_no
     assert epochs[0] == epochs[1] == epochs[2]
 
 
-def test_default_order_reads_once_until_nodes_outnumber_canonical_nodes():
-    recipe = recipe_with()
-    assert [nodes_per_shard(recipe, nodes) for nodes in (1, 16, 64, 128)] == [1, 1, 1, 2]
-
-
-def test_a_cache_that_is_too_small_reads_every_epoch():
+def test_a_shard_is_read_by_one_node_and_with_a_small_cache_in_every_epoch():
+    assert [nodes_per_shard(recipe_with(), nodes) for nodes in (1, 16, 64, 128)] == [1, 1, 1, 2]
     small, large = recipe_with('loader.cache_limit=10tb'), recipe_with('loader.cache_limit=25tb')
     assert [reads_per_epoch(each, 64e12, nodes=4).later.bytes for each in (small, large)] == [64e12, 0]
     # With one canonical node, each of four nodes reads everything.

@@ -92,12 +92,9 @@ def test_fsdp_shards_what_ddp_replicates():
     assert (alone.buckets, sharded.buckets) == (4 * SD2, 0)
 
 
-def test_replicas_reduce_sharding():
+def test_replicas_reduce_sharding_and_resharding_keeps_only_part_of_the_compute_weights():
     whole, hybrid = (memory_of(PHASE2, Setup(128, 16, replace(SHARDED, replicas=n))) for n in (1, 16))
     assert hybrid.optimizer == pytest.approx(16 * whole.optimizer, abs=16)
-
-
-def test_resharding_keeps_only_part_of_the_compute_weights():
     kept, resharded = (memory_of(PHASE1, Setup(128, 16, settings)) for settings in (SHARDED, RESHARDED))
     assert kept.compute_weights == 2 * SD2
     assert resharded.compute_weights < kept.compute_weights / 4

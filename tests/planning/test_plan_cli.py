@@ -358,7 +358,7 @@ def test_small_run_is_planned_in_units_that_fit(capsys):
     assert 'seconds, under $0.01.' in out.splitlines()[0]
     for text in ('36 distinct images', ' 320 ', 'under 0.01  under $0.01', 'mostly saves', '(short run)', ' ms'):
         assert text in out
-    for text in ('0.00 days', '0.0 M', ' 0.0 s', 'goodput 0.', 'Goodput of save strategies'):
+    for text in ('0.00 days', '0.0 M', ' 0.0 s', 'goodput 0.', 'Goodput of save strategies', '(x 1.00)'):
         assert text not in out
     out = planned(capsys, YAMLS / 'finetune.yaml', '--samples', '36', '--gpu', 'h200', '--gpus', '8', '--stall', '10')
     assert out.startswith('As written: 9.6 minutes, $5.14.') and '36 distinct images' in out and '  10 s  ' in out

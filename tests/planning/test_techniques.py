@@ -279,11 +279,6 @@ def test_contrastive_flow_matching_has_its_published_throughput_and_no_flops(cap
     )
 
 
-def test_images_of_a_model_on_pixels_cannot_be_stored_as_latents():
-    with pytest.raises(ValueError, match='--stored latents: the model is on pixels; use --stored pictures'):
-        phase(STAGES[0], encoding='latents')
-
-
 def test_sizes_of_published_encoders_are_those_of_transformers(tmp_path):
     """The numbers of parameters are the published ones; an unknown repository is taken for DINOv2 base, with a note."""
     from diffusion.models.cost_counting import AlignmentCounter

@@ -4,7 +4,7 @@ import pytest
 from shards import write_buckets
 
 from diffusion.config.image_shapes import Shape, square
-from tests.planning.recipes import PHASES, both, phase, write_recipe, write_sd2_recipe
+from tests.planning.recipes import PHASES, YAMLS, both, phase, write_recipe, write_sd2_recipe
 
 STORED_TEXT = {'dataset': {'name': 'latents'}, 'precompute': {'latents': 'image+text'}}
 
@@ -71,6 +71,8 @@ def test_outputs_of_trained_modules_cannot_be_stored(tmp_path):
     model = {'name': 'autoencoder'}
     with pytest.raises(ValueError, match='--stored latents: autoencoder trains on images'):
         phase(write_recipe(tmp_path, model=model), encoding='latents')
+    with pytest.raises(ValueError, match='--stored latents: the model is on pixels; use --stored pictures'):
+        phase(YAMLS / 'speedrun.yaml', encoding='latents')
 
 
 def test_shapes_follow_the_proportions_of_streams(tmp_path):

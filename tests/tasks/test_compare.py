@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -85,6 +86,7 @@ def test_page_answers_and_result(folders, capsys):
 def test_limit_takes_evenly_spread_prompts_with_their_images(folders):
     assert build('--limit', '2', '--checks', '0') == 0
     assert sorted(pair.text for pair in read_key(Path('page/key.json')).pairs) == sorted([PROMPTS[0], PROMPTS[4]])
+    assert build('--limit', '8', out='all') == 0
 
 
 BUILD = ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new']
@@ -155,8 +157,13 @@ def test_comparison_runs_in_one_process(folders, capsys, monkeypatch):
     assert 'compare: runs in one process; start it as `diffusion compare`, without a' in capsys.readouterr().err
 
 
-def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys):
-    assert build() == 0
+def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, 'page_chunks', Mock(side_effect=KeyboardInterrupt))
+        assert build() == 130 and capsys.readouterr().err.endswith('interrupted\n')
+    assert not Path('page/index.html').exists()
+    (folders / 'page/images').mkdir(exist_ok=True)
+    assert build() == 0, 'an interrupted call is continued'
     before = Path('page/index.html').read_bytes()
     assert build() == USAGE_ERROR
     assert '--out: page has a page already, which people may be answering; serve it with' in capsys.readouterr().err
@@ -169,18 +176,15 @@ def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys):
     assert '--serve: page/key.json is not the key of page/index.html' in capsys.readouterr().err
 
 
-def test_equal_images_are_refused_and_leave_no_page(folders, capsys):
+def test_equal_images_are_reported_and_if_all_are_equal_leave_no_page(folders, capsys, caplog):
+    shutil.copy('a/001.png', 'b/001.png')
+    assert build(out='some') == 0
+    assert 'the images of A and B are the same for 1 of 8 prompts' in caplog.text
     shutil.rmtree('b')
     shutil.copytree('a', 'b')
     assert build() == USAGE_ERROR
     assert 'A and B: have the same images, pixel by pixel; compare two different models' in capsys.readouterr().err
     assert not Path('page/index.html').exists()
-
-
-def test_some_equal_images_are_reported(folders, caplog):
-    shutil.copy('a/001.png', 'b/001.png')
-    assert build() == 0
-    assert 'the images of A and B are the same for 1 of 8 prompts' in caplog.text
 
 
 def test_server_takes_answers_until_ctrl_c(folders):
@@ -260,7 +264,8 @@ def test_checkpoints_are_compared_with_equal_seeds_and_images_are_kept(trained, 
 def test_export_draws_the_images_of_its_checkpoint(trained, tmp_path):
     # The export samples with its own settings, so the same are set for both.
     out = tmp_path / 'page'
-    words = ['--prompts', trained / 'prompts.txt', '--limit', '2', '--steps', '2', '--guidance', '1', '--out', out]
+    words = ['--prompts', trained / 'prompts.txt', '--limit', '2', '--steps', '2', '--guidance', '1', '--seed', '7']
+    words += ['--out', out]
     assert run(trained / 'export', trained / 'run' / 'ba1', *words) == 0
     other = tmp_path / 'other'
     assert run(trained / 'run' / 'ba2', trained / 'run' / 'ba1', *words[:-1], other) == 0
@@ -269,7 +274,8 @@ def test_export_draws_the_images_of_its_checkpoint(trained, tmp_path):
     ):
         exported, drawn = (np.asarray(compared_images.read_image(path), dtype=int) for path in (export, checkpoint))
         assert abs(exported - drawn).max() <= 2
-    assert read_key(out / 'key.json').a['source'] == f'{trained}/export, exported'
+    key = read_key(out / 'key.json')
+    assert key.a['source'] == f'{trained}/export, exported' and key.a['sampling']['seed'] == 7
 
 
 def test_wrong_sampling_is_refused_before_a_model_is_loaded(trained, tmp_path, capsys):

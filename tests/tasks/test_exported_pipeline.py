@@ -3,21 +3,26 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from stock_pipeline import assert_command_draws_the_same
 
 from diffusion.cli import main
+from diffusion.config.recipe import LoraConfig
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit.builder import tiny_mmdit
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.families.prx.denoiser import PRX
 from diffusion.models.objective import Objective
 from diffusion.models.sampler import inference_scheduler
-from diffusion.tasks.export import write_folder
+from diffusion.tasks.argument_checks import lora_file
+from diffusion.tasks.export import write_file, write_folder
 from diffusion.tasks.exported_pipeline import scheduler_like
-from diffusion.tasks.model_card import loading
+from diffusion.tasks.model_card import LORA, loading
+from diffusion.training import components
 
 
 @pytest.mark.parametrize('name', ['PRXPipeline', 'PRXPixelPipeline'])
@@ -85,6 +90,17 @@ def test_export_decodes_with_its_own_autoencoder(tmp_path, small_flux2, small_ra
     code.write_text(code.read_text() + '\nprint("other")\n')
     assert main(['generate', str(folder), 'a']) == 2
     assert f'{pipeline}, but its code in normalized_pipelines.py is not that of this version' in capsys.readouterr().err
+
+
+def test_lora_is_exported_alone(tmp_path, make_model):
+    model, recipe = make_model(train_text_encoder=False), Mock(seed=0, lora=LoraConfig(rank=2, alpha=2.0))
+    components.add_lora(recipe, model)
+    (folder := tmp_path / 'lora').mkdir()
+    assert write_folder(model, recipe, folder, torch.float32, lora=True) == LORA
+    assert write_file(model, recipe, tmp_path / 'a.safetensors', torch.float32, lora=True) == LORA
+    stock, single = (load_file(lora_file(place)) for place in (folder, tmp_path / 'a.safetensors'))
+    assert {name.partition('.')[0] for name in stock} == {'unet'}
+    assert all(name.startswith('lora_unet_') for name in single), 'the names of ComfyUI'
 
 
 def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, small_vae):

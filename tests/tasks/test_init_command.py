@@ -4,6 +4,7 @@ import json
 
 import pytest
 from commands import refusal
+from nvml_driver import Driver
 from PIL import Image
 from shards import write_buckets
 
@@ -12,6 +13,7 @@ from diffusion.config.image_shapes import Shape
 from diffusion.config.load import check_paths, load
 from diffusion.planning.gpus import load_gpus
 from diffusion.storage import mds
+from diffusion.tasks import init_command
 from diffusion.tasks.init_command import closest_gpu
 
 COLUMNS = {'captions': 'json', 'width': 'int', 'height': 'int'}
@@ -40,9 +42,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def written(*words):
-    """Return the recipe that `diffusion init data/photos` writes, which must be complete."""
-    assert main(['init', 'data/photos', '--out', 'mine.yaml', *words]) == 0
+def written(*words, data='data/photos'):
+    """Return the recipe that `diffusion init` writes, which must be complete."""
+    assert main(['init', data, '--out', 'mine.yaml', *words]) == 0
     return load('mine.yaml')
 
 
@@ -90,7 +92,7 @@ def test_few_images_with_a_gpu_get_a_lora_of_a_length_that_fits_them(folder):
         (512, 1_999, 'h100-sxm', 'lora', '1,999 images are too few'),
         (512, 5_000, 'v100-16gb', 'lora', 'published weights needs more memory than the GPU has'),
         (256, 5_000, 'h100-sxm', 'small', 'the published weights need images of at least 512 px'),
-        (256, 2_000_000, 'h100-sxm', 'prx_256', '2,000,000 images of 256 px are enough to train from scratch'),
+        (256, 1_000_000, 'h100-sxm', 'phase1', '1,000,000 images of 256 px are enough to train from scratch'),
     ],
 )
 def test_base_follows_number_size_and_memory(folder, size, count, gpu, base, reason):
@@ -100,13 +102,13 @@ def test_base_follows_number_size_and_memory(folder, size, count, gpu, base, rea
     assert f'extends: diffusion:{base}\n' in text and reason in text.replace('\n#           ', ' ')
     recipe = load('mine.yaml', allow_missing=True)
     assert [*recipe.streams] == ['photos'] and recipe.eval_streams == {}
-    assert [each.where for each in recipe.missing] == (['model.revision'] if base == 'prx_256' else [])
+    assert recipe.missing == []
 
 
 def test_aspect_buckets_are_read_as_such(folder):
     prepared(folder / 'data/photos/512px/512x512', *map(str, range(20)), side=512)
     write_buckets(folder / 'data/photos/512px', 512, {Shape(512, 512): {'samples': 20}})
-    recipe = written('--gpu', 'h200')
+    recipe = written('--gpu', 'h200', data='data/photos/512px')
     assert recipe.streams['photos'].aspects and check_paths(recipe) == []
 
 
@@ -120,6 +122,7 @@ def test_aspect_buckets_are_read_as_such(folder):
             ['photos'],
             'diffusion prepare folder photos --out data/photos --sizes 64 --hold-out 2\n  diffusion init data/pho',
         ),
+        (['photos', '--gpu', 'h200'], ' --out data/photos --sizes 512 --hold-out 2\n'),
         (['data/photos', '--gpus', '2'], 'no GPU; name the model for which the recipe is, such as --gpu h100-sxm'),
         (['data/photos', '--gpu', 'h100-smx'], "did you mean 'h100-sxm'?"),
         (['data/photos', '--gpu', 'h200', '--gpus', '8'], '8 GPUs for 3 images; pass --gpus 1'),
@@ -137,7 +140,7 @@ def test_wrong_input_is_answered_in_a_line_or_two(folder, capsys, words, message
     write_buckets(folder / 'data/wide/512px', 512, {Shape(512, 512): {'samples': 9}})
     (folder / 'data/torn/64px').mkdir(parents=True)
     (folder / 'data/torn/64px/index.json').write_text('{"shards"')
-    for name in ('empty', 'photos/more'):
+    for name in ('empty/64px', 'photos/more'):
         (folder / name).mkdir(parents=True)
     for index in range(16):
         Image.new('RGB', (8, 8)).save(folder / 'photos' / 'more' / f'{index}.JPG', 'JPEG')
@@ -146,7 +149,7 @@ def test_wrong_input_is_answered_in_a_line_or_two(folder, capsys, words, message
     assert not (folder / 'mine.yaml').exists()
 
 
-def test_driver_names_of_gpus_are_matched_with_known_models():
+def test_driver_names_of_gpus_are_matched_with_known_models(monkeypatch):
     gpus = load_gpus().values()
     for name, memory, expected in (
         ('NVIDIA A100-SXM4-80GB', 79.2, 'a100-80gb'),
@@ -159,3 +162,5 @@ def test_driver_names_of_gpus_are_matched_with_known_models():
         ('NVIDIA H200', 140.4, 'h200'),
     ):
         assert closest_gpu(name, memory, gpus).name == expected, name
+    monkeypatch.setattr(init_command, 'load_nvml', lambda: Driver(name=b'NVIDIA H200', total=141))
+    assert init_command.this_gpu().name == 'h100-sxm', 'the first one'

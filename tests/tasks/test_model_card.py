@@ -52,7 +52,7 @@ def test_card_has_the_license_of_the_frozen_parts_and_the_size_of_the_run(card):
 
 def test_card_has_the_metrics_of_the_evaluation(card, tmp_path: Path):
     _, body = card()
-    assert '## Evaluation' not in body
+    assert '## Evaluation' not in body and '## Data\n\nStreams: photos.\n' in body
     (tmp_path / 'run' / 'evaluation.json').write_text('{"weights": "ema", "loss": 0.123456, "fid": 18.2}')
     _, body = card()
     assert body.partition('## Evaluation\n\n')[2].startswith('Of the ema weights:\n\n')
@@ -110,9 +110,11 @@ def test_card_calls_each_pipeline_as_the_run_draws(card):
     assert 'num_inference_steps=28, guidance_scale=5, guidance_rescale=1.0).images[0]' in body
     assert '`trust_remote_code=True` runs the Python files beside the weights, which are copied from diffusion' in body
     assert 'classifier-free guidance' not in body
-    other = {'guidance': {'name': 'apg', 'eta': 0.5}, 'guidance_rescale': 0.7}
+    other = {'guidance': {'name': 'apg', 'eta': 0.5}, 'guidance_rescale': 0.7, 'guidance_scale': 1.5}
     _, body = card('PRXPipeline', model=prx, generate=flow | other)
     assert 'The recipe samples with guidance `apg eta=0.5` and `guidance_rescale=0.7`. This call applies plain' in body
+    _, body = card('PRXPipeline', model=prx, generate=flow | other | {'guidance_scale': 1.0})
+    assert 'classifier-free guidance' not in body, 'there is none'
     mmdit = {'name': 'mmdit', 'revision': 'c' * 40, 't5': False, 't5_length': 128}
     _, body = card('StableDiffusion3Pipeline', model=mmdit, generate=flow)
     assert "from_pretrained('org/painter', text_encoder_3=None, tokenizer_3=None)" in body
@@ -143,7 +145,12 @@ def test_card_of_the_saved_recipe_is_the_same(card, tmp_path):
 
 
 def test_card_of_other_exports_shows_no_pipeline(card):
-    front, body = card(SINGLE_FILE)
-    assert front['pipeline_tag'] == 'text-to-image' and '## Use' not in body and 'ComfyUI' in body
+    front, body = card(SINGLE_FILE, streams={}, task='generate', generate={'prompts': ['a']})
+    assert (
+        '## Data' not in body
+        and front['pipeline_tag'] == 'text-to-image'
+        and '## Use' not in body
+        and 'ComfyUI' in body
+    )
     front, body = card(AUTOENCODER, model={'name': 'autoencoder'})
     assert 'pipeline_tag' not in front and '## Use' not in body

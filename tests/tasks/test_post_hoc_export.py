@@ -50,10 +50,6 @@ def same(found: Weights, average: Weights) -> bool:
     return all(torch.allclose(found[n.removeprefix('denoiser.')], average[n], rtol=1e-5, atol=1e-7) for n in names)
 
 
-def test_run_writes_snapshots_at_interval_and_end(run):
-    assert sorted({snapshot.batch for snapshot in find_snapshots(run)}) == [3, 6, 8]
-
-
 @pytest.mark.parametrize(
     ('place', 'options', 'batch'), [('ba4', [], 3), pytest.param('ba8', ['--at', '6'], 6, marks=pytest.mark.slow)]
 )
@@ -67,6 +63,7 @@ def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, plac
 
 
 def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
+    assert sorted({snapshot.batch for snapshot in find_snapshots(run)}) == [3, 6, 8], 'at the interval and the end'
     assert export(run, tmp_path / 'sd', ema_width=0.15, at=7) == 'post-hoc EMA 0.15 (batch 7)'
     found = denoiser_of(tmp_path / 'sd')
     assert same(found, reconstruct_average(run, 0.15, at=7).tensors)

@@ -94,6 +94,18 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
         assert LatentManifest.read(folder, '').shape == str(shape)
 
 
+def test_latents_are_written_to_an_object_store_once(write, content, store, tmp_path):
+    streams = {'squares': content['precompute']['streams']['squares'] | {'resolution': 32}}
+    recipe = load(write(out=store.bucket('latents') + '/here/', streams=streams))
+    recipe.loader.num_workers = 0
+    precompute(recipe)
+    assert store.objects('latents').keys() >= {f'here/squares/{name}' for name in ('index.json', 'manifest.json')}
+    assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no local copies remain'
+    store.requests.clear()
+    precompute(recipe)
+    assert not [request for request in store.requests if request.startswith('PUT')]
+
+
 def test_unfinished_job_is_not_resumed_with_other_settings(write, tmp_path, monkeypatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, 'No space left on device')
@@ -197,7 +209,5 @@ def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, sto
         if 'unfinished' not in name
     }
     assert found == contents(tmp_path / 'whole')
-    assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no local copies remain'
-    precompute(load(path))
     with pytest.raises(ValueError, match=r'precompute\.out: s3://latents/here/.* holds other latents'):
         precompute(load(write('remote', out='s3://latents/here', posterior='mean')))

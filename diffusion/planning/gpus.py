@@ -20,7 +20,7 @@ STALE_DAYS = 180
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU model: peak FLOP/s, memory, bandwidths and price."""
+    """A GPU model: peak FLOP/s, memory and price."""
 
     peak_tflops: dict[str, float]
     """Peak TFLOP/s without sparsity, by precision: bf16, fp16, fp32."""
@@ -32,10 +32,6 @@ class GPU:
     """Date of the price, such as 2026-05-01."""
     source: str = ''
     """Source of the price."""
-    memory_gb_per_second: float | None = None
-    """Memory bandwidth in GB/s."""
-    nvlink_gb_per_second: float = 0.0
-    """NVLink bandwidth in GB/s, both directions together; 0 if the GPU has no NVLink."""
     compute_capability: str | None = None
     """Compute capability, such as '9.0', by which torch selects kernels. Null skips the check of torch's kernels."""
     gpus_per_node: int = 8

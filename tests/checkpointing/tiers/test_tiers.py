@@ -3,22 +3,29 @@
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from callbacks.guarded_run import At
 from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer
-from faults import Fault, environment
+from composer import Trainer
+from composer.core import Event
+from faults import Fault, active, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Job, Ranks, free_port, read_losses
 from waiting import wait_until
 
+from diffusion.checkpointing import background_save
+from diffusion.checkpointing.tiers.node_tier import NodeTier, open_tiers
 from diffusion.checkpointing.tiers.tier_restore import plan_transfers
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.loggers.metrics_file import read_metrics
 from diffusion.training.train import build_trainer
 
 KILLED_AT = 5
@@ -80,6 +87,13 @@ class Cluster:
         assert all(status == [0] for status in statuses), output
         return output
 
+    def trainer(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Trainer, Path]:
+        folder = self.node(path.stem, 0)
+        folder.mkdir(parents=True)
+        monkeypatch.setenv('NODE', str(folder))
+        monkeypatch.setenv('SPARED', '1')
+        return build_trainer(load(path)), folder
+
     def run_folder(self, path: Path) -> Path:
         return self.folder / 'runs' / path.stem
 
@@ -127,20 +141,6 @@ def test_two_lost_nodes_of_four(cluster, undisturbed):
     output = cluster.run(path, [4, 3, 5, 1])
     assert 'memory tier, ba5: complete on 4 nodes and verified' in output
     assert_same_end(cluster.run_folder(path), undisturbed(4, parallelism=SHARDED))
-
-
-@pytest.mark.slow
-def test_damaged_file_without_a_copy_falls_back_to_the_storage(cluster, undisturbed):
-    path = cluster.recipe('alone', replicate=False, parallelism=SHARDED)
-    cluster.kill(path, [0, 1])
-    file = cluster.checkpoint(path.stem, 1, 5) / '__1_0.distcp'
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    output = cluster.run(path, [0, 1])
-    assert 'ba5: not used, 1 of its' in output and 'does not match its receipt' in output
-    assert re.search(r'resumed from \S+/ba3\b', output)
-    assert_same_end(cluster.run_folder(path), undisturbed(2, parallelism=SHARDED))
 
 
 @pytest.mark.slow
@@ -250,45 +250,49 @@ def test_faults_while_a_run_resumes_from_a_tier(cluster, undisturbed, tmp_path):
         (Fault('read', r'node0/.*state\.pt', 'EIO'), 'another node has this file', 5),
         (Fault('list', LISTING, 'ESTALE'), 'memory tier: not used in this run', 3),
         (Fault('create', r'node0/.*state\.pt', 'ENOSPC'), 'could not be copied to all nodes', 3),
-        (Fault('read', r'node\d/.*state\.pt', 'EIO'), 'files are on no node', 3),
+        (Fault('read', r'node1/.*state\.pt', 'EIO'), 'state.pt: does not match its receipt; ', 3),
     ):
         for folder in (run, memory):
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(tmp_path / f'killed-{folder.parent.name}', folder, symlinks=True)
         if fault.operation == 'create':
             shutil.rmtree(cluster.node(recipe.stem, 0))
+        if 'node1' in fault.path:
+            os.truncate(cluster.checkpoint(recipe.stem, 0, 5) / 'state.pt', 1000)
         output = cluster.run(recipe, [0, 1], environment=environment([fault], tmp_path))
         assert expected in output
         assert re.search(rf'resumed from \S+/ba{batch}\b', output)
         assert_same_end(run, undisturbed(2))
 
 
-@pytest.mark.slow
-def test_save_into_a_tier_makes_way_for_one_into_the_storage(cluster, undisturbed, tmp_path):
+def test_save_into_a_tier_makes_way_for_one_into_the_storage(cluster, undisturbed, tmp_path, monkeypatch, caplog):
     """Training does not wait for a slow tier, and no save into the tier starts before the slow thread has ended."""
-    slow = Fault('create', r'node1/.*unfinished.*/state\.pt', sleep=2.0, times=1)
-    recipe = cluster.recipe('slow-tier', asynchronous=True)
-    output = cluster.run(
-        recipe, [0, 1], 'checkpointing.tiers.memory.save_interval=2ba', environment=environment([slow], tmp_path)
-    )
-    assert 'memory tier, ba2: given up, since a save to the storage of the run is due' in output
-    assert 'no longer used' not in output
-    assert_same_end(cluster.run_folder(recipe), undisturbed(2))
+    monkeypatch.setattr(background_save, 'POLL_SECONDS', 0.0)
+    caplog.set_level('INFO')
+    path = cluster.recipe('slow-tier', replicate=False, asynchronous=True)
+    trainer, _ = cluster.trainer(path, monkeypatch)
+    ended = lambda: wait_until(lambda: 'memory tier' not in str(threading.enumerate()))  # noqa: E731
+    trainer.state.callbacks += [At(Event.BATCH_START, batch, ended) for batch in (1, 5)]
+    with active(tmp_path, Fault('create', r'/\.ba2\.unfinished/state\.pt', sleep=0.3)):
+        trainer.fit()
+    trainer.close()
+    assert 'memory tier, ba2: given up, since a save to the storage of the run is due' in caplog.text
+    run = cluster.run_folder(path)
+    assert 0 <= read_metrics(run / 'metrics.jsonl')['checkpoint/memory_stall_seconds'][2] < 60
+    assert_same_end(run, undisturbed(1))
 
 
-@pytest.mark.slow
-def test_vanished_folder_of_a_tier_is_not_created_again(cluster, undisturbed):
+def test_vanished_folder_of_a_tier_is_not_created_again(cluster, undisturbed, monkeypatch, caplog):
     """If the mount of a local disk vanishes, its folder would be on the disk of the system."""
-    began = cluster.folder / 'vanishing'
-    slow = {'slow_batch': {'batch': 2, 'file': str(began), 'seconds': 2.0}}
-    path = cluster.recipe('vanished', replicate=False, tier='disk', callbacks=slow)
-    jobs = cluster.start(path, [0], environment={'SPARED': '1'})
-    wait_until(began.exists, 120, running=jobs[0].running, shown=jobs[0].output)
-    shutil.rmtree(cluster.node(path.stem, 0))
-    jobs[0].end()
-    assert 'disk tier: no longer used in this run, 3 saves in a row have failed' in jobs[0].output()
-    assert not cluster.node(path.stem, 0).exists()
-    assert_same_end(cluster.run_folder(path), undisturbed(1))
+    path = cluster.recipe('vanished', replicate=False, tier='disk')
+    trainer, node = cluster.trainer(path, monkeypatch)
+    trainer.state.callbacks.append(At(Event.BATCH_START, 2, lambda: shutil.rmtree(node)))
+    trainer.fit()
+    trainer.close()
+    assert 'disk tier: no longer used in this run, 3 saves in a row have failed' in caplog.text and not node.exists()
+    run = cluster.run_folder(path)
+    assert list(read_metrics(run / 'metrics.jsonl')['checkpoint/disk_failed_saves'].values()) == [1, 2, 3]
+    assert_same_end(run, undisturbed(1))
 
 
 @given(st.data())
@@ -309,7 +313,7 @@ def test_transfers_bring_each_node_what_it_needs(data):
     assert len({(each.name, each.to) for each in transfers}) == len(transfers)
 
 
-def test_tier_needs_a_folder_of_its_own(cluster, tmp_path, monkeypatch):
+def test_tier_needs_a_folder_of_its_own(cluster, tmp_path, monkeypatch, caplog):
     path = cluster.recipe('others')
     monkeypatch.setenv('NODE', str(tmp_path))
     root = tmp_path / f'diffusion-{os.getuid()}'
@@ -320,3 +324,24 @@ def test_tier_needs_a_folder_of_its_own(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv('NODE', str(tmp_path / 'not mounted'))
     with pytest.raises(UserError, match='not mounted: No such file or directory; create it on each node'):
         build_trainer(load(path))
+    tiers: Any = load(path).checkpointing.tiers
+    assert open_tiers(tiers, 'run', '', begun=True) == []
+    assert 'memory tier: not used in this run' in caplog.text
+
+
+def test_tier_removes_the_checkpoints_of_runs_that_ended_long_ago(tmp_path, caplog):
+    names = ('old', 'used', 'recent', 'other', 'own')
+    old, used, recent, other, own = (NodeTier('memory', tmp_path / 'a' / name, name, replicate=True) for name in names)
+    for each in (old, used, recent):
+        each.open(begun=False)
+    old.close()
+    recent.close()
+    other.folder.mkdir()
+    for each in (old, used, other):
+        os.utime(each.folder, (0, time.time() - 7200))
+    own.open(begun=False)
+    assert {path.name for path in own.folder.parent.iterdir()} == {*names} - {'old'}
+    assert 'old: removed the checkpoints of a run that no longer runs here' in caplog.text
+    assert 'files are not copied to another node, since the run has one node' in caplog.text
+    own.close()
+    used.close()

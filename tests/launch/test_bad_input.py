@@ -59,7 +59,6 @@ def error_message(path, *overrides):
         ('slurm', {'mounts': RUNS}, 'mounts: require a container image; set image'),
         ('slurm', {'image': 'image'}, 'mounts: nothing is mounted at /workspace/runs, where job saves'),
         ('slurm', {'schedule': {'preemptible': True}}, 'schedule.preemptible: has no effect on Slurm'),
-        ('kubernetes', {'image': None}, 'image: is missing; set the container image'),
         ('kubernetes', {'mounts': {'/workspace/runs': ABSENT, '/data': 'pvc://runs'}}, 'mounts: nothing is mounted'),
         ('kubernetes', {'mounts': {'runs': 'pvc://runs'}}, 'mounts.runs: is not an absolute path'),
         ('kubernetes', {'mounts': {'/workspace/runs': 's3://b'}}, "mounts./workspace/runs: 's3://b' cannot be mounted"),

@@ -1,4 +1,4 @@
-"""Stacks that a node keeps when its ranks end badly, with ranks that are small programs instead of training."""
+"""Attempts whose ranks, small programs instead of training, end badly: what the node does, and the stacks it keeps."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_report import RankReport
-from diffusion.runs import attempts, bounded_call, environment
+from diffusion.launch.standby import in_place
+from diffusion.runs import attempts, bounded_call, environment, stop_signals
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import LocalPlace, StorePlace, files_of_run
 
@@ -37,7 +38,7 @@ PROGRAM = """
             time.sleep(0.1)
 
     (folder / f'ready-{rank}').touch()
-    while len(list(folder.glob('ready-*'))) < 2:
+    while len(list(folder.glob('ready-*'))) < int(os.environ['LOCAL_WORLD_SIZE']):
         time.sleep(0.01)
     BODY
 """
@@ -53,12 +54,13 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch, restored_handlers: None) -> No
 
 @pytest.fixture
 def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[int, Path]]:
-    """Run two ranks of a program on a node; return the exit status and the run's folder."""
+    """Run ranks of a program on a node; return the exit status and the run's folder."""
 
     def run(
         body: str,
         *,
         position: tuple[int, int] = (0, 1),
+        ranks: int = 2,
         hang_seconds: float = 100,
         task: str = 'train',
         runs_dir: str | None = None,
@@ -67,11 +69,12 @@ def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[i
         monkeypatch.chdir(tmp_path)
         program = tmp_path / 'program.py'
         program.write_text(textwrap.dedent(PROGRAM).replace('BODY', textwrap.dedent(body).strip()))
-        recipe = replace(load(write_recipe()), task=task)
+        path = write_recipe()
+        recipe = replace(load(path), task=task)
         recipe = recipe if runs_dir is None else replace(recipe, runs_dir=runs_dir)
         environ = {**os.environ, environment.HANG_SECONDS: str(hang_seconds), **variables}
-        where = NodePosition('slurm', position[0], position[1], 2, '127.0.0.1', 29500)
-        found = Node(where, Settings.from_environ(environ), [str(program)], recipe, environ)
+        where = NodePosition('slurm', position[0], position[1], ranks, '127.0.0.1', 29500)
+        found = Node(where, Settings.from_environ(environ), [str(program), str(path)], recipe, environ)
         return found.run(), recipe.run_dir
 
     return run
@@ -126,17 +129,6 @@ def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
     expected['DEBUG_INFO_PIPE_FILE'] = found['DIFFUSION_ATTEMPT_FOLDER'] + '/nccl-'
     assert {f'TORCH_NCCL_{name}': value for name, value in expected.items()}.items() <= found.items()
     assert found['DIFFUSION_ATTEMPT_NUMBER'] == '1', 'for messages of the ranks'
-
-
-@pytest.mark.slow
-def test_hang_is_ended_although_the_storage_of_the_run_hangs(run_node, monkeypatch):
-    never = threading.Event()
-    monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
-    monkeypatch.setattr(StackFolder, 'write', lambda *_: never.wait())
-    status, run = run_node('wait_for_news()', hang_seconds=0.4)
-    attempt = last_attempt(run)
-    assert (status, attempt.cause) == (75, 'hang')
-    assert '2 ranks are in wait_for_news (program.py)' in attempt.detail
 
 
 def report(number: int, cause: str = 'hang', **changes: object) -> NodeReport:
@@ -218,11 +210,11 @@ def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_co
     assert time.monotonic() - begin < 0.3
 
 
-@pytest.mark.slow
 def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node, monkeypatch, tmp_path):
     """The run's folder and the exit file stop responding when the ranks have started."""
     never, pids = threading.Event(), tmp_path / 'pid-0'
     monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.2)
+    monkeypatch.setattr(stop_signals, 'REPEAT_SECONDS', 1e-9)
     monkeypatch.setattr(exit_file, 'STORAGE_SECONDS', 0.2)
     monkeypatch.setattr(node, 'RECORD_EVERY_SECONDS', 0.1)
     glob, read = Path.glob, Path.read_text
@@ -236,10 +228,11 @@ def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node
     monkeypatch.setattr(attempts, 'append_attempt', lambda *_: pids.exists() and never.wait())
     monkeypatch.setattr(node.Notifier, 'check_goodput', lambda self: never.wait())
 
-    press_twice_after(pids)
+    press_twice_after(pids, tmp_path / 'asked-1')
     responds = threading.Timer(15, never.set)
     responds.start()  # so that a node that waits for the storage fails the test, and does not hang
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nPath(f'pid-{rank}').touch()\nwait_for_news()"
+    handler = "lambda *_: Path(f'asked-{rank}').touch(exist_ok=False)"
+    body = f"signal.signal(signal.SIGTERM, {handler})\nPath(f'pid-{{rank}}').touch()\nwait_for_news()"
     begin = time.monotonic()
     status, _ = run_node(body, DIFFUSION_EXIT_FILE=str(tmp_path / 'exits'))
     assert status == 130 and time.monotonic() - begin < 15
@@ -252,6 +245,42 @@ def test_ranks_may_end_their_upload_after_a_hardware_fault_on_another_rank(run_n
     body = "if rank == 1: sys.exit(76)\ntime.sleep(1.5)\nPath('uploaded').touch()\nsys.exit(75)"
     status, _ = run_node(body)
     assert status == 76 and (tmp_path / 'uploaded').exists()
+
+
+@pytest.mark.parametrize('code', [75, 76])
+def test_hardware_fault_that_a_rank_reports_is_named_and_recorded(run_node, tmp_path, capfd, code):
+    (tmp_path / 'runs' / 'run').mkdir(parents=True)  # by the first node
+    beat = "heartbeats.write_rank_heartbeat(2, 'training', 0, 0.0)"
+    body = f"{beat}\nheartbeats.report_hardware_fault('n1: GPU lost')\nsys.exit({code})"
+    status, run = run_node(body, ranks=1, position=(1, 2))
+    assert status == code and 'n1: GPU lost' in capfd.readouterr().err
+    assert len([*run.glob('faults/*')]) == (code == 76)
+
+
+@pytest.mark.parametrize(('task', 'codes', 'status'), [('evaluate', '75 1 1', 1), ('train', '1 1', 78)])
+def test_node_that_restarts_its_ranks_ends_once_all_restarts_are_used(run_node, tmp_path, capfd, task, codes, status):
+    (tmp_path / 'codes').write_text(f'{codes} 0')
+    body = "first, left = Path('codes').read_text().split(' ', 1)\nPath('codes').write_text(left)\nsys.exit(int(first))"
+    variables = {environment.RESTART_IN_PLACE: '1', environment.MAX_RESTARTS: '1'}
+    assert run_node(body, ranks=1, task=task, **variables)[0] == status
+    assert (tmp_path / 'codes').read_text() == '0'
+    assert ('the run failed 2 times without progress' in capfd.readouterr().err) == (task == 'train')
+
+
+def test_standby_process_replaces_a_crashed_rank(run_node, tmp_path, monkeypatch, capfd):
+    say, ready = Node._print, tmp_path / 'standby-is-ready'
+    monkeypatch.setattr(Node, '_print', lambda node, text: (say(node, text), 'ready' in text and ready.touch()))
+    monkeypatch.setattr(in_place, 'modules_of', lambda recipe: ['json'])
+    body = """
+        heartbeats.write_rank_heartbeat(2, 'training', 0, 0.0)
+        if not Path('standby-is-ready').exists():
+            while not Path('standby-is-ready').exists():
+                time.sleep(0.01)
+            sys.exit(1)
+    """
+    status, run = run_node(body, ranks=1, DIFFUSION_STANDBY='1')
+    assert status == 0 and 'restarted in place; 1 of 1 ranks are standby processes' in capfd.readouterr().err
+    assert [each.cause for each in attempts.read_attempts(run)] == ['crash', 'done']
 
 
 def test_stacks_of_the_newest_attempts_are_kept(home):

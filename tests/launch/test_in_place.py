@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,23 +179,6 @@ def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb
     (line,) = starter.lines[1:]
     assert line.startswith(f'standby of local rank 0 {reason}') and line.endswith('; starting a new process')
     assert not Path(f'/proc/{pid}').exists(), 'no process is left'
-
-
-@pytest.mark.slow
-def test_standbys_end_with_the_process_that_started_them(tmp_path):
-    (tmp_path / 'run.py').write_text('')
-    code = (
-        'import os, time\nfrom diffusion.launch.standby.in_place import StandbyPool\n'
-        "pool = StandbyPool(['run.py'], ['json'], print)\npool.start([dict(os.environ)])\npool.poll()\n"
-        'print(*pool.pids, flush=True)\ntime.sleep(600)\n'
-    )
-    command = [sys.executable, '-c', code]
-    environ = os.environ | {'PYTHONPATH': str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        pid = int(owner.stdout.readline())
-        owner.kill()
-    wait_until(lambda: not Path(f'/proc/{pid}').exists())
 
 
 def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):

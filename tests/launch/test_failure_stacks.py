@@ -272,15 +272,17 @@ def test_standby_process_replaces_a_crashed_rank(run_node, tmp_path, monkeypatch
     monkeypatch.setattr(Node, '_print', lambda node, text: (say(node, text), 'ready' in text and ready.touch()))
     monkeypatch.setattr(in_place, 'modules_of', lambda recipe: ['json'])
     body = """
-        heartbeats.write_rank_heartbeat(2, 'training', 0, 0.0)
+        heartbeats.write_rank_heartbeat(6, 'training', 4 * Path('standby-is-ready').exists(), 0.0)
         if not Path('standby-is-ready').exists():
             while not Path('standby-is-ready').exists():
                 time.sleep(0.01)
             sys.exit(1)
     """
-    status, run = run_node(body, ranks=1, DIFFUSION_STANDBY='1')
+    exits = {environment.EXIT_FILE: str(tmp_path / 'exits'), environment.MACHINE: 'n1'}
+    status, run = run_node(body, ranks=1, DIFFUSION_STANDBY='1', **exits)
     assert status == 0 and 'restarted in place; 1 of 1 ranks are standby processes' in capfd.readouterr().err
     assert [each.cause for each in attempts.read_attempts(run)] == ['crash', 'done']
+    assert (tmp_path / 'exits').read_text() == '0 n1 begin\n0 n1 begin\n0 n1 progress\n'
 
 
 def test_stacks_of_the_newest_attempts_are_kept(home):

@@ -123,10 +123,11 @@ def test_node_fetches_secrets_by_name(aws):
         fetch_secrets({environment.SECRETS: 'KEY=training/none'})
 
 
-def test_unreachable_secrets_manager_is_retryable(monkeypatch, capsys, credentials):
+def test_unreachable_secrets_manager_is_retryable_and_a_wrong_call_is_not(monkeypatch, capsys, credentials):
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
     monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
     monkeypatch.setenv(environment.SECRETS, 'KEY=training/key')
     monkeypatch.setenv(environment.SCHEDULER, 'local')
     assert node.main(['--', 'run.py', 'yamls/quickstart.yaml']) == FAILED
     assert 'error: secrets.KEY: training/key cannot be read (Could not connect' in capsys.readouterr().err
+    assert node.main(['run.py']) == 2 and 'usage: python -m diffusion.launch.node' in capsys.readouterr().err

@@ -2,10 +2,7 @@
 
 import errno
 import itertools
-import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from unittest.mock import Mock
@@ -23,6 +20,7 @@ from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch.backends import local
 from diffusion.launch.backends.local import LocalJob, job_exit_status
 from diffusion.launch.exit_file import NodeExit, end_of_attempt, failure_elsewhere
+from diffusion.launch.job_spec import Job
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
@@ -82,6 +80,8 @@ def test_time_breakdown():
     assert (found.wall, found.productive, found.redone) == (99.0, 40.0, 5.0)
     assert (found.starting, found.ending, found.down) == (20.0, 4.0, 30.0)
     assert found.goodput == pytest.approx(40 / 99)
+    durations = [attempts.format_duration(seconds) for seconds in (119, 120, 7199, 7200)]
+    assert durations == ['119.0 s', '2.0 min', '120.0 min', '2.0 h']
     assert lost == {'crash': 2 + 30 + 5 + 10}
 
 
@@ -412,10 +412,6 @@ while True:
 """
     monkeypatch.setattr(local, 'GRACE_SECONDS', 3.0)
 
-    def start(job, rank, variables):
-        return subprocess.Popen([sys.executable, '-c', program], env=os.environ | variables, cwd=tmp_path)
-
-    monkeypatch.setattr(LocalJob, '_start', start)
-
+    monkeypatch.setattr(Job, 'command', ['python', '-c', program])
     press_twice_after(tmp_path / 'ready')
     assert LocalJob(checked.jobs[0]).run() == 130

@@ -99,11 +99,13 @@ def same_run(*, allow=False, seed=17, choose=96):
     return SameRun({'seed': seed, 'data': data}, allow_data_change=allow)
 
 
-def test_resume_with_same_data_logs_nothing(caplog):
+def test_resume_with_same_data_logs_nothing_and_with_unknown_data_a_warning(caplog):
     callback = same_run()
     assert callback.state_dict() == SAVED
     callback.load_state_dict(SAVED)
     assert caplog.text == ''
+    callback.load_state_dict({})
+    assert 'the checkpoint does not record its seed and data; they cannot be compared' in caplog.text
 
 
 @pytest.mark.parametrize('allow', [True, False])

@@ -35,7 +35,7 @@ def restarts(write_recipe) -> Callable[..., InPlaceRestarts]:
         environ = {'DIFFUSION_STANDBY': '1', 'DIFFUSION_ON_EXIT': '75=retry,76=elsewhere,78=stop,*=retry'} | variables
         position, command = NodePosition('local', 0, 1, 1, '127.0.0.1', 29500), ['run.py', str(path)]
         recipe = load(path, environ=environ)
-        return InPlaceRestarts(position, Settings.from_environ(environ), command, recipe, environ, lambda _: None)
+        return InPlaceRestarts(position, Settings.from_environ(environ), command, recipe, environ, print)
 
     return create
 
@@ -60,10 +60,11 @@ def test_only_a_crash_or_a_kill_of_a_run_that_may_restart_and_advances_restarts_
 
 
 @pytest.mark.parametrize('change', [{'seed': 4}, {'unknown': 1}])
-def test_changed_recipe_goes_to_the_scheduler(restarts, tmp_path, change):
+def test_changed_recipe_goes_to_the_scheduler(restarts, tmp_path, change, capsys):
     found, path = restarts(), tmp_path / 'run.yaml'
     path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), change)))
     assert reason(found) == f'{path} has changed, or cannot be read'
+    assert capsys.readouterr().out == f'no restart in place: {path} has changed, or cannot be read\n'
 
 
 ROOT = Path(__file__).parents[2]

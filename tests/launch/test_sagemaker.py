@@ -1,6 +1,7 @@
 """SageMaker requests, validated by its service model and accepted by a mock of its API (moto)."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 from commands import output_of
@@ -131,3 +132,5 @@ def test_unreachable_secrets_manager_is_retryable_and_a_wrong_call_is_not(monkey
     assert node.main(['--', 'run.py', 'yamls/quickstart.yaml']) == FAILED
     assert 'error: secrets.KEY: training/key cannot be read (Could not connect' in capsys.readouterr().err
     assert node.main(['run.py']) == 2 and 'usage: python -m diffusion.launch.node' in capsys.readouterr().err
+    monkeypatch.setattr(node, '_main', Mock(side_effect=KeyboardInterrupt))
+    assert node.main([]) == 75 and capsys.readouterr().err == 'interrupted before the start\n'

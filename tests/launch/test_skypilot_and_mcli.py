@@ -49,8 +49,9 @@ def test_chain_is_a_named_pipeline_of_tasks(prepare):
 
 
 def test_buckets_are_mounted_and_volumes_attached(prepare):
-    task = task_of(prepare('skypilot', mounts={'/workspace/runs': 'volume://runs', '/data': 's3://bucket/data'})[1])
-    assert task['volumes'] == {'/workspace/runs': 'runs'}
+    _, rendered = prepare('skypilot', mounts={'/workspace/runs': 'volume://runs', '/data': 's3://bucket/data'})
+    task = task_of(rendered)
+    assert task['volumes'] == {'/workspace/runs': 'runs'} and 'A mounted bucket has no links' in str(rendered.notes)
     assert task['file_mounts'] == {'/data': {'source': 's3://bucket/data', 'mode': 'MOUNT'}}
 
 

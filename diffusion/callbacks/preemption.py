@@ -170,11 +170,11 @@ class Preemption(Callback):
                 'saving a checkpoint after this batch; press Ctrl-C again to end at once without saving (then %s)', loss
             )
 
-    def _saved_batch(self, state: State) -> int | None:
+    def _saved_batch(self, state: State) -> int:
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
         # `_first_batch` counts as saved too: the run started with its checkpoint, or with batch 0.
         batches = [each.last_checkpoint_batch.value for each in savers if each.last_checkpoint_batch is not None]
-        return max([*batches, self._first_batch]) or None
+        return max([*batches, self._first_batch])
 
     def _handle_child_exit(self, number: int, frame: FrameType | None) -> None:
         """Call PyTorch's SIGCHLD handler, but ignore its error for a worker killed by SIGTERM."""

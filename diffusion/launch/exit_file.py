@@ -71,7 +71,7 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     """
     path, attempt = environ.get(environment.EXIT_FILE, ''), environ.get(environment.ATTEMPT, '')
     stem, numbered, _ = path.rpartition(f'.{attempt}.exits')
-    if not numbered or not attempt.isdigit():
+    if not numbered:
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
     # A node that ended before starting its ranks writes no cause; one that failed the preflight writes `hardware`.

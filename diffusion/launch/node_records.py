@@ -69,7 +69,7 @@ class NodeRecords:
             saved.append(newest_batch(files, files.list()) or 0)
 
         within_limit(list_checkpoints)
-        return describe_loss(attempt.last or 0, max(saved) or None)
+        return describe_loss(attempt.last or 0, max(saved))
 
     def _write(self, name: str, write: Callable[[], object]) -> bool:
         """Write to a file of the run; if that fails, print a message and return False."""

@@ -201,9 +201,9 @@ def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 def _mosaicml(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
     # MosaicML's WORLD_SIZE counts processes; on some other platforms it counts nodes.
     world, processes = _optional_int(environ, 'WORLD_SIZE'), _optional_int(environ, 'LOCAL_WORLD_SIZE')
-    nodes = world // processes if world and processes else None
-    if nodes and world and processes and nodes * processes != world:
+    if world and processes and world % processes:
         raise UserError(f'WORLD_SIZE={world} is not a multiple of LOCAL_WORLD_SIZE={processes}; correct one of them')
+    nodes = world // processes if world and processes else None
     return _SchedulerValues(
         _required_int(environ, 'NODE_RANK', "MosaicML's platform"),
         nodes,

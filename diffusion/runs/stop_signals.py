@@ -37,12 +37,12 @@ def handled_signals() -> tuple[signal.Signals, ...]:
     return tuple(each for each in STOP_SIGNALS if each not in optional or signal.getsignal(each) != signal.SIG_IGN)
 
 
-def describe_loss(batch: int, saved: int | None) -> str:
-    """Describe the loss if a run ends after `batch` batches; its newest checkpoint is ba`saved`, if not None."""
-    if saved is None and not batch:
+def describe_loss(batch: int, saved: int) -> str:
+    """Describe the loss if a run ends after `batch` batches; its newest checkpoint is ba`saved`, or none if 0."""
+    if not batch and not saved:
         return 'nothing is lost'
-    newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is ba{saved}'
-    first = (saved or 0) + 1
+    newest = f'the newest checkpoint is ba{saved}' if saved else 'there is no checkpoint'
+    first = saved + 1
     lost = (
         'no batch is' if batch < first else f'batch {batch} is' if batch == first else f'batches {first} to {batch} are'
     )

@@ -131,6 +131,6 @@ def test_unreachable_secrets_manager_is_retryable_and_a_wrong_call_is_not(monkey
     monkeypatch.setenv(environment.SCHEDULER, 'local')
     assert node.main(['--', 'run.py', 'yamls/quickstart.yaml']) == FAILED
     assert 'error: secrets.KEY: training/key cannot be read (Could not connect' in capsys.readouterr().err
-    assert node.main(['run.py']) == 2 and 'usage: python -m diffusion.launch.node' in capsys.readouterr().err
+    assert node.main(['run.py', 'a.yaml', 'b=1']) == 2 and 'usage: python -m' in capsys.readouterr().err
     monkeypatch.setattr(node, '_main', Mock(side_effect=KeyboardInterrupt))
     assert node.main([]) == 75 and capsys.readouterr().err == 'interrupted before the start\n'

@@ -254,8 +254,8 @@ def test_exit_that_is_no_signal_is_recorded_as_a_crash(error, expected):
 @pytest.mark.parametrize(
     ('batch', 'saved', 'expected'),
     [
-        (0, None, 'nothing is lost'),
-        (7, None, 'batches 1 to 7 are lost; there is no checkpoint'),
+        (0, 0, 'nothing is lost'),
+        (7, 0, 'batches 1 to 7 are lost; there is no checkpoint'),
         (1200, 1200, 'no batch is lost; the newest checkpoint is ba1200'),
         (1201, 1200, 'batch 1201 is lost; the newest checkpoint is ba1200'),
         (1234, 1200, 'batches 1201 to 1234 are lost; the newest checkpoint is ba1200'),

@@ -150,7 +150,7 @@ def _set_command_line(words: list[str]) -> None:
         fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
         begin, end = int(fields[45]), int(fields[46])
         text = b'\0'.join(os.fsencode(word) for word in words) + b'\0'
-        if begin > 0 and len(text) <= end - begin:
+        if len(text) <= end - begin:  # 0 bytes if the kernel does not tell
             ctypes.memmove(begin, text.ljust(end - begin, b'\0'), end - begin)
 
 

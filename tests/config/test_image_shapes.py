@@ -132,6 +132,7 @@ def test_shapes_that_do_not_fill_a_batch_are_skipped_with_a_warning(tmp_path, ca
     write_buckets(tmp_path, 32, {Shape(64, 32): {'samples': 30}, Shape(32, 32): {'samples': 10}})
     stream = StreamConfig(32, local=str(tmp_path), aspects=True)
     with caplog.at_level(logging.WARNING):
+        assert len(by_shape({'a': stream}, smallest=10)) == 2 and not caplog.text
         assert list(by_shape({'a': stream}, smallest=16)) == ['a/64x32']
     assert 'streams.a: skipped shapes that do not fill a batch of 16: 32x32 (10)' in caplog.text
     with pytest.raises(ValueError, match=r'streams\.a: none of its 2 shapes has the 31 samples'):

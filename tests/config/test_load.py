@@ -187,6 +187,7 @@ COMMIT = '0123456789abcdef' * 2 + '01234567'
 WRONG_CONTENTS = {
     'parallelism: {replicas: 2}': 'parallelism.replicas: needs fsdp2; under ddp every device is a replica: remove it',
     'parallelism: {checkpoints: sharded}': 'parallelism.checkpoints: sharded needs strategy: fsdp2, not ddp; use whole',
+    'speed: {reduce_once: true}': 'speed.reduce_once: needs strategy: fsdp2, not ddp',
     'parallelism: {mixed_precision: pure}': 'parallelism.mixed_precision: needs fsdp2; ddp follows trainer.precision',
     'parallelism: {strategy: fsdp1}': r"parallelism.strategy: 'fsdp1' is not .* fsdp2; .* \(SHARD_GRAD_OP is ",
     'parallelism: {sharding_strategy: SHARD_GRAD_OP}': r'sharding_strategy: unknown key; .* \(SHARD_GRAD_OP is ',

@@ -25,13 +25,14 @@ def identity(write_recipe, pictures):
     return build
 
 
-def test_fingerprint_is_plain_json_and_describes_data(identity):
-    found = identity()
+def test_fingerprint_is_plain_json_and_describes_data(identity, monkeypatch):
+    monkeypatch.setenv('CROP', 'center')
+    found = identity(dataset={'name': 'image_text', 'crop': '${oc.env:CROP}'})
     assert json.loads(json.dumps(found)) == found
     data = found['data']
     assert (found['seed'], data['global_batch'], data['num_canonical_nodes']) == (17, 8, 8)
     assert data['shuffle_block_size'] == 500_000, "Streaming's default for null is included"
-    dataset = {'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False}
+    dataset = {'name': 'image_text', 'crop': '${oc.env:CROP}', 'min_crop_scale': 1.0, 'flip': False}
     assert data['dataset'] == dataset | {'caption_choice': 'random', 'caption_weights': None}
     small = data['streams']['px32']
     assert (small['shape'], small['choose'], small['samples']) == ('32x32', 40, 40)

@@ -16,14 +16,12 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.text_conditioner import tokenize
 from diffusion.training.components import build_loader, build_model, build_tokenizers
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def sana(tmp_path, monkeypatch) -> Path:
     """The example's recipe, with the page's files importable."""
     (tmp_path / 'my_sana').mkdir()
-    for block in blocks_of(ROOT / 'docs' / 'extending.md'):
+    for block in blocks_of(Path(__file__).parents[2] / 'docs' / 'extending.md'):
         if block.file_name is not None:
             (tmp_path / block.file_name).write_text(block.text)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,6 @@
 """PRX against diffusers alone: parameter counts, the loss, text masks, pretrained parts, and mistakes."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from diffusion.models.lora import add_lora
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
 
-YAMLS = Path(__file__).parents[2] / 'yamls'
 TINY: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
 
 
@@ -88,7 +86,7 @@ def test_published_number_of_parameters():
         model = prx(pretrained=None)
         pixels = prx(512, pretrained=None, vae='pixels', patch_size=32, bottleneck_size=256)
         published = PRXTransformer2DModel()
-        large = load(YAMLS / 'prxpixel_7b.yaml', allow_missing=True).model.kwargs
+        large = load('yamls/prxpixel_7b.yaml', allow_missing=True).model.kwargs
         keys = 'hidden_size', 'num_heads', 'depth', 'patch_size', 'bottleneck_size', 'resolution_embeds'
         seven = transformer(3, 2048, **{key: large[key] for key in keys})  # 2048 is the width of Qwen3-VL 2B
     assert (size_of(seven), seven.config['axes_dim']) == (7_003_535_872, [64, 64])

@@ -83,18 +83,15 @@ FLOW = Objective(path='flow', prediction_type='velocity', snr_shift=3.0)
 
 
 def unet_of(config: Settings, **changes: Any) -> UNet2DConditionModel:
-    settings: Settings = config | changes
-    return UNet2DConditionModel(**settings)
+    return UNet2DConditionModel(**(config | changes))
 
 
 def vae_of(**changes: Any) -> AutoencoderKL:
-    settings: Settings = VAE | changes
-    return AutoencoderKL(**settings)
+    return AutoencoderKL(**(VAE | changes))
 
 
 def clip_config(config: Settings, **changes: Any) -> CLIPTextConfig:
-    settings: Settings = config | changes
-    return CLIPTextConfig(**settings)
+    return CLIPTextConfig(**(config | changes))
 
 
 def equal(ours, theirs) -> bool:

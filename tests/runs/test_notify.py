@@ -18,6 +18,7 @@ from local_server import LocalServer
 from ranks import free_port
 
 from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.preemption import Preemption
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.config.load import RecipeError, load
 from diffusion.config.recipe import NotifyConfig
@@ -242,11 +243,14 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
     sender = Notifier(recipe.notify, recipe.run_dir)
     run = TrainingRun(recipe.run_place, recipe.notify)
     run.notifier = sender
-    run.connect([guard, saver])
+    run.attempt = attempts.Attempt(3, begin=0.0, first=2)
+    run.connect([guard, saver, interrupted := Preemption()])
     guard.on_bad_batch('loss is nan')  # type: ignore[attr-defined]
     saver.failed_saves.on_failure('no space left')  # type: ignore[attr-defined]
+    interrupted.on_interrupt('2 batches are lost')
     sender.close()
-    assert sorted(hook.events()[4:]) == ['checkpoint_failed', 'loss_guard']
+    assert sorted(hook.events()[4:]) == ['checkpoint_failed', 'ended', 'loss_guard']
+    assert attempts.read_attempts(recipe.run_dir)[2].detail == 'ended by a second Ctrl-C: 2 batches are lost'
 
 
 def test_training_process_of_a_launched_job_sends_the_number_of_the_attempt(hook, write_recipe, monkeypatch):

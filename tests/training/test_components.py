@@ -10,6 +10,7 @@ from composer.core import Time
 from diffusion import Checkpointer, build_loader, build_model, load, sd2, tiny
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.families.i1.builder import i1
 from diffusion.models.families.mmdit.builder import mmdit, tiny_mmdit
 from diffusion.models.families.prx.builder import prx
 from diffusion.models.families.sdxl.builder import sdxl
@@ -80,7 +81,7 @@ def test_text_is_not_a_number(keyword, value):
         tiny(**{keyword: value})
 
 
-@pytest.mark.parametrize('build', [sd2, sdxl, mmdit, prx])
+@pytest.mark.parametrize('build', [sd2, sdxl, mmdit, prx, i1])
 @pytest.mark.parametrize(('keyword', 'path'), [('pretrained', '/nope'), ('vae', './nope'), ('vae', 'a/b/c')])
 def test_missing_folder_of_weights_is_named_with_its_keyword(build, keyword, path):
     with pytest.raises(UserError, match=f'^{keyword}: {path} is not a folder on this machine; give a folder'):

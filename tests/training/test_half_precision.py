@@ -19,7 +19,6 @@ from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer
 
-PROGRAM = ROOT / 'tests' / 'training' / 'cpu_autocast.py'
 EVERYTHING: dict[str, Any] = {
     # The rate of yamls/phase1.yaml. At the fixture's 1e-3 the U-Net's third loss differs by 6.5e-3: Adam's first
     # updates are the rate times the sign of each gradient, and in bfloat16 the smallest 0.7% of the gradients have the
@@ -48,7 +47,7 @@ def run(tmp_path_factory, tiny_recipe, ranks):
         content['speed'] = content['speed'] | ({'reduce_once': True} if count > 1 else {})
         path = write_yaml(root / f'{name}.yaml', content)
         environment = {'OVERFLOW_BATCH': overflow} if overflow else {}
-        ranks.start_program(count, PROGRAM, path, environment=environment).end()
+        ranks.start_program(count, ROOT / 'tests/training/cpu_autocast.py', path, environment=environment).end()
         return root / 'runs' / name
 
     return train

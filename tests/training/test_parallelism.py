@@ -16,7 +16,7 @@ from diffusion.callbacks import reduce_once
 from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.models.activation_memory import blocks_of
-from diffusion.training.parallelism import parallelism_config
+from diffusion.training.parallelism import in_order_of_use, parallelism_config
 from diffusion.training.train import build_trainer
 
 
@@ -32,14 +32,19 @@ def test_fsdp2_settings_reach_composer(reshard):
 
 
 def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
-    trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
+    trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2', 'activation_checkpointing': True})))
     model: Any = trainer.state.model
+    assert model.denoiser.is_gradient_checkpointing
     blocks = blocks_of(model.denoiser)
     assert len(blocks) == 7
     assert all(isinstance(block, FSDPModule) for block in blocks)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     assert len(wrapped) == len(blocks) + 2, 'the rest of the denoiser, and the trained text encoder'
     assert not any(isinstance(module, FSDPModule) for part in model._frozen.values() for module in part.modules())
+    names = {id(each): name.split('.') for name, each in model.named_parameters()}
+    used = [names[id(each)][1] for each in in_order_of_use(model) if names[id(each)][0] == 'denoiser']
+    stages = ['conv_in', 'time_embedding', 'down_blocks', 'mid_block', 'up_blocks', 'conv_norm_out', 'conv_out']
+    assert [*dict.fromkeys(used)] == stages
     trainer.close()
 
 
@@ -95,6 +100,7 @@ GRADIENTS_UNDER_FSDP2 = """
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from diffusion.training.initial_weights import broadcast
 from diffusion.training.parallelism import average_gradients_on_cpu
 
 torch.distributed.init_process_group('gloo')
@@ -104,7 +110,10 @@ inputs = torch.randn(6, 5)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     sharded = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    sharded.load_state_dict(plain.state_dict())
+    if rank == 0:
+        sharded.load_state_dict(plain.state_dict())
+    for weight in sharded.state_dict().values():
+        broadcast(weight)
     for module in (*sharded, sharded):  # the root holds no parameter of its own
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
     average_gradients_on_cpu(sharded)

@@ -265,11 +265,6 @@ def test_backends_are_set_on_a_gpu_only():
     assert backends() == [True, True, True]
 
 
-def test_parts_that_a_strategy_does_not_support_are_an_error(write_recipe):
-    with pytest.raises(ValueError, match='speed.reduce_once: needs strategy: fsdp2, not ddp'):
-        load(write_recipe(speed={'reduce_once': True}))
-
-
 def test_parts_without_effect_are_named(write_recipe, caplog):
     path = write_recipe(speed={'cuda_graphs': True, 'copy_ahead': True, 'channels_last': True}, small=True)
     build_trainer(load(path)).close()

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from diffusion.config.load import load
 from diffusion.config.resume_rules import read_history
 from diffusion.errors import UserError
 from diffusion.tasks.export import export
-from diffusion.training.resume import compare_with_checkpoint
+from diffusion.training.resume import check_saver, compare_with_checkpoint, describe_resume
 from diffusion.training.train import build_trainer
 
 
@@ -209,12 +210,26 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     resumed = compare_with_checkpoint(recipe, folder / 'ba4')
     assert [str(each) for each in resumed.changes] == ['optimizer.lr 0.001 -> 0.5']
     assert len(resumed.history) == 1, 'earlier changes are kept'
+    assert ', 0.5 in batch 4' in describe_resume(load(path, ['scheduler=null', 'optimizer.lr=0.5', 'seed=18']))[-1]
+    assert 'Composer finds the checkpoint' in describe_resume(load(path, ['trainer.save_folder=x']))[0]
     (folder / 'recipe.yaml').write_text(text.replace('num_workers', 'workers'))
     compare_with_checkpoint(recipe, folder / 'ba4')
     assert 'does not know are not compared: loader.workers' in caplog.text
     (folder / 'recipe.yaml').unlink()
     assert compare_with_checkpoint(recipe, folder / 'ba4').changes == ()
     assert 'no recipe.yaml next to the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
+
+
+def test_checkpoints_of_composer_are_not_left_behind_in_another_folder(tmp_path):
+    """A local folder without files has none; a bucket is not listed and may have some."""
+    used, empty = str(tmp_path / 'used'), str(tmp_path / 'empty')
+    (tmp_path / 'used').mkdir()
+    (tmp_path / 'used' / 'ep0-ba5-rank0.pt').touch()
+    for before, now in (('s3://a/b', 'c'), (used, None), (used, used), (empty, 'c')):
+        (tmp_path / 'recipe.yaml').write_text(f'trainer: {{save_folder: {before}}}')
+        message = f'save_folder: {now or "null"}, but .* saves its checkpoints to {before}; set it back to resume'
+        with nullcontext() if before in (now, empty) else pytest.raises(UserError, match=message):
+            check_saver({'autoresume': True, 'save_folder': now}, tmp_path)
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from diffusion.exit_codes import PREEMPTED
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.tasks.precompute import precompute
 
-PROGRAM = ROOT / 'tests' / 'training' / 'interrupted_run.py'
 EPOCH, BATCHES = 3, 7
 SIDE = 32
 
@@ -137,7 +136,9 @@ class Runs:
         """Start the program on a number of ranks."""
         own = environment | {'RANDOM_STATES': str(path.with_suffix('.random'))}
         own |= {'INTERRUPTION': interruption} if interruption else {}
-        return self.ranks.start_program(count, PROGRAM, path, *overrides, environment=own)
+        return self.ranks.start_program(
+            count, ROOT / 'tests/training/interrupted_run.py', path, *overrides, environment=own
+        )
 
 
 @pytest.fixture(scope='module')

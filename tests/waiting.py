@@ -22,13 +22,13 @@ def wait_until(
         time.sleep(0.01)
 
 
-def press_twice_after(path: Path, answer: Path | None = None) -> None:
-    """Send SIGINT to this process twice, as Ctrl-C does: once a file exists, and later or once `answer` exists."""
+def press_twice_after(path: Path, answer: Path) -> None:
+    """Send SIGINT to this process twice, as Ctrl-C does: once a file exists, and once `answer` exists."""
 
     def press_twice() -> None:
         wait_until(path.exists)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.6) if answer is None else wait_until(answer.exists)
+        wait_until(answer.exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press_twice, daemon=True).start()

@@ -397,21 +397,21 @@ def test_second_ctrl_c_is_sent_until_the_nodes_end(prepare, monkeypatch, tmp_pat
     checked, _ = prepare('local', nodes=1, workdir=str(tmp_path))
     program = f"""
 import os, signal, sys, time
-count = 0
+interrupts = []
 def end(number, frame):
-    global count
-    count += 1
-    if count > 1:
+    interrupts.append(number)
+    if len(interrupts) > 1:
         open(os.environ["{environment.EXIT_FILE}"], "w").write("130 n")
         os._exit(130)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
 signal.signal(signal.SIGINT, end)
 open("ready", "w").close()
 while True:
     time.sleep(0.1)
 """
     monkeypatch.setattr(local, 'GRACE_SECONDS', 3.0)
+    monkeypatch.setattr('diffusion.runs.stop_signals.REPEAT_SECONDS', 1e-9)
 
     monkeypatch.setattr(Job, 'command', ['python', '-c', program])
-    press_twice_after(tmp_path / 'ready')
+    press_twice_after(tmp_path / 'ready', tmp_path / 'asked')
     assert LocalJob(checked.jobs[0]).run() == 130

@@ -51,8 +51,7 @@ def test_data_classes_are_frozen_but_for_those_that_are_changed_in_place():
 
 def test_sequences_of_different_lengths_are_named():
     """`zip` would drop the rest of the longer one without a word."""
-    unequal = {module for module, keywords in calls('zip') if keywords.get('strict') is not True}
-    assert unequal == {
+    assert {module for module, keywords in calls('zip') if keywords.get('strict') is not True} == {
         'config.schema', 'launch.backends.kubernetes', 'models.token_routing', 'prepare.caption_files',
         'prepare.report_content',
     }  # fmt: skip

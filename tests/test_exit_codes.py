@@ -55,12 +55,7 @@ class Site:
 
     def words(self, text: str) -> list[str]:
         """Return the words of a command line in which {recipe}, {run}, {folder} and {count}, a number, are replaced."""
-        values = {
-            'recipe': self.recipe,
-            'run': self.run,
-            'folder': self.folder,
-            'count': len([*self.run.parent.iterdir()]),
-        }
+        values = vars(self) | {'count': len([*self.run.parent.iterdir()])}
         return re.sub(r'(?<!\$)\{(\w+)\}', lambda match: str(values[match[1]]), text).split()
 
     def file(self, name: str, content: str | bytes) -> Path:
@@ -83,10 +78,13 @@ def site(
     site = Site(forkserver, folder, recipe, folder / 'runs' / 'run')
     status, stderr = site.execute([ROOT / 'run.py', recipe])
     assert status == 0, stderr
-    write_run_in_use(site)
-    write_damaged_run(site)
+    shutil.copytree(site.run, site.run.with_name('damaged'), symlinks=True)
+    for checkpoint in ('ba1', 'ba2'):
+        os.truncate(site.run.with_name('damaged') / checkpoint / 'state.pt', 1000)
+    owner = run_lock.Owner.current({})  # this process, which is alive
     autoencoder = {'model': {'name': 'autoencoder'}, 'generate': {}}
     files = {
+        f'runs/locked/{run_lock.LOCK}': json.dumps({'owner': vars(owner), 'count': 0, 'at': owner.since}),
         'autoencoder.yaml': yaml.safe_dump(content | autoencoder),
         'images/a.png': draw_image(0, 64),
         # The files of an export that are read before torch is imported.
@@ -96,19 +94,6 @@ def site(
     for name, file in files.items():
         site.file(name, file)
     return site
-
-
-def write_run_in_use(site: Site) -> None:
-    """Create the lock of a run with this process, which is alive, as its owner."""
-    owner = run_lock.Owner.current({})
-    content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
-    site.file(f'runs/locked/{run_lock.LOCK}', json.dumps(content))
-
-
-def write_damaged_run(site: Site) -> None:
-    shutil.copytree(site.run, site.run.with_name('damaged'), symlinks=True)
-    for checkpoint in ('ba1', 'ba2'):
-        os.truncate(site.run.with_name('damaged') / checkpoint / 'state.pt', 1000)
 
 
 EARLY_RUN = {
@@ -164,12 +149,11 @@ EARLY_COMMAND = {
     'no samples': ('data look {recipe} --out a.png --samples 0', '--samples: 0'),
     'negative seed': ('data look {recipe} --out a.png --seed -1', '--seed: -1'),
 }
+EARLY = {'run.py': EARLY_RUN, 'diffusion': EARLY_COMMAND}
 LATE_COMMAND = {
     'no snapshots': ('export {run} --out a --ema-width 0.1', 'no snapshots'),
     'prepare without captions': ('prepare folder images --out prepared --sizes 32 --workers 1', 'no_caption'),
 }
-
-
 FAST_LATE_RUN = {*('two streams in one folder', 'another seed on resume', 'run in use', 'all checkpoints damaged')}
 
 
@@ -231,9 +215,8 @@ Outcomes = dict[tuple[str, str], tuple[int, str, float, bool]]
 @pytest.fixture(scope='module')
 def early(site: Site) -> Outcomes:
     """Status, stderr, CPU seconds and import of torch for each early mistake, all made in one new process."""
-    tables = {'run.py': EARLY_RUN, 'diffusion': EARLY_COMMAND}
-    mistakes = [(program, name) for program, table in tables.items() for name in table]
-    orders = [(program, site.words(tables[program][name][0])) for program, name in mistakes]
+    mistakes = [(program, name) for program, table in EARLY.items() for name in table]
+    orders = [(program, site.words(EARLY[program][name][0])) for program, name in mistakes]
     environ = os.environ | {'PYTHONPATH': str(ROOT)}
     command, text = [sys.executable, '-c', EARLY_PROGRAM], json.dumps(orders)
     done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=site.folder, env=environ)
@@ -241,11 +224,11 @@ def early(site: Site) -> Outcomes:
     return dict(zip(mistakes, map(tuple, json.loads(done.stdout)), strict=True))
 
 
-@pytest.mark.parametrize('mistake', EARLY_RUN)
-def test_mistake_in_a_recipe_exits_with_78_and_one_message(early, mistake):
-    status, stderr, _, _ = early['run.py', mistake]
-    assert status == 78, stderr
-    assert_one_message(stderr, EARLY_RUN[mistake][1])
+@pytest.mark.parametrize(('program', 'mistake'), [(name, each) for name, table in EARLY.items() for each in table])
+def test_mistake_in_a_recipe_exits_with_78_and_in_a_command_with_2_and_one_message(early, program, mistake):
+    status, stderr, _, _ = early[program, mistake]
+    assert status == (78 if program == 'run.py' else 2), stderr
+    assert_one_message(stderr, EARLY[program][mistake][1])
 
 
 def test_early_mistakes_are_found_without_torch_within_a_second(early):
@@ -290,13 +273,6 @@ def test_train_starts_a_process_per_gpu_or_device(site, in_process, monkeypatch)
         assert f'{status} {stderr}'.startswith(expected)
 
 
-@pytest.mark.parametrize('mistake', EARLY_COMMAND)
-def test_wrong_command_line_exits_with_2_and_one_message(early, mistake):
-    status, stderr, _, _ = early['diffusion', mistake]
-    assert status == 2, stderr
-    assert_one_message(stderr, EARLY_COMMAND[mistake][1])
-
-
 @pytest.mark.parametrize('mistake', partly_slow(LATE_RUN, FAST_LATE_RUN))
 def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     words, message = LATE_RUN[mistake]
@@ -317,8 +293,7 @@ def test_traceback_of_a_mistake_is_printed_on_request(site, in_process, monkeypa
     monkeypatch.setenv('DIFFUSION_TRACEBACK', '1')
     for main, words, expected in ((run_recipe.main, [], 78), (cli.main, ['check'], 2)):
         status, stderr = in_process(main, [*words, site.recipe, 'seed=x'])
-        assert status == expected
-        assert stderr.startswith('Traceback')
+        assert status == expected and stderr.startswith('Traceback')
         assert f'\nerror: {site.recipe} has a mistake:' in stderr
 
 
@@ -344,15 +319,12 @@ def test_closed_pipe_ends_a_command_quietly_with_141(site, closed_pipe, command)
     assert status == 141, stderr
 
 
+MODEL = 'diffusion.models.latent_diffusion:LatentDiffusion'
 TRAIN = 'run.py {recipe} name=new-{count}'
 RESUME = 'run.py {recipe} trainer.max_duration=3ba'
 BUGS = {
     'KeyError in config': ('diffusion.config.load:check_recipe', "{}['key']", 'diffusion check {recipe}'),
-    'shapes in models': (
-        'diffusion.models.latent_diffusion:LatentDiffusion.loss',
-        'torch.zeros(3).reshape(2, 2)',
-        TRAIN,
-    ),
+    'shapes in models': (f'{MODEL}.loss', 'torch.zeros(3).reshape(2, 2)', TRAIN),
     'shapes in data': ('diffusion.data.image_text:to_planar', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
     'AttributeError in checkpointing': ('diffusion.checkpointing.checkpoint_writer:_about', 'None.batch', TRAIN),
     'int() at resume': ('diffusion.checkpointing.trainer_state:_check_optimizer', "int('x')", RESUME),
@@ -394,8 +366,7 @@ def run_with_fault(site: Site, target: str, statement: str, command: str) -> tup
 def test_bug_exits_with_1_and_its_traceback(site, bug):
     status, stderr = run_with_fault(site, *BUGS[bug])
     assert status == 1, stderr
-    assert 'Traceback' in stderr
-    assert 'in injected\n' in stderr, 'the frame that raised'
+    assert 'Traceback' in stderr and 'in injected\n' in stderr, 'the frame that raised'
 
 
 @pytest.mark.parametrize('fault', partly_slow(FAULTS, FAST_FAULTS))
@@ -406,28 +377,20 @@ def test_storage_fault_exits_with_1_and_its_cause(site, fault):
     if fault == 'prepare':
         assert 'No space left on device; fix the cause and run the same command again' in stderr
         return
-    assert 'Traceback' in stderr
-    assert 'in injected\n' in stderr, 'the frame that raised'
+    assert 'Traceback' in stderr and 'in injected\n' in stderr, 'the frame that raised'
     if fault == 'save on a full disk':
         assert re.search(r'ba2: not saved, no space left on \S+: 0\.\d\d GiB needed, \d+\.\d\d GiB free', stderr)
         assert 'newest checkpoint: none; free some space and start the same command again' in stderr
 
 
-STATUS_OF_CAUSE = [('EIO', 1), ('ESTALE', 1), ('ENOSPC', 1), ('ENOENT', 78), ('EACCES', 78)]
-
-
-@pytest.mark.parametrize(('name', 'expected'), STATUS_OF_CAUSE)
+@pytest.mark.parametrize(
+    ('name', 'expected'), [('EIO', 1), ('ESTALE', 1), ('ENOSPC', 1), ('ENOENT', 78), ('EACCES', 78)]
+)
 def test_user_error_caused_by_a_fault_that_may_pass_exits_with_1(name, expected):
-    try:
-        try:
-            raise OSError(getattr(errno, name), name)
-        except OSError as fault:
-            raise KeyError('index') from fault
-    except KeyError as error:
-        cause = error
     mistake = UserError('streams.small: no index')
     assert exit_status(mistake) == 78
-    mistake.__cause__ = cause
+    mistake.__cause__ = KeyError('index')
+    mistake.__cause__.__cause__ = OSError(getattr(errno, name), name)
     assert exit_status(mistake) == expected
 
 
@@ -443,15 +406,8 @@ def test_fault_while_reading_data_exits_with_1_and_names_the_stream(site, fault)
 def test_mistake_ends_all_processes_with_one_message(write_recipe):
     command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', str(ROOT / 'run.py')]
     environment = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
-    process = subprocess.run(
-        [*command, str(write_recipe('wrong')), 'global_batch=7'],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert process.returncode != 0
-    assert process.stdout.count('global_batch: 7 does not divide over 2 devices; use 6 or 8') == 1
-    assert 'Traceback' not in process.stdout
+    command += [str(write_recipe('wrong')), 'global_batch=7']
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    output = process.stdout + process.stderr
+    assert process.returncode != 0 and 'Traceback' not in output
+    assert output.count('global_batch: 7 does not divide over 2 devices; use 6 or 8') == 1

@@ -21,15 +21,9 @@ def _benchmarks_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_results_contain_neither_secrets_nor_names_of_the_machine(tmp_path):
-    environment = {
-        'WANDB_API_KEY': 'abc123def',
-        'S3_ENDPOINT_URL': 'https://storage.corp.example:9000',
-        'HOME': '/home/someone',
-        'AUTH_HEADER': 'hunter',
-        'CUDA_VERSION': '12.8.1.004',
-        'MODE': 'training',
-    }
+def test_results_contain_neither_secrets_nor_names_of_the_machine():
+    environment = {'WANDB_API_KEY': 'abc123def', 'S3_ENDPOINT_URL': 'https://storage.corp.example:9000'}
+    environment |= {'HOME': '/home/someone', 'AUTH_HEADER': 'hunter', 'CUDA_VERSION': '12.8.1.004', 'MODE': 'training'}
     redaction = import_module('redaction').Redaction(environment, host='node-17.corp.example', user='someone')
     token = 'hf_' + 'aBcD' * 9
     text = (
@@ -67,11 +61,8 @@ def test_whole_check_runs_on_a_cpu_and_makes_one_file(monkeypatch, tmp_path, cap
         page, text = (archive.read(name).decode() for name in archive.namelist())
     results = {each['name']: each for each in json.loads(text)['results']}
     assert list(results) == ['tests', 'step', 'training-ddp']
-    assert [row['row'] for row in results['step']['data'][0]['rows']] == [
-        'plain',
-        'fused_optimizer',
-        'without fused_optimizer',
-    ]
+    rows = [row['row'] for row in results['step']['data'][0]['rows']]
+    assert rows == ['plain', 'fused_optimizer', 'without fused_optimizer']
     assert 'throughput/samples_per_sec' in results['training-ddp']['data']['metrics']
     for part in ('CPU form', 'preset without fused_optimizer', 'test_copies_on_devices::', 'backward', 'ddp'):
         assert part in page
@@ -110,14 +101,8 @@ def test_recipes_of_training_runs_on_gpus_are_valid(tmp_path, strategy):
 
 def test_figures_of_the_step_benchmark_have_references():
     references = import_module('step_references')
-    peaks = {
-        'NVIDIA A100-SXM4-80GB': 312e12,
-        'NVIDIA A100 80GB PCIe': 312e12,
-        'NVIDIA H100 80GB HBM3': 989e12,
-        'NVIDIA H100 PCIe': 756e12,
-        'NVIDIA A10G': 70e12,
-        'Some GPU': None,
-    }
+    peaks: dict[str, float | None] = {'NVIDIA A100-SXM4-80GB': 312e12, 'NVIDIA A100 80GB PCIe': 312e12}
+    peaks |= {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H100 PCIe': 756e12, 'NVIDIA A10G': 70e12, 'Some GPU': None}
     assert {name: references.peak_flops_of(name) for name in peaks} == peaks
     plain = asdict(effective_parts(SpeedConfig(preset='none'), on_gpu=True))
     plans = [references.planned_gib(256, plain, microbatch, 256) for microbatch in (16, 32)]

@@ -24,19 +24,13 @@ MESSAGE = r'\d\d:\d\d:\d\d (INFO|WARNING): \S'
 def see(program: str, columns: int = 80, **variables: str) -> Screen:
     """Run a Python program in a terminal to its end, and return the screen."""
     with terminal(columns) as (device, screen), device.open('wb') as file:
-        subprocess.run(
-            [sys.executable, '-c', START + program],
-            env=os.environ | {'TERM': 'xterm', 'PYTHONPATH': str(ROOT)} | variables,
-            stdout=file,
-            stderr=file,
-            check=False,
-            timeout=60,
-        )
+        environ = os.environ | {'TERM': 'xterm', 'PYTHONPATH': str(ROOT)} | variables
+        subprocess.run([sys.executable, '-c', START + program], env=environ, stdout=file, stderr=file, timeout=60)
     return screen
 
 
 def test_messages_of_all_kinds_appear_above_the_status_line():
-    screen = see("""
+    program = """
 status_line.show('batch 1')
 log.info('logged')
 status_line.show('batch 2')
@@ -47,10 +41,9 @@ logging.getLogger('other').error('by another library')
 sys.stderr.writelines(['one\\n', 'two\\n'])
 status_line.show('batch 3')
 raise ValueError('uncaught')
-""")
+"""
     # Python 3.13 shows the lines of a program that was given as an argument.
-    assert re.fullmatch(
-        r"""\d\d:\d\d:\d\d INFO: logged
+    expected = r"""\d\d:\d\d:\d\d INFO: logged
 printed
 printed in
 parts
@@ -63,9 +56,9 @@ Traceback \(most recent call last\):
   File "<string>", line \d+, in <module>
 (?:    raise ValueError\('uncaught'\)
 )?ValueError: uncaught
-""",
-        str(screen),
-    ), screen
+"""
+    screen = see(program)
+    assert re.fullmatch(expected, str(screen)), screen
     assert {'batch 1', 'batch 2', 'batch 3'} <= set(screen.last_rows)
 
 
@@ -86,13 +79,7 @@ log.info('logged')
 
 @pytest.mark.slow
 def test_long_messages_are_broken_between_words_and_a_long_status_is_cut():
-    screen = see(
-        """
-status_line.show('status ' * 20)
-log.info('many words ' * 20 + 'path/' * 4)
-""",
-        columns=40,
-    )
+    screen = see("status_line.show('status ' * 20); log.info('many words ' * 20 + 'path/' * 4)", columns=40)
     first, *others = str(screen).splitlines()
     assert re.match(MESSAGE, first)
     assert all(row.startswith(' ' * 9) and row[9] != ' ' for row in others)

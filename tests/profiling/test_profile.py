@@ -92,8 +92,7 @@ def test_graphs_are_advised_only_where_weights_stay_in_place():
 
 def test_largest_opportunities_come_first_and_are_limited_in_number():
     measured = with_share(data_wait=0.1, encode=0.3, logging=0.2, other=0.15)
-    shares = [each.share for each in largest_opportunities(measured)]
-    assert shares == [0.3, 0.2, pytest.approx(0.15)]
+    assert [each.share for each in largest_opportunities(measured)] == [0.3, 0.2, pytest.approx(0.15)]
     assert len(largest_opportunities(measured, count=2)) == 2
 
 

@@ -128,15 +128,9 @@ B, P, Q, E = (
 @pytest.mark.parametrize(
     ('stored', 'local', 'expected'),
     [
-        (None, [B, P], []),
-        ([B], [], [B]),
-        ([B], [B, P], [B, P]),
-        ([B, P], [B, Q], [B, Q]),
-        ([B, Q], [B, P], [B, Q]),
-        ([B, P], [B, E], [B, E]),
-        ([B, E], [B, P], [B, E]),
-        ([E, B], [B, E, B], [E, B]),
-        ([B, E, B], [B, P], [B, E, B]),
+        *((None, [B, P], []), ([B], [], [B]), ([B], [B, P], [B, P]), ([B, P], [B, Q], [B, Q])),
+        *(([B, Q], [B, P], [B, Q]), ([B, P], [B, E], [B, E]), ([B, E], [B, P], [B, E])),
+        *(([E, B], [B, E, B], [E, B]), ([B, E, B], [B, P], [B, E, B])),
     ],
 )
 def test_local_records_count_only_if_they_continue_those_in_the_store(stored, local, expected):

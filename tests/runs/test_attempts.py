@@ -75,8 +75,7 @@ def test_devices_are_recorded(tmp_path, monkeypatch):
 
 def test_time_breakdown():
     # 20 batches, 5 of which the second attempt repeats; 30 s between the attempts.
-    run = [attempt(0, 0.0, 0, 20), attempt(1, 62.0, 15, 40, cause='done', status=0)]
-    found, lost = time_breakdown(run)
+    found, lost = time_breakdown([attempt(0, 0.0, 0, 20), attempt(1, 62.0, 15, 40, cause='done', status=0)])
     assert (found.wall, found.productive, found.redone) == (99.0, 40.0, 5.0)
     assert (found.starting, found.ending, found.down) == (20.0, 4.0, 30.0)
     assert found.goodput == pytest.approx(40 / 99)
@@ -349,8 +348,7 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
     position = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
 
     def status_and_message(recipe, environ):
-        status = Node(position, Settings.from_environ({}), ['-c', ''], recipe, environ).run()
-        return status, capsys.readouterr().err
+        return Node(position, Settings.from_environ({}), ['-c', ''], recipe, environ).run(), capsys.readouterr().err
 
     # Attempts 1 to 3 left nothing: evicted while their image was pulled, or ended by a mistake before they began.
     (tmp_path / 'job-7.0.exits').write_text('78 node3\n')

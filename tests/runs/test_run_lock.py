@@ -170,8 +170,7 @@ def test_live_owner_on_same_machine_is_refused_without_waiting(run):
 @FOLDER_BY_DEFAULT
 def test_reused_process_id_is_not_the_owner(run, monkeypatch):
     monkeypatch.setattr(run_lock, 'STALE_SECONDS', 60.0)
-    here = Owner.current({})
-    other_owner(run, environ={}, machine=here.machine, pid=os.getpid(), started='1')
+    other_owner(run, environ={}, machine=Owner.current({}).machine, pid=os.getpid(), started='1')
     begin = time.monotonic()
     with hold_run_lock(run, {}):
         assert time.monotonic() - begin < run_lock.STALE_SECONDS

@@ -24,12 +24,8 @@ from tests.data.processes import Forked
 # Emitted by google.api_core on import.
 pytestmark = pytest.mark.filterwarnings('ignore:Please install grpcio-status:ImportWarning')
 
-URLS = {
-    's3': 's3://bucket/set',
-    'gs': 'gs://bucket/set',
-    'azure': 'azure://me.blob.core.windows.net/bucket/set',
-    'az': 'az://bucket/set',
-}
+URLS = {scheme: f'{scheme}://bucket/set' for scheme in ('s3', 'gs', 'az')}
+URLS['azure'] = 'azure://me.blob.core.windows.net/bucket/set'
 SLOW = pytest.mark.slow
 SCHEMES = ['s3', 'gs', 'azure', pytest.param('az', marks=SLOW)]
 """Every cloud, with one form of the URLs of Azure in the default tests."""
@@ -54,8 +50,7 @@ def clouds(_clouds: Cloud, store: Store, monkeypatch: pytest.MonkeyPatch) -> Clo
     _clouds.lost_answers = 0
     store.bucket('bucket')
     monkeypatch.setattr(google.auth, 'default', lambda: (AnonymousCredentials(), None))
-    azure = {'ACCOUNT_NAME': 'me', 'ACCOUNT_ACCESS_KEY': 'a2V5', 'STORAGE_ENDPOINT': _clouds.url}
-    for name, value in azure.items():
+    for name, value in {'ACCOUNT_NAME': 'me', 'ACCOUNT_ACCESS_KEY': 'a2V5', 'STORAGE_ENDPOINT': _clouds.url}.items():
         monkeypatch.setenv(f'AZURE_{name}', value)
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', _clouds.url)
     return _clouds

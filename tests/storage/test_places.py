@@ -2,9 +2,9 @@
 
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -179,20 +179,13 @@ def test_file_in_place_is_never_empty_and_stays_the_same_file(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize('kind', ['run', 'dataset'])
-def test_refusal_of_a_store_is_a_fault_only_for_a_run(store: Store, kind: str, tmp_path: Path) -> None:
+def test_refusal_of_a_store_is_a_fault_only_for_a_run(store: Store, kind: str) -> None:
     url = store.bucket('data', **{'set/a': b'x'}) + '/set'
     place = files_of_run(url) if kind == 'run' else place_at(url)
     store.fail('/data', 403)
-    requests: list[Callable[[], object]] = [
-        lambda: place.read('a'),
-        lambda: place.read_version('a'),
-        lambda: place.write('a', b'y'),
-        lambda: place.list(),
-        lambda: place.sizes(),
-        lambda: place.replace('a', b'y', None),
-        lambda: place.delete(['a']),
-    ]
-    for request in requests:
+    reads = [place.list, place.sizes, partial(place.read, 'a'), partial(place.read_version, 'a')]
+    writes = [partial(place.write, 'a', b'y'), partial(place.replace, 'a', b'y', None), partial(place.delete, ['a'])]
+    for request in (*reads, *writes):
         with pytest.raises(OSError if kind == 'run' else UserError, match=r'the store refuses access \(403\)'):
             request()
 

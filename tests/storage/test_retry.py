@@ -20,9 +20,7 @@ def requests(store: Store, method: str) -> int:
 
 
 @pytest.mark.parametrize('fault', [408, 429, 500, 503, 'ExpiredToken', 'RequestTimeout', 'reset', 'cut'])
-def test_read_is_retried_after_a_transient_error(
-    store: Store, fault: int | str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_read_is_retried_after_a_transient_error(store: Store, fault: int | str, caplog) -> None:
     url = store.bucket('data', a=b'x' * 100) + '/a'
     store.fail('GET /data/a', fault)
     with pytest.raises(GaveUp, match=rf'^{url}: cannot be read, tried 3 times \(.+\)$'):

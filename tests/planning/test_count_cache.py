@@ -150,8 +150,7 @@ LARGE_MODELS = {'sdxl', 'mmdit', 'prx', 'i1', 'tiny_sdxl', 'tiny_mmdit'}
     [pytest.param(name, marks=pytest.mark.slow if name in LARGE_MODELS else ()) for name in registry.names('model')],
 )
 def test_every_registered_model_can_be_counted(name):
-    model = costs(name)
-    assert model.trained_flops(square(64 if name != 'sd2' else 256)) > 0
+    assert costs(name).trained_flops(square(64 if name != 'sd2' else 256)) > 0
 
 
 def test_hub_weights_use_the_default_architecture_with_a_note():
@@ -165,8 +164,7 @@ def test_config_of_a_local_folder_is_used(tmp_path):
     config = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'block_out_channels': [32, 32, 32, 32]}
     (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config))
     settings = {'block_out_channels': [32], 'text_layers': 1, 'vae': str(tmp_path)}
-    model = costs('tiny', **settings)
-    assert model.latent_elements(square(256)) == 16 * 32 * 32
+    assert costs('tiny', **settings).latent_elements(square(256)) == 16 * 32 * 32
     (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config | {'latent_channels': 8}))
     assert costs('tiny', **settings).latent_elements(square(256)) == 8 * 32 * 32
     (tmp_path / 'vae' / 'config.json').write_text('{')

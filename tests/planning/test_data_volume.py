@@ -68,8 +68,7 @@ def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
     work = phase(PHASES[1], MEANS, samples=790_000_000)
     wanted: dict[Encoding, float] = {'pictures': 49e12, 'latents': 26e12}
     for kind, expected in wanted.items():
-        stored = storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes
-        assert stored == pytest.approx(expected, rel=0.01)
+        assert storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(('path', 'latents'), [(PHASES[0], 8_192), (PHASES[1], 32_768)])
@@ -95,8 +94,7 @@ def test_local_shards_give_samples_and_bytes(tmp_path):
     with MDSWriter(out=str(tmp_path / 'mds'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
         for index in range(24):
             writer.write({'image': bytes(1000), 'caption': str(index)})
-    path = write_recipe(tmp_path, streams={'a': {'local': str(tmp_path / 'mds'), 'resolution': 64}})
-    work = phase(path)
+    work = phase(write_recipe(tmp_path, streams={'a': {'local': str(tmp_path / 'mds'), 'resolution': 64}}))
     assert work.samples == 24
     assert 1000 < sample_bytes(work, 'pictures') < 1100
     assert sample_bytes(work, 'latents') == 2 * 2 * 16 * 8 * 8 + CAPTION_BYTES

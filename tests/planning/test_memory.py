@@ -143,14 +143,9 @@ def test_activation_checkpointing_matches_torch_memory_tracker():
 
 def test_cuda_graphs_hold_gradients_activations_and_what_passes_between_blocks():
     """Reference: inputs and outputs of SD2's blocks at 256 px are 15.1 M elements per sample, with gradients 30.2 M."""
-    setup = Setup(1, 16, DDP)
-    plain, graphs = (
-        memory_of(
-            phase(overrides=['parallelism.strategy=ddp', 'parallelism.checkpoints=whole', f'speed.cuda_graphs={on}']),
-            setup,
-        )
-        for on in ('false', 'true')
-    )
+    ddp = ['parallelism.strategy=ddp', 'parallelism.checkpoints=whole']
+    works = [phase(overrides=[*ddp, f'speed.cuda_graphs={on}']) for on in ('false', 'true')]
+    plain, graphs = (memory_of(work, Setup(1, 16, DDP)) for work in works)
     assert plain.graphs == 0
     assert graphs.graphs - graphs.gradients == pytest.approx(16 * 2 * 30.2e6, rel=0.35)
     assert graphs.graphs - graphs.gradients > 16 * 2 * 30.2e6
@@ -172,8 +167,7 @@ def test_fused_optimizer_has_no_temporaries():
     assert (plain.step, fused.step) == (4 * SD2, 0)
     amsgrad = memory_of(phase(PHASES[1], ['optimizer.amsgrad=true', 'model.encoder_dtype=float32']), Setup(1, 16, DDP))
     assert (amsgrad.optimizer, amsgrad.encoders) == (12 * SD2, 2 * plain.encoders)
-    not_fusable = phase(PHASES[1], [*FUSED, 'optimizer.name=decoupled_adamw'])
-    assert memory_of(not_fusable, Setup(1, 16, DDP)).step == 4 * SD2
+    assert memory_of(phase(PHASES[1], [*FUSED, 'optimizer.name=decoupled_adamw']), Setup(1, 16, DDP)).step == 4 * SD2
 
 
 def test_reduce_once_keeps_unsharded_gradients_and_weights():
@@ -257,8 +251,7 @@ def test_steps_whose_peak_is_measured_run():
         'attention_head_dim': 1,
     }
     settings: dict[str, Any] = sd2_builder.UNET | config
-    denoiser = UNet2DConditionModel(**settings).train()
-    assert peak_of_steps(denoiser, 'cpu', microbatch=1, size=8) == 0
+    assert peak_of_steps(UNet2DConditionModel(**settings).train(), 'cpu', microbatch=1, size=8) == 0
 
 
 @pytest.mark.gpu

@@ -83,9 +83,8 @@ def test_goodput_of_each_save_strategy_is_simulated(capsys):
     words = [BOTH[0], '--gpus', '128', '--mtbf', '3', '--stall', '60', '--restart', '240']
     save = 'trainer.save_interval=30m'
     out = planned(capsys, *words, save)
-    _, _, section = out.partition(
-        'Goodput of save strategies, with one failure every 3.0 h and restarts of 4.0 min (simulated)'
-    )
+    title = 'Goodput of save strategies, with one failure every 3.0 h and restarts of 4.0 min (simulated)'
+    section = out.partition(title)[2]
     header, row, *_ = section.strip('\n').splitlines()
     assert header.split() == ['synchronous', '(recipe)', 'synchronous', 'asynchronous', 'tiers']
     assert '0.867 every 30.0 min' in row and '0.950 every 4.2 min' in row
@@ -174,8 +173,7 @@ def test_table_of_the_24_hour_run_is_that_of_the_benchmark():
     import runpy
 
     main = runpy.run_path(str(YAMLS.parent / 'benchmarks' / 'plans.py'))
-    page = (YAMLS.parent / 'docs/planning.md').read_text()
-    assert '\n'.join(main['speedrun_rows'](main['load_gpus']())) in page
+    assert '\n'.join(main['speedrun_rows'](main['load_gpus']())) in (YAMLS.parent / 'docs/planning.md').read_text()
 
 
 def test_plan_takes_under_three_seconds_without_torch():
@@ -194,16 +192,13 @@ def test_totals_are_sums_over_phases(capsys):
         assert plan['total'][unit] == pytest.approx(sum(phase['training'][unit] for phase in plan['phases']))
         assert plan['expected'][unit] > plan['total'][unit]
     one = as_json(capsys, BOTH[1], '--gpus', '64')
-    assert one['total'] == pytest.approx(
-        {**plan['phases'][1]['training'], 'training_flop': 850_000 * 2048 * 3 * 804.26e9}, rel=1e-4
-    )
+    expected = {**plan['phases'][1]['training'], 'training_flop': 850_000 * 2048 * 3 * 804.26e9}
+    assert one['total'] == pytest.approx(expected, rel=1e-4)
 
 
 def test_overrides_apply_to_every_recipe_in_any_position(capsys):
-    for words in (
-        [*BOTH, '--gpus', '64', 'global_batch=1024'],
-        [BOTH[0], 'global_batch=1024', '--gpus', '64', BOTH[1]],
-    ):
+    batch, gpus = 'global_batch=1024', ('--gpus', '64')
+    for words in ([*BOTH, *gpus, batch], [BOTH[0], batch, *gpus, BOTH[1]]):
         assert [phase['global_batch'] for phase in as_json(capsys, *words)['phases']] == [1024, 1024]
 
 
@@ -319,8 +314,7 @@ def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
     from tests.planning.recipes import A100, both, phase
 
     assert counts_around(both(), 128) == [8, 16, 32, 64, 128]
-    odd = phase(overrides=['global_batch=1920'])
-    assert counts_around([odd], 24) == [6, 8, 12, 24]
+    assert counts_around([phase(overrides=['global_batch=1920'])], 24) == [6, 8, 12, 24]
     small = phase(overrides=['global_batch=96', 'device_train_microbatch_size=2'])
     assert counts_around([small], 3) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     huge = phase(overrides=['global_batch=65536', 'device_train_microbatch_size=1'])
@@ -338,10 +332,8 @@ def test_amounts_have_the_unit_that_fits_their_size():
         (amounts.duration, {0.029: '29 ms', 0: '0.0 s'}),
         (amounts.usd, {0: '$0', 0.005: 'under $0.01', 0.01: '$0.01', 9.99: '$9.99', 10: '$10', 1000: '$1,000'}),
         (lambda hours: amounts.gpu_hours(Cost(0, hours, None)), {0: '0', 0.005: 'under 0.01', 0.01: '0.01', 10: '10'}),
-        (
-            amounts.size,
-            {1e15: '1.00 PB', 1e12: '1.00 TB', 1e9: '1.00 GB', 1e6: '1.00 MB', 1e3: '1.00 kB', 999: '999 B'},
-        ),
+        (amounts.size, {1e15: '1.00 PB', 1e12: '1.00 TB', 1e9: '1.00 GB'}),
+        (amounts.size, {1e6: '1.00 MB', 1e3: '1.00 kB', 999: '999 B'}),
         (amounts.count, {999_999: '999,999', 1e6: '1.0 M'}),
         (cost_plot._days, {100: '100', 1: '1.0', 0.999: '1'}),
         (cost_plot._money, {1000: '$1.0k', 999: '$999'}),

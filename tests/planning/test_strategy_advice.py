@@ -25,8 +25,7 @@ def ring_bytes(devices, size, *, passes):
 
 
 def fits_of(gpu, gpus=128, overrides=()):
-    work = phase(PHASES[0], overrides)
-    return make_plan([work], Assumptions(gpu=gpu, gpus=gpus), gpus=GPUS).phases[0].fit
+    return make_plan([phase(PHASES[0], overrides)], Assumptions(gpu=gpu, gpus=gpus), gpus=GPUS).phases[0].fit
 
 
 @pytest.mark.parametrize(('microbatch', 'batches'), [(16, 1), (8, 2), (4, 4)])

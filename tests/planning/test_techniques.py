@@ -45,27 +45,16 @@ def networks(tmp_path_factory):
 @pytest.fixture(scope='module')
 def pixel_recipe(networks, tmp_path_factory):
     dino = str(networks / 'dino')
-    return write_recipe(
-        tmp_path_factory.mktemp('recipe'),
-        model={
-            'name': 'tiny_prx',
-            'vae': 'pixels',
-            'patch_size': 8,
-            'train_text_encoder': False,
-            'objective': {'path': 'flow', 'prediction_type': 'sample'},
-            'representation_alignment': {'encoder': dino, 'block': 2, 'hidden_size': 48},
-            'perceptual_losses': {
-                'lpips_network': 'alex',
-                'lpips_backbone': str(networks / 'alex'),
-                'encoder': dino,
-                'features_side': 28,
-            },
-            **SMALL,
-        },
-        algorithms={'tread': ROUTE, 'ema': {}},
-        optimizer={'name': 'muon', 'lr': 0.001},
-        speed={'preset': 'none'},
-    )
+    perceptual = {'lpips_network': 'alex', 'lpips_backbone': str(networks / 'alex'), 'encoder': dino}
+    model = {
+        **{'name': 'tiny_prx', 'vae': 'pixels', 'patch_size': 8, 'train_text_encoder': False, **SMALL},
+        'objective': {'path': 'flow', 'prediction_type': 'sample'},
+        'representation_alignment': {'encoder': dino, 'block': 2, 'hidden_size': 48},
+        'perceptual_losses': perceptual | {'features_side': 28},
+    }
+    sections = {'optimizer': {'name': 'muon', 'lr': 0.001}, 'speed': {'preset': 'none'}}
+    algorithms = {'tread': ROUTE, 'ema': {}}
+    return write_recipe(tmp_path_factory.mktemp('recipe'), model=model, algorithms=algorithms, **sections)
 
 
 @pytest.mark.cpu_seconds(10)
@@ -125,8 +114,7 @@ def test_perceptual_losses_take_three_passes_of_each_network(pixel_recipe):
 
 
 def test_muon_flops_are_those_of_its_matrix_products(pixel_recipe):
-    model = components.build_model(load(pixel_recipe))
-    muon, _ = muon_groups(model)
+    muon, _ = muon_groups(components.build_model(load(pixel_recipe)))
     with FlopCounterMode(display=False) as counter:
         for each, parts in zip(muon['params'], muon['parts'], strict=True):
             for part in each.detach().flatten(1).chunk(parts):
@@ -135,11 +123,9 @@ def test_muon_flops_are_those_of_its_matrix_products(pixel_recipe):
     assert work.optimizer_flops == counter.get_total_flops()
     assert newton_schulz_flops(3, 5) == newton_schulz_flops(5, 3)
     assert max(muon['parts']) == 3, 'queries, keys and values'
-    whole = phase(pixel_recipe, ['optimizer.split_projections=false']).optimizer_flops
-    assert 0 < whole < work.optimizer_flops
+    assert 0 < phase(pixel_recipe, ['optimizer.split_projections=false']).optimizer_flops < work.optimizer_flops
     assert phase(pixel_recipe, ['optimizer.name=adamw']).optimizer_flops == 0
-    speed = planned_speed(work, Assumptions(A100, 1, mfu=0.5))
-    seconds = 8 / speed.images_per_second
+    seconds = 8 / planned_speed(work, Assumptions(A100, 1, mfu=0.5)).images_per_second
     assert seconds == pytest.approx((8 * work.flops() + work.optimizer_flops) / (0.5 * 312e12))
 
 
@@ -147,8 +133,7 @@ def test_muon_flops_are_those_of_its_matrix_products(pixel_recipe):
 def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_path):
     settings = {'block_out_channels': [32, 64], 'text_layers': 1, 'train_text_encoder': False}
     lora = {'lora': {'rank': 2}, 'init_from': 'runs/other'}
-    path = write_recipe(tmp_path, model={'name': 'tiny', **settings}, algorithms={'ema': {}}, **lora)
-    work = phase(path)
+    work = phase(write_recipe(tmp_path, model={'name': 'tiny', **settings}, algorithms={'ema': {}}, **lora))
     model = tiny(**settings)
     components.add_lora(work.recipe, model)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
@@ -164,8 +149,7 @@ def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_p
     assert memory.optimizer == 8 * trained and memory.averages == memory.gradients == 4 * trained
     assert memory.weights == weights
     assert any('a LoRA' in note for note in work.notes)
-    plan = make_plan([work], Assumptions(A100, 1), gpus=GPUS)
-    sizes = plan.phases[0].sizes
+    sizes = make_plan([work], Assumptions(A100, 1), gpus=GPUS).phases[0].sizes
     found = (sizes.weights, sizes.with_optimizer, sizes.with_averages)
     assert found == (weights, weights + 8 * trained, weights + 12 * trained)
 
@@ -191,8 +175,7 @@ def test_pairs_are_two_images_with_a_pass_of_the_reference_each(recipe, passes):
     plain, pairs = phase(YAMLS / recipe, options), phase(YAMLS / recipe, [*options, *dpo])
     assert pairs.training_flops == 2 * passes * plain.forward_flops
     assert pairs.flops() - pairs.training_flops == 2 * (plain.flops() - plain.training_flops)
-    speed = planned_speed(pairs, Assumptions(A100, 8))
-    assert speed.source.startswith('assumed')
+    assert planned_speed(pairs, Assumptions(A100, 8)).source.startswith('assumed')
     assert any('both of its images are trained' in note for note in pairs.notes)
     memory, single = (memory_of(each, Setup(8, 8, each.recipe.parallelism)) for each in (pairs, plain))
     assert (memory.activations, memory.batch) == (2 * single.activations, 2 * single.batch)
@@ -215,8 +198,7 @@ def test_speedrun_takes_the_published_24_hours_at_the_assumed_utilization():
     flops = sum(each.executed_flops() * each.images for each in phases)
     assert flops / (24 * 3600 * 32 * H200.peak_flops('bf16')) == pytest.approx(TRANSFORMER_MFU, abs=0.0005)
     assert make_plan(phases[:1], Assumptions(H200, 8), gpus=GPUS).published is run
-    other = phase(STAGES[0], ['global_batch=512'])
-    assert make_plan([other], Assumptions(H200, 8), gpus=GPUS).published is None
+    assert make_plan([phase(STAGES[0], ['global_batch=512'])], Assumptions(H200, 8), gpus=GPUS).published is None
 
 
 def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys):
@@ -242,10 +224,8 @@ def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys
     assert names == ['TREAD', 'REPA', 'perceptual losses', 'Muon', 'all of them']
     assert [technique['name'] for technique in second['techniques']] == [names[0], *names[2:]]
     assert [data['encoding'] for data in first['data']] == ['pictures']
-    assert first['flop_per_image']['total'] == sum(
-        first['flop_per_image'][part]
-        for part in ('training', 'text_encoder', 'representation_alignment', 'perceptual_losses')
-    )
+    parts = ('training', 'text_encoder', 'representation_alignment', 'perceptual_losses')
+    assert first['flop_per_image']['total'] == sum(first['flop_per_image'][part] for part in parts)
 
 
 def test_techniques_are_compared_at_equal_cost(pixel_recipe):
@@ -273,10 +253,8 @@ def test_contrastive_flow_matching_has_its_published_throughput_and_no_flops(cap
     assert (technique.flops_per_image, technique.speedup) == (0, 1)
     assert technique.published[0].speedup == pytest.approx(3.75 / 3.95)
     words = [str(YAMLS / 'prx_256.yaml'), 'algorithms.contrastive_flow_matching={}']
-    row = output_of(capsys, 'plan', *words).partition('without contrastive flow matching')[2].split()
-    assert row[:3] == ['+0.0', 'x', '1.00'] and ' '.join(row).partition('100,000 ')[2].startswith(
-        'x 1.05, 105,333 batches'
-    )
+    row = ' '.join(output_of(capsys, 'plan', *words).partition('without contrastive flow matching')[2].split())
+    assert row.startswith('+0.0 x 1.00 ') and row.partition('100,000 ')[2].startswith('x 1.05, 105,333 batches')
 
 
 def test_sizes_of_published_encoders_are_those_of_transformers(tmp_path):

@@ -187,5 +187,4 @@ def test_throughput_metric_has_the_name_of_breakdown_and_speed_monitor():
     from diffusion.profiling.breakdown import BreakdownReport
 
     assert f"'{THROUGHPUT}': dev_samples_per_sec" in Path(monitor.__file__).read_text('utf-8')
-    report = BreakdownReport(10, 640, 2, 0.1, 0.1, None, None, None, {})
-    assert report.metrics()[THROUGHPUT] == 320
+    assert BreakdownReport(10, 640, 2, 0.1, 0.1, None, None, None, {}).metrics()[THROUGHPUT] == 320

@@ -31,8 +31,7 @@ def test_duration_is_converted_to_batches(tmp_path, duration, batches):
 
 
 def test_epoch_size_of_the_recipe_sets_the_length_of_an_epoch(tmp_path):
-    path = write_recipe(tmp_path, trainer={'max_duration': '2ep'}, loader={'epoch_size': 64})
-    assert phase(path).batches == 16
+    assert phase(write_recipe(tmp_path, trainer={'max_duration': '2ep'}, loader={'epoch_size': 64})).batches == 16
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_without_enough_memory_saves_block_training_and_say_so_once(write, block
     [
         (100.0, 200.0, None, 'both'),
         (10.0, 20.0, 30.0, 'both'),
-        (10.0, 20.0, 29.0, 'replace'),
+        (10.0, 20.0, 20.0, 'replace'),
         (0.0, 20.0, 20.0, 'both'),
         (5.0, 20.0, 19.0, 'finish'),
         (50.0, 20.0, 1.0, 'finish'),

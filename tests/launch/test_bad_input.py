@@ -120,7 +120,7 @@ def test_gpu_without_kernels_in_torch_is_refused_unless_the_image_has_them(write
     found = error_message(write_spec('slurm', gpu='b200', torch='2.7.0'))
     assert 'gpu: torch 2.7.0 has no kernels for b200 (compute capability 10.0' in found
     assert 'set torch in the job to the version in its image' in found
-    path = write_spec('slurm', gpu='b200', torch='2.9')
+    path = write_spec('slurm', gpu='b200', torch='2.9', price_usd_per_gpu_hour=0)
     assert check_jobs(load_job_spec(path), path, environ={}).gpu is not None
     assert "torch: 'new' is not a version of torch" in error_message(write_spec('slurm', gpu='b200', torch='new'))
 

@@ -103,10 +103,10 @@ def test_whole_node_is_named_as_a_range_and_a_missing_node_by_its_number():
 
 
 def test_no_rank_is_blamed_if_all_wait_in_the_same_collective():
-    reports = [report(rank) for rank in range(16)]
+    reports = [report(rank, batch=0) for rank in range(16)]
     assert suspects(reports) == suspects([report(rank, READING) for rank in range(3)]) == suspects([]) == []
     assert describe_hang(reports).startswith('all 16 ranks wait in all_reduce')
-    assert describe_hang(reports).endswith('; no rank differs, so check the network and the GPUs')
+    assert describe_hang(reports).endswith(' of batch 0; no rank differs, so check the network and the GPUs')
     ended = dataclasses.replace(report(3), place='', problem='has ended with 1', ended=True)
     assert describe_hang([*reports[:3], ended]).endswith('; rank 3 on node 0 (gpu-0) has ended with 1')
 

@@ -261,8 +261,9 @@ def test_flops_count_the_tokens_that_blocks_see(make_prx):
     assert fused == before - saved + 3 * 4 * (2 * 64 * 64 * 32)
 
 
-def test_algorithm_routes_training_batches_only(make_prx):
+def test_algorithm_routes_training_batches_only(make_prx, caplog):
     """A real Trainer with microbatches and evaluation: tokens of the batch, and none left after the backward pass."""
+    caplog.set_level('INFO')
     model = make_prx()
     batch = batch_of(model, ids=range(8))
     samples = [{key: values[i] for key, values in batch.items()} for i in range(8)]
@@ -285,6 +286,7 @@ def test_algorithm_routes_training_batches_only(make_prx):
     trainer.close()
     runs = [(tokens, len(list(group))) for tokens, group in itertools.groupby(seen)]
     assert runs == [(32, 2), (64, 8), (32, 2), (64, 8)]
+    assert 'tread: 50% of the image tokens skip blocks 1 to 2' in caplog.text
     assert model.router is not None and model.router.kept is None
 
 

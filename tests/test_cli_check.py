@@ -119,7 +119,7 @@ def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
     [
         ('runn.yaml', "runn.yaml does not exist; did you mean 'run.yaml'?"),
         ('yamls/quickstart.yaml', "yamls/quickstart.yaml does not exist; did you mean 'diffusion:quickstart'?"),
-        ('nothing-like-it.yaml', 'nothing-like-it.yaml does not exist; its folder has run.yaml'),
+        ('nothing-like-it.yaml', 'it.yaml does not exist; its folder has a.yaml, b.yaml, c.yaml, d.yaml, e.yaml\n'),
         ('empty/a.yaml', 'a.yaml does not exist; use the path of a YAML file, or diffusion:NAME'),
         ('void.yaml', 'void.yaml is empty; write a mapping'),
         ('.', '. cannot be read (it is a folder)'),
@@ -127,7 +127,8 @@ def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
 )
 def test_file_that_is_not_a_recipe_is_one_line_with_the_nearest_name(tmp_path, monkeypatch, capsys, file, message):
     monkeypatch.chdir(tmp_path)
-    Path('void.yaml' if file == 'void.yaml' else 'run.yaml').touch()
+    for name in ['void'] if file == 'void.yaml' else [*'abcde', 'run']:
+        Path(f'{name}.yaml').touch()
     stderr = refusal(capsys, 'check', file)
     assert message in stderr and len(stderr.splitlines()) == 1
 

@@ -278,8 +278,9 @@ WRONG_CONTENTS = {
 WRONG_FILES = {
     'name: run\nmodel: [1, 2\n': 'recipe.yaml:3:1: ',
     'name: run\nmodel:\n\tname: tiny\n': 'recipe.yaml:3:1: .*indent with spaces',
-    'extends: nowhere.yaml\n': r'extends: .*nowhere.yaml does not exist',
+    'extends: nowhere.yaml\n': r'extends: .*nowhere.yaml does not exist; the path is relative to',
 }
+SPACE = re.compile(r' (?=\w+[.=])')  # between overrides
 WRONG_OVERRIDES = {
     'device_train_microbatch_size=auto': "'auto' is not an integer",
     'trainer.save_filename=x.pt': "applies only to Composer's own checkpoints; this run saves to .*: remove it",
@@ -334,14 +335,10 @@ WRONG_OVERRIDES = {
 }
 
 
-def split(overrides: str) -> list[str]:
-    return re.split(r' (?=\w+[.=])', overrides)
-
-
 def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
     cases = [(yaml.safe_load(f'{{{text}}}'), (), message) for text, message in WRONG_CONTENTS.items()]
     cases += [(text, (), message) for text, message in WRONG_FILES.items()]
-    cases += [({}, split(text), message) for text, message in WRONG_OVERRIDES.items()]
+    cases += [({}, SPACE.split(text), message) for text, message in WRONG_OVERRIDES.items()]
     for content, overrides, message in cases:
         with subtests.test(content or overrides), pytest.raises(RecipeError, match=message):
             load(write(content), overrides)
@@ -367,7 +364,7 @@ def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
     ],
 )
 def test_values_at_their_bounds_are_accepted(write, overrides):
-    load(write({}), split(overrides))
+    load(write({}), SPACE.split(overrides))
 
 
 @given(batch=st.integers(1, 200), microbatch=st.integers(1, 200))

@@ -82,6 +82,8 @@ def test_batch_memory_matches_the_stored_form():
     stored = {'latents': 2 * 2 * 4 * 64 * 64, 'latents+text': 2 * (2 * 4 * 64 * 64 + 77 * 1024), 'pictures': 3 * 512**2}
     for encoding, size in stored.items():
         assert memory_of(replace(PHASE2, encoding=encoding), Setup(128, 16, SHARDED)).batch == 16 * size
+    means = phase(PHASES[1], ['model.posterior=mean'], encoding='latents')
+    assert memory_of(means, Setup(128, 16, SHARDED)).batch == 16 * 2 * 4 * 64 * 64
 
 
 def test_fsdp_shards_what_ddp_replicates():
@@ -97,7 +99,10 @@ def test_replicas_reduce_sharding_and_resharding_keeps_only_part_of_the_compute_
     assert hybrid.optimizer == pytest.approx(16 * whole.optimizer, abs=16)
     kept, resharded = (memory_of(PHASE1, Setup(128, 16, settings)) for settings in (SHARDED, RESHARDED))
     assert kept.compute_weights == 2 * SD2
-    assert resharded.compute_weights < kept.compute_weights / 4
+    largest, blocks = (PHASE1.model.facts[f'{which}_parameters'] for which in ('largest_block', 'block'))
+    assert resharded.compute_weights == 2 * (SD2 - blocks + 2 * largest), 'the current and the prefetched block'
+    in_flight = kept.working - memory_of(PHASE1, Setup(128, 16, DDP)).working
+    assert in_flight == (2 + 4) * largest, 'a gradient in both precisions'
 
 
 def test_smaller_microbatches_accumulate_and_halve_activations():
@@ -138,7 +143,9 @@ def test_activation_checkpointing_matches_torch_memory_tracker():
     activations = work.model.activations(work.largest_shape, work.precision())
     between = 16 * activations.kept_between + activations.copies_between
     assert between == pytest.approx(2.695e9, rel=0.01)
-    assert memory_of(work, Setup(1, 16, settings)).allocated < 0.7 * memory_of(PHASE2, Setup(1, 16, DDP)).allocated
+    memory = memory_of(work, Setup(1, 16, settings))
+    assert memory.activations == 16 * (activations.kept_between + activations.kept_inside)
+    assert memory.allocated < 0.7 * memory_of(PHASE2, Setup(1, 16, DDP)).allocated
 
 
 def test_cuda_graphs_hold_gradients_activations_and_what_passes_between_blocks():
@@ -204,9 +211,7 @@ def test_ways_out_list_settings_that_fit():
     suggestions = ways_out(PHASE1, sharded, gpu, GPUS)
     assert 'device_train_microbatch_size=64' in suggestions
     assert any(way.startswith('parallelism.activation_checkpointing=true') for way in suggestions)
-    for way in suggestions:
-        if way.startswith('device_train'):
-            assert fits_in_memory(memory_of(PHASE1, replace(sharded, microbatch=int(way.split('=')[1]))), gpu)
+    assert fits_in_memory(memory_of(PHASE1, replace(sharded, microbatch=64)), gpu)
 
 
 def test_ways_out_suggest_sharding_instead_of_ddp_and_may_not_exist():

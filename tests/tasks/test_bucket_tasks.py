@@ -14,6 +14,7 @@ from diffusion.exit_codes import USAGE_ERROR
 from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_folder
 from diffusion.tasks import run_recipe
+from diffusion.tasks.argument_checks import CheckpointOptions, EvaluationOptions, evaluation_recipe
 from diffusion.training.train import train
 
 
@@ -61,6 +62,14 @@ def test_wrong_url_is_a_mistake(small_run, tmp_path, capsys):
         message = f'error: checkpoint: {small_run}/{name} is not a checkpoint or a run ('
         assert message in capsys.readouterr().err.replace('\n', ' ')
     assert not (tmp_path / 'exported').exists()
+
+
+def test_url_of_a_checkpoint_is_evaluated_as_its_run(small_run, store, write_recipe):
+    images = {'a': {'local': 'x', 'resolution': 32}}
+    store.put(small_run, 'recipe.yaml', write_recipe(eval_streams=images, runs_dir='runs', name='old').read_bytes())
+    for place in (small_run, f'{small_run}/latest', f'{small_run}/ba2'):
+        recipe = evaluation_recipe(CheckpointOptions(place), EvaluationOptions())
+        assert (recipe.runs_dir, recipe.name, recipe.task) == ('s3://bucket/runs', 'run', 'evaluate')
 
 
 def test_checkpoint_is_downloaded_once(small_run, store):

@@ -63,7 +63,9 @@ def test_extended_run_says_its_learning_rate_before_and_after(finished, tmp_path
     assert rates.found == pytest.approx({batch: cosine(batch, 12) for batch in range(6, 12)})
 
 
-def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, capsys):
+def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, write_recipe, caplog, capsys):
+    out = output_of(capsys, 'check', write_recipe(), '--resume', '--quiet')
+    assert 'has no checkpoint, so the run would start at batch 0' in out
     out = output_of(capsys, 'check', finished, '--resume', '--quiet')
     assert 'ba6, no changed settings' in out
     assert out.rstrip().endswith(f'{cosine(6, 6):.4g} in batch 6 ({cosine(6, 6) / cosine(5, 6):.4g} times)')
@@ -71,11 +73,6 @@ def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, c
     train(load(finished)).close()
     assert 'learning rate' not in caplog.text and 'runs/run: already trained to 6ba' in caplog.text
     assert one_batch_earlier(Timestamp(batch=4, sample=32)).state_dict() == Timestamp(batch=3, sample=24).state_dict()
-
-
-def test_run_without_checkpoint_starts_at_batch_0(write_recipe, capsys):
-    out = output_of(capsys, 'check', write_recipe(), '--resume', '--quiet')
-    assert 'has no checkpoint, so the run would start at batch 0' in out
 
 
 def test_schedule_in_epochs_uses_the_length_of_an_epoch(finished, capsys):

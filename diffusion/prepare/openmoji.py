@@ -174,7 +174,7 @@ def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
             continue
         thumbnail = np.asarray(emoji.render(16), np.float32).reshape(1, -1) / 255
         distances = np.sqrt(np.mean((thumbnails - thumbnail) ** 2, axis=1))
-        if not len(distances) or distances.min() >= DISTINCT_DISTANCE:
+        if distances.min(initial=np.inf) >= DISTINCT_DISTANCE:
             thumbnails = np.concatenate([thumbnails, thumbnail])
             yield emoji
 

@@ -113,13 +113,14 @@ def test_a_kill_between_the_tables_of_two_columns_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(caption_tables, 'write_table', killed_after_one)
         assert main(['caption', str(data), '--with', str(settings)]) == 130
+    assert f'resume, answers are in {data}.captions-work\n' in capsys.readouterr().err
     output_of(capsys, 'caption', data, '--with', settings)
     assert check_tables(data, 3) == 6
     assert set(server.good.values()) == {1}
 
 
 def test_the_report_shows_images_lengths_and_rejected_answers(
-    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], write_recipe: Callable[..., Path]
+    server: VlmServer, tmp_path: Path, capsys: Any, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.faults, server.rate = ('400',), 0.2
     data = write_images(tmp_path / 'data', shards=2, each=10)
@@ -127,7 +128,7 @@ def test_the_report_shows_images_lengths_and_rejected_answers(
     words = ('caption', data, '--with', settings, '--report', tmp_path / 'page.html', '--recipe', write_recipe())
     assert 'columns.brief: ' in refusal(capsys, *words)
     output_of(capsys, 'caption', data, '--with', settings)
-    output_of(capsys, *words)
+    assert output_of(capsys, *words) == f'wrote {tmp_path}/page.html\n'
     page = (tmp_path / 'page.html').read_text()
     assert 'CLIP' not in page
     rows = table_of(data, 'brief').to_pylist()
@@ -138,6 +139,11 @@ def test_the_report_shows_images_lengths_and_rejected_answers(
         new = f'brief: {row["caption"]}' if row['caption'] else 'brief, rejected (refused_by_server): '
         assert f'<p>caption {index}</p></td><td><p>{new}' in page
     assert 'Length in tokens' in page and '100.0% have more than the 16 tokens' in page
+    for name, value in {'IMAGES': 3, 'MAX_CAPTIONS': 10}.items():
+        monkeypatch.setattr(f'diffusion.captioning.report.{name}', value)
+    output_of(capsys, *words)
+    page = (tmp_path / 'page.html').read_text()
+    assert '10 images of 1 of 2 shards, ' in page and page.count('<img') == 4, 'two of each shard'
 
 
 def test_the_report_has_clip_scores_of_old_and_new_captions(
@@ -221,6 +227,7 @@ def test_another_model_or_prompt_needs_another_column(
     data = write_images(tmp_path / 'data', shards=1, each=2)
     settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
     output_of(capsys, 'caption', data, '--with', settings)
+    assert 'has its captions; nothing to do' in output_of(capsys, 'caption', data, '--with', settings, '--plan')
     message = refusal(capsys, 'caption', data, '--with', settings, 'model=larger')
     assert f'columns.brief: {data.resolve()}/captions/brief was started with other settings' in message
     assert f'model: {MODEL} at the start, larger now' in message
@@ -247,6 +254,8 @@ def test_plan_measures_images_and_writes_nothing(
     printed = output_of(capsys, 'caption', data, '--with', settings, '--plan', '--dollars-per-hour', '3600')
     assert re.search(r'^[\d.]+ images/s, measured on 6 images; 0 of 12 answers were rejected$', printed, re.MULTILINE)
     assert re.search(r'^12 images to caption: 0\.0 hours, \$[\d.]+, at most \d+ B of tables$', printed, re.MULTILINE)
+    found = re.search(r'^([\d.]+) images/s(?:.|\n)*\$([\d.]+)', printed)
+    assert found is not None and float(found[2]) == pytest.approx(12 / float(found[1]), abs=0.006)
     assert sorted(data.rglob('*')) == before
 
 

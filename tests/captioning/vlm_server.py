@@ -20,6 +20,7 @@ from diffusion.storage.mds import ShardFormat, index_text, shard_name
 
 MODEL = 'tiny-vlm'
 FAULTS = ('429', '500', 'half', 'empty', 'other model', 'hang', 'down')
+RETRY_AFTER = ('0', 'Fri, 20 Nov 2026 12:00:00 GMT')
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'key': 'str'}
 
 
@@ -79,7 +80,7 @@ class VlmServer(LocalServer):
             return
         if fault.isdecimal():
             body = json.dumps({'error': {'message': f'fault {fault}'}}).encode()
-            self.send(request, int(fault), body, {'Retry-After': '0'})
+            self.send(request, int(fault), body, {'Retry-After': RETRY_AFTER[self.requested[text] % 2]})
             return
         answer = {
             'model': 'another' if fault == 'other model' else model,
@@ -114,7 +115,7 @@ def write_images(folder: Path, *, shards: int, each: int, first: int = 0) -> Pat
 
 def sample(index: int) -> dict[str, object]:
     file = io.BytesIO()
-    picture(index).save(file, 'PNG')
+    picture(index).save(file, 'PNG' if index % 2 else 'BMP')
     return {'image': file.getvalue(), 'captions': [f'caption {index}'], 'key': f'p{index}'}
 
 

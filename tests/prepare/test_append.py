@@ -118,6 +118,9 @@ def test_three_deliveries_give_the_samples_of_preparing_everything_at_once(tmp_p
     report = add(tmp_path / 'out', second)
     assert [note.partition(': ')[2] for note in report.notes] == ['has all parts of the input already; nothing to do']
     assert (report.inputs, report.passed, hashes(tmp_path / 'out', '*')) == (0, True, before)
+    (tmp_path / 'out/report.json').unlink()  # as if the process had been killed before it wrote this
+    add(tmp_path / 'out', second)
+    assert hashes(tmp_path / 'out', 'report.json')['report.json'] == before['report.json']
 
 
 def test_images_that_are_there_under_the_same_key_are_passed_over(tmp_path: Path) -> None:
@@ -193,13 +196,14 @@ def test_held_out_images_stay_held_out_and_their_copies_are_not_trained_on(tmp_p
         add(tmp_path / 'out', Copies(1, 5), hold_out=5)
 
 
-def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """The second one compares its images with those of the first, so that none is in the dataset twice."""
     start(tmp_path / 'out', sliced(0, 10))
     add_before_commit(monkeypatch, tmp_path / 'out', sliced(10, 30))
     # Its first ten images are those of the other process, under other keys.
     report = add(tmp_path / 'out', sliced(20, 40, prefix='second-'))
     assert report.rejected['duplicate'].count >= 10 and report.pictures <= 10
+    assert 'comparing the images to add with the new version of the dataset' in caplog.text
     found = all_keys(tmp_path / 'out')
     assert 'image-28' in found and 'second-image-30' in found and 'second-image-28' not in found
     assert len(PrepareReport.read(tmp_path / 'out/report.json').deliveries) == 3

@@ -214,15 +214,9 @@ def test_only_images_without_correction_are_unmodified() -> None:
     found = [file_of(smooth()), file_of(smooth(), 'WEBP'), file_of(smooth().convert('L'), 'PNG')]
     found.append(file_of(smooth(), icc_profile=srgb))
     assert all(decode_image(encoded).is_unmodified for encoded in found)
-    corrected = [
-        file_of(smooth(), exif=exif),
-        file_of(smooth(), icc_profile=swapped_profile()),
-        file_of(smooth().convert('CMYK')),
-        file_of(smooth().convert('P'), 'PNG'),
-        file_of(smooth().convert('RGBA'), 'PNG'),
-        file_of(smooth(), 'PNG', transparency=(1, 2, 3)),
-        file_of(smooth(), 'BMP'),
-    ]
+    corrected = [file_of(smooth(), exif=exif), file_of(smooth(), icc_profile=swapped_profile())]
+    corrected += [file_of(smooth().convert('CMYK')), file_of(smooth(), 'PNG', transparency=(1, 2, 3))]
+    corrected += [file_of(smooth().convert(mode), 'PNG') for mode in ('P', 'RGBA')] + [file_of(smooth(), 'BMP')]
     assert not any(decode_image(encoded).is_unmodified for encoded in corrected)
 
 

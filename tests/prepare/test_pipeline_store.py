@@ -228,7 +228,6 @@ def test_next_start_uploads_the_rest_after_a_failure(tmp_path: Path, store: Stor
     assert not (tmp_path / 'work').exists()
 
 
-@pytest.mark.slow
 def test_shard_damaged_during_other_uploads_is_written_again(
     tmp_path: Path, store: Store, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def test_removal_rewrites_only_the_shards_with_the_images_and_keeps_all_other_sa
     assert f'{out}: removing 2 images (' in printed and f') from {len(touched)} shards\n' in printed
     assert f'{out}: rewrote {len(touched)} shards\n  a running job goes on until it needs an old shard' in printed
     assert 'allow_data_change: true' in printed and 'would remove' not in printed
+    assert re.search('  cached copies of old shards are in .* on each machine: [0-9a-f]{16}(, [0-9a-f]{16})*$', printed)
     report = PrepareReport.read(out / 'report.json')
     assert report.removed == 2
     assert report.buckets == {bucket: len(of) for bucket, of in keys(out).items()}
@@ -151,6 +153,8 @@ def test_images_are_removed_by_their_answers(out: Path, capsys: Any) -> None:
     before = snapshot(out)
     printed = run(capsys, out, '--where', 'watermark=yes', 'score>8.5', '--dry-run')
     assert 'watermark=yes: 1 images' in printed and 'score>8.5: 1 images' in printed
+    for condition, count in {'score=8.5': 1, 'score<2': len(every) - 3}.items():  # no counts as 0
+        assert f'{condition}: {count} images' in run(capsys, out, '--where', condition, '--dry-run')
     assert 'image-4 (loop)' in printed and "image-6 ('perhaps')" in printed
     assert 'would remove 2 images' in printed and snapshot(out) == before
     run(capsys, out, '--where', 'watermark=yes', 'score>8.5')
@@ -315,6 +319,7 @@ def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, ca
 
 def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: Any) -> None:
     (out / 'dataset.json').unlink()  # as of latents
+    caption_shards(out)
     content = contents(out)
     before = hashes(out)
     touched = holding(out, 'image-3')
@@ -328,6 +333,12 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     assert contents(out) == {b: {k: s for k, s in of.items() if k != 'image-3'} for b, of in content.items()}
     assert set(before) - set(hashes(out)) == touched
     check_bucket_list(out)
+    assert len([*out.rglob('captions/long/*.parquet')]) == len([*indexed(out)])
+    (out / min(touched)).write_bytes(b'left by a removal that was killed')
+    run(capsys, out, '--key', 'image-4', '--dry-run')
+    assert set(hashes(out)) & touched == {min(touched)}
+    run(capsys, out, '--key', 'image-x', '--missing-ok')
+    assert not set(hashes(out)) & touched and set(before) - set(hashes(out)) == touched
     assert 'has no record of its images' in run(capsys, out, '--key', 'image-4', '--purge', status=2)
 
 
@@ -361,10 +372,10 @@ def test_removal_in_a_store_gives_the_same_dataset(tmp_path: Path, store: Store,
         assert 'report' in name or found[name] == body, name
 
 
-def test_removal_and_append_at_the_same_time_lose_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_and_append_at_the_same_time_lose_nothing(out: Path, monkeypatch, caplog) -> None:
     add_before_commit(monkeypatch, out, sliced(40, 50))
     removal = remove(RecordedDataset(str(out), out.parent / 'scratch'), ['image-3'])
-    assert removal.selection.images == 1
+    assert removal.selection.images == 1 and 'searching the new version' in caplog.text
     found = all_keys(out)
     assert 'image-3' not in found and {'image-44', 'image-28'} <= found
     assert len(PrepareReport.read(out / 'report.json').deliveries) == 3

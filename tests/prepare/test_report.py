@@ -144,6 +144,7 @@ def test_reports_of_deliveries_are_merged() -> None:
     assert '5 of 6 buckets have no images (0px, 1px, 2px, 3px, 4px)\n' in replace(
         REPORT, empty_buckets=REPORT.empty_buckets[:5]
     ).text('o')
+    assert replace(REPORT, max_rejected=REPORT.unusable_share).passed and not REPORT.passed
     alone = merged_report([REPORT], {}, removed=0, removed_held_out=0)
     assert (alone.fingerprint, alone.statistics) == ('f', REPORT.statistics)
 

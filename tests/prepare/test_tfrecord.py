@@ -23,7 +23,7 @@ from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.tfrecord import masked_crc32c, read_records
 
-PLAIN: dict[str, Any] = {'image/shape': [16, 20, 3], 'range': [-(2**63), 128, 2**63 - 1]}
+PLAIN: dict[str, Any] = {'image/shape': [16, 20, 3], 'range': [-(2**63), 128, 2**63 - 1], 'scale': [1.5, 2.5]}
 IMAGES = [encode(draw(number, width=20, height=16), 'PNG') for number in range(16)]
 
 

@@ -46,12 +46,12 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def feature(values: Feature) -> bytes:
-    if len(values) == 1 and isinstance(values[0], int):
-        return field(3, varint(8) + varint(values[0]))
     if values and isinstance(values[0], int):
-        return field(3, field(1, b''.join(varint(int(each)) for each in values)))
+        content = b''.join(varint(int(each)) for each in values)
+        return field(3, field(1, content) if len(values) > 1 else varint(8) + content)  # one number is not packed
     if values and isinstance(values[0], float):
-        return field(2, field(1, struct.pack(f'<{len(values)}f', *values)))
+        content = struct.pack(f'<{len(values)}f', *values)
+        return field(2, field(1, content) if len(values) > 1 else varint(13) + content)
     return field(1, b''.join(field(1, each.encode() if isinstance(each, str) else bytes(each)) for each in values))  # pyright: ignore[reportArgumentType]
 
 

@@ -42,11 +42,12 @@ def card(tmp_path):
 
 
 def test_card_has_the_license_of_the_frozen_parts_and_the_size_of_the_run(card):
-    front, body = card()
+    front, body = card(trainer={'max_duration': '1ba', 'precision': 'amp_bf16'})
     expected = {'library_name': 'diffusers', 'pipeline_tag': 'text-to-image', 'license': 'openrail++'}
     assert front == expected
     assert '| model | `sd2`, 865,910,724 parameters in the denoiser |' in body
     assert '| batches | 550,000 of 2,048 images, 1,126,400,000 images in total |' in body
+    assert '| precision | amp_bf16 |' in body and '| objective | diffusion, prediction type epsilon |' in body
     assert f'- [{BASE}](https://huggingface.co/{BASE}): openrail++' in body
 
 
@@ -93,7 +94,9 @@ def test_card_of_a_lora_names_the_base_model(card):
     assert (front['base_model'], front['base_model_relation'], front['tags']) == (BASE, 'adapter', ['lora'])
     assert f"from_pretrained('{BASE}')" in body
     assert "pipeline.load_lora_weights('org/painter', weight_name='lora.safetensors')" in body
-    assert '| LoRA | rank 4, alpha 8, of to_q, to_k, to_v, to_out.0 |' in body
+    assert (
+        '| LoRA | rank 4, alpha 8, of to_q, to_k, to_v, to_out.0 |' in body and 'of diffusers and for ComfyUI' in body
+    )
 
 
 def test_card_calls_each_pipeline_as_the_run_draws(card):

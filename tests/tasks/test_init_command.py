@@ -100,9 +100,10 @@ def test_base_follows_number_size_and_memory(folder, size, count, gpu, base, rea
     assert main(['init', 'data/photos', '--out', 'mine.yaml', '--gpu', gpu, '--gpus', '1']) == 0
     text = (folder / 'mine.yaml').read_text()
     assert f'extends: diffusion:{base}\n' in text and reason in text.replace('\n#           ', ' ')
+    is_short = 't_warmup: 312ba' in text and 'ema_start: 1562ba' in text
+    assert is_short == ((base, count) == ('finetune', 2_000)), 'a tenth and half of 3125 batches'
     recipe = load('mine.yaml', allow_missing=True)
-    assert [*recipe.streams] == ['photos'] and recipe.eval_streams == {}
-    assert recipe.missing == []
+    assert ([*recipe.streams], recipe.eval_streams, recipe.missing) == (['photos'], {}, [])
 
 
 def test_aspect_buckets_are_read_as_such(folder):

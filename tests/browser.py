@@ -17,10 +17,8 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason='Chromium is not ins
 def browser_context(**options) -> Iterator[tuple[BrowserContext, list[str]]]:
     """Open a browser; yield a context and a list of the requests that left the page, which stays empty if none did.
 
-    A request leaves the page unless it is for a file, embedded data, or a server on localhost.
-
-    Args:
-        options: Options of playwright's `Browser.new_context`, such as `viewport` or `color_scheme`.
+    A request leaves the page unless it is for a file, embedded data, or a server on localhost. `options` are those of
+    playwright's `Browser.new_context`, such as `viewport` or `color_scheme`.
     """
     left: list[str] = []
     with sync_playwright() as playwright:

@@ -36,28 +36,11 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-LONGEST = (
-    'test_resume_matrix.py',
-    'test_same_curve.py',
-    'test_local.py',
-    'test_endings.py',
-    'test_real_slurm.py',
-    'test_checkpointer.py',
-    'test_performance.py',
-    'test_stopping.py',
-    'test_exit_codes.py',
-    'test_docs.py',
-    'test_image_metrics.py',
-    'test_parallelism.py',
-    'test_gpu_check.py',
-    'test_precompute.py',
-    'test_interrupts.py',
-    'test_recipes.py',
-    'test_half_precision.py',
-    'test_kill.py',
-    'test_tiers.py',
-    'test_benchmarks.py',
+NAMES_OF_LONGEST = (
+    'resume_matrix same_curve local endings real_slurm checkpointer performance stopping exit_codes docs '
+    'image_metrics parallelism gpu_check precompute interrupts recipes half_precision kill tiers benchmarks'
 )
+LONGEST = tuple(f'test_{name}.py' for name in NAMES_OF_LONGEST.split())
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
 SHARED_SERVER = pytest.StashKey[Any]()
 LONG_COLLECTION_SECONDS = 0.1
@@ -249,19 +232,12 @@ def small_rae(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
 
     torch.manual_seed(0)
-    vae = AutoencoderRAE(
-        encoder_hidden_size=64,
-        encoder_patch_size=4,
-        encoder_num_hidden_layers=1,
-        encoder_input_size=16,
-        decoder_hidden_size=32,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2,
-        decoder_intermediate_size=32,
-        patch_size=8,
-        latents_mean=torch.linspace(-1, 1, 64).view(64, 1, 1),
-        latents_std=torch.linspace(0.5, 1.5, 64).view(64, 1, 1),
-    )
+    encoder: dict[str, Any] = {'hidden_size': 64, 'patch_size': 4, 'num_hidden_layers': 1, 'input_size': 16}
+    decoder = {'hidden_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 32}
+    settings = {f'encoder_{name}': size for name, size in encoder.items()}
+    settings |= {f'decoder_{name}': size for name, size in decoder.items()} | {'patch_size': 8}
+    mean, std = (torch.linspace(*ends, 64).view(64, 1, 1) for ends in ((-1, 1), (0.5, 1.5)))
+    vae = AutoencoderRAE(latents_mean=mean, latents_std=std, **settings)
     folder = tmp_path_factory.mktemp('session-models') / 'rae'
     vae.save_pretrained(folder)
     return folder
@@ -294,9 +270,7 @@ def draw_loss_curve() -> Iterator[Callable[[Path, Path], None]]:
 
 
 @pytest.fixture(scope='session')
-def tiny_recipe(
-    pictures: dict[int, Path], small_vae: Path, draw_loss_curve: Callable[..., None]
-) -> Callable[..., dict[str, Any]]:
+def tiny_recipe(pictures: dict[int, Path], small_vae: Path, draw_loss_curve: object) -> Callable[..., dict[str, Any]]:
     """Function that returns a recipe for 8 batches of the tiny model on 32 px images; keywords replace sections.
 
     With `small=True`, the model is a PRX of 23 trained tensors, a quarter of the smallest U-Net's: a save takes a tenth
@@ -304,31 +278,20 @@ def tiny_recipe(
     """
 
     def content(runs_dir: Path, /, *, small: bool = False, **sections: Any) -> dict[str, Any]:
+        # Without layers per block, the model has half of the weights, and a batch or a save takes half of the time.
+        network = {'block_out_channels': [32, 32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
+        trainer = {'max_duration': '8ba', 'save_interval': '4ba'}
         recipe: dict[str, Any] = {
             'name': 'run',
             'runs_dir': str(runs_dir),
             'global_batch': 8,
-            'model': {
-                'name': 'tiny',
-                'resolution': 32,
-                'vae': str(small_vae),
-                'block_out_channels': [32, 32],
-                'layers_per_block': 0,  # half of the weights, and of the time of a batch or a save
-                'text_width': 32,
-                'text_layers': 1,
-            },
+            'model': {'name': 'tiny', 'resolution': 32, 'vae': str(small_vae), **network},
             'dataset': {'name': 'image_text'},
             'streams': {'small': {'local': str(pictures[32]), 'resolution': 32}},
             'loader': {'num_workers': 0},
             'optimizer': {'name': 'adamw', 'lr': 1.0e-3},
             'loggers': {'metrics_file': None},
-            'trainer': {
-                'max_duration': '8ba',
-                'save_interval': '4ba',
-                'autoresume': True,
-                'progress_bar': False,
-                'device': 'cpu',
-            },
+            'trainer': trainer | {'autoresume': True, 'progress_bar': False, 'device': 'cpu'},
         }
         if small:
             sizes = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'patch_size': 2, 'text_width': 32, 'text_layers': 1}
@@ -395,9 +358,7 @@ def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> 
 
 
 @pytest.fixture(scope='module', autouse=True)
-def _delete_folders_of_module(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def _delete_module_folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Delete the folders that the fixtures of a module created, unless one of its tests failed.
 
     Checkpoints would otherwise take 40 GB per test session. Folders of session fixtures start with `session-`.

@@ -79,12 +79,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Reader:
-    """Runs the blocks of a page, one after the other, in one folder.
-
-    Args:
-        folder: The working folder.
-        server: Address of the fork server.
-    """
+    """Runs the blocks of a page, one after the other, in one folder; `server` is the address of the fork server."""
 
     def __init__(self, folder: Path, server: str) -> None:
         self.folder = folder
@@ -95,17 +90,10 @@ class Reader:
             path.write_text(f'#!/bin/bash\n{script}\n')
             path.chmod(0o755)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(('PYTEST_', 'MAKE', 'MFLAGS'))}
-        self.environ = kept | {
-            'PATH': f'{self.programs}:{kept["PATH"]}',
-            'PYTHON': sys.executable,
-            'FORK': str(ROOT / 'tests' / 'forkserver.py'),
-            'OVERLAY': str(make_overlay(folder / '.overlay')),
-            SOCKET: server,
-            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
-            'CUDA_VISIBLE_DEVICES': '',
-            'OMP_NUM_THREADS': '1',
-            'COLUMNS': '100',
-        }
+        own = {'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'PATH': f'{self.programs}:{kept["PATH"]}', SOCKET: server}
+        own |= {'PYTHON': sys.executable, 'FORK': str(ROOT / 'tests' / 'forkserver.py')}
+        own |= {'OVERLAY': str(make_overlay(folder / '.overlay')), 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
+        self.environ = kept | own | {'COLUMNS': '100'}
 
     def run(self, block: Block, **variables: str) -> str:
         """Run or save a block; return what it printed."""
@@ -121,15 +109,13 @@ class Reader:
 
     def shell(self, script: str, **variables: str) -> str:
         """Run a script in bash, which must succeed; return what it printed."""
-        done = subprocess.run(
+        command, environ, joined = (
             ['bash', '-euo', 'pipefail', '-c', script],
-            cwd=self.folder,
-            env=self.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=400,
+            self.environ | variables,
+            subprocess.STDOUT,
+        )
+        done = subprocess.run(
+            command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, stderr=joined, text=True, timeout=400
         )
         assert done.returncode == 0, f'{script}\nended with {done.returncode}\n{done.stdout}'
         return done.stdout

@@ -20,14 +20,8 @@ from typing import Any
 
 VARIABLE = 'STORAGE_FAULTS'
 """Environment variable with the faults of a process as JSON."""
-EVENTS = {
-    'os.mkdir': 'mkdir',
-    'os.rename': 'rename',
-    'os.scandir': 'list',
-    'os.listdir': 'list',
-    'os.symlink': 'link',
-    'os.remove': 'remove',
-}
+EVENTS = {'os.mkdir': 'mkdir', 'os.rename': 'rename', 'os.remove': 'remove', 'os.symlink': 'link'}
+EVENTS |= dict.fromkeys(('os.scandir', 'os.listdir'), 'list')
 """Operation of each of Python's audit events, other than `open`."""
 QUICK = {
     'diffusion.checkpointing.checkpoint_store:RETRY_PAUSES_SECONDS': (0.01, 0.01),
@@ -70,10 +64,8 @@ _installed = False
 def environment(faults: Sequence[Fault], folder: Path, constants: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the environment variable that gives faults to processes of the fork server.
 
-    Args:
-        faults: The faults.
-        folder: Existing folder in which the processes count the operations.
-        constants: Values of constants by `module:name`; by default retries take no time.
+    They count the operations in an existing folder. `constants` has values by `module:name`; by default retries take
+    no time.
     """
     content = {'faults': [asdict(each) for each in faults], 'folder': str(folder), 'constants': constants or QUICK}
     return {VARIABLE: json.dumps(content)}

@@ -43,13 +43,10 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, sign
 
 
 class Process:
-    """Process forked by a server.
+    """Process forked by a server; `outputs` are the file descriptors of its stdout and stderr.
 
-    Args:
-        outputs: File descriptors of its stdout and stderr.
-        double: True trains in float64.
-        death: Number of the file operation before which the process kills itself, and the folder of the files; see
-            `sudden_death.die_before`.
+    With `double` it trains in float64. `death` is the number of the file operation before which it kills itself, and
+    the folder of the files; see `sudden_death.die_before`.
     """
 
     def __init__(
@@ -75,11 +72,7 @@ class Process:
         self.pid = self._number()
 
     def poll(self, timeout: float | None = 0) -> int | None:
-        """Wait for the end of the process, and return its exit status, or None if it still runs.
-
-        Args:
-            timeout: Seconds to wait; None waits until the process ends.
-        """
+        """Return the exit status, or None if the process still runs after some seconds; None waits for its end."""
         if self.status is None and select.select([self.connection], [], [], timeout)[0]:
             self.status = self._number()
             self.connection.close()
@@ -121,21 +114,11 @@ class Client:
         return float(record.read_text()) if record.exists() else 0.0
 
     def start(
-        self,
-        *command: str | Path,
-        output: Path,
-        folder: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        **settings: Any,
+        self, *command: str | Path, output: Path, folder: Path = ROOT, environment: Any = None, **settings: Any
     ) -> Process:
-        """Start `python COMMAND`.
+        """Start `python COMMAND`, with variables added to those of this process; append its output to a file.
 
-        Args:
-            command: Arguments of `python`.
-            output: File that stdout and stderr are appended to.
-            folder: The working folder; None is the repository's root.
-            environment: Variables added to those of this process.
-            settings: Further arguments of `Process`.
+        Keywords are further arguments of `Process`.
         """
         with output.open('ab') as file:
             outputs = (file.fileno(), file.fileno())
@@ -143,7 +126,7 @@ class Client:
                 self.path,
                 [str(word) for word in command],
                 environ=own_environment() | dict(environment or {}),
-                folder=str(folder or ROOT),
+                folder=str(folder),
                 outputs=outputs,
                 **settings,
             )
@@ -157,11 +140,7 @@ class Client:
 
 
 class Server(Client):
-    """Server process that forks; create one per test session.
-
-    Args:
-        environment: Variables added to those of this process, for libraries that must be loaded with the server.
-    """
+    """Server process that forks; create one per test session. `environment` has variables for what it imports."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()

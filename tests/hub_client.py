@@ -5,12 +5,7 @@ from typing import Any
 
 
 def set_address(url: str, setattr: Callable[[Any, str, str], Any]) -> None:
-    """Make huggingface_hub download files from the server at an address.
-
-    Args:
-        url: The address.
-        setattr: `setattr`, or `monkeypatch.setattr`.
-    """
+    """Make huggingface_hub download files from the server at an address; `setattr` may be `monkeypatch.setattr`."""
     from huggingface_hub import constants, file_download
 
     setattr(constants, 'ENDPOINT', url)

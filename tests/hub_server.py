@@ -36,11 +36,7 @@ class Repository:
 
 
 class Hub(LocalServer):
-    """Server of the files in a folder as the repository `someone/model`, with a script of misbehavior.
-
-    Args:
-        folder: Files of the repository.
-    """
+    """Server of the files in a folder as the repository `someone/model`, with a script of misbehavior."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

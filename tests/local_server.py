@@ -2,15 +2,11 @@
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 class LocalServer:
-    """Server in a thread that calls `answer` for each request; as a context it closes itself.
-
-    Attributes:
-        url: Its address.
-        requests: Method and path of every request so far, as `answer` records them.
-    """
+    """Server in a thread that calls `answer` for each request, which adds its method and path to `requests`."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -33,13 +29,7 @@ class LocalServer:
         raise NotImplementedError
 
     def send(
-        self,
-        request: BaseHTTPRequestHandler,
-        status: int,
-        body: bytes,
-        headers: dict[str, str] | None = None,
-        *,
-        cut: bool = False,
+        self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: Any = None, *, cut: bool = False
     ) -> None:
         """Send an answer; `cut` closes the connection after half of the body."""
         request.send_response(status)

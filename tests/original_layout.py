@@ -2,23 +2,11 @@
 
 from torch import Tensor
 
-RESNET = {
-    'norm1': 'in_layers.0',
-    'conv1': 'in_layers.2',
-    'norm2': 'out_layers.0',
-    'conv2': 'out_layers.3',
-    'time_emb_proj': 'emb_layers.1',
-    'conv_shortcut': 'skip_connection',
-}
-TOP = {
-    'time_embedding.linear_1': 'time_embed.0',
-    'time_embedding.linear_2': 'time_embed.2',
-    'add_embedding.linear_1': 'label_emb.0.0',
-    'add_embedding.linear_2': 'label_emb.0.2',
-    'conv_in': 'input_blocks.0.0',
-    'conv_norm_out': 'out.0',
-    'conv_out': 'out.2',
-}
+RESNET = {'norm1': 'in_layers.0', 'conv1': 'in_layers.2', 'norm2': 'out_layers.0', 'conv2': 'out_layers.3'}
+RESNET |= {'time_emb_proj': 'emb_layers.1', 'conv_shortcut': 'skip_connection'}
+TOP = {'conv_in': 'input_blocks.0.0', 'conv_norm_out': 'out.0', 'conv_out': 'out.2'}
+TOP |= {'time_embedding.linear_1': 'time_embed.0', 'time_embedding.linear_2': 'time_embed.2'}
+TOP |= {'add_embedding.linear_1': 'label_emb.0.0', 'add_embedding.linear_2': 'label_emb.0.2'}
 
 
 def original_layout(weights: dict[str, Tensor], *, layers_per_block: int, ema: bool = False) -> dict[str, Tensor]:

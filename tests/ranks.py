@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,45 +97,23 @@ class Ranks:
         return self.start_program(ranks, ROOT / 'run.py', recipe, *overrides, **settings)
 
     def start_program(
-        self,
-        ranks: int,
-        *command: str | Path,
-        double: bool = False,
-        environment: Mapping[str, str] | None = None,
-        deaths: Mapping[int, tuple[int, Path]] | None = None,
+        self, ranks: int, *command: str | Path, double: bool = False, environment: Any = None, deaths: Any = None
     ) -> Job:
-        """Start `python COMMAND` on several ranks, as the composer launcher would.
+        """Start `python COMMAND` on several ranks, as the composer launcher would, with additional variables.
 
-        Args:
-            ranks: Number of ranks.
-            command: Arguments of `python`.
-            double: True trains in float64.
-            environment: Additional environment variables.
-            deaths: Number of the file operation before which a rank kills itself, and the folder of the files, by rank;
-                see `sudden_death.die_before`.
+        With `double` they train in float64. `deaths` has the number of the file operation before which a rank kills
+        itself, and the folder of the files, by rank; see `sudden_death.die_before`.
         """
         self._count += 1
         logs = [self._folder / f'{self._count}-{rank}.log' for rank in range(ranks)]
-        common = {
-            'NODE_RANK': '0',
-            'WORLD_SIZE': str(ranks),
-            'LOCAL_WORLD_SIZE': str(ranks),
-            'MASTER_ADDR': '127.0.0.1',
-            'MASTER_PORT': str(free_port()),
-            **(environment or {}),
-        }
+        common = {'NODE_RANK': '0', 'WORLD_SIZE': str(ranks), 'LOCAL_WORLD_SIZE': str(ranks)}
+        common |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port()), **(environment or {})}
         processes = []
         for rank, log in enumerate(logs):
             step, folder = (deaths or {}).get(rank, (None, None))
-            processes.append(
-                self._server.start(
-                    *command,
-                    output=log,
-                    environment={'RANK': str(rank), 'LOCAL_RANK': str(rank)} | common,
-                    double=double,
-                    death=None if step is None else (step, str(folder)),
-                )
-            )
+            environ = {'RANK': str(rank), 'LOCAL_RANK': str(rank)} | common
+            death = None if step is None else (step, str(folder))
+            processes.append(self._server.start(*command, output=log, environment=environ, double=double, death=death))
         return Job(processes, logs)
 
     def run(self, ranks: int, recipe: Path, *overrides: str, **settings: Any) -> str:

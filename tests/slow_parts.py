@@ -12,13 +12,7 @@ from diffusion.config import registry
 
 
 class SlowBatch(Callback):
-    """Write a file before a batch, and then wait.
-
-    Args:
-        batch: Number of batches before the slow one.
-        file: File to write when the batch begins.
-        seconds: Time to wait.
-    """
+    """Write a file when so many batches are done, and then wait before the next one."""
 
     def __init__(self, *, batch: int, file: str, seconds: float) -> None:
         self.batch, self.file, self.seconds = batch, Path(file), seconds
@@ -30,12 +24,7 @@ class SlowBatch(Callback):
 
 
 class SlowStart(Callback):
-    """Write a file while the Trainer is built, and then wait.
-
-    Args:
-        file: File to write.
-        seconds: Time to wait.
-    """
+    """Write a file while the Trainer is built, and then wait."""
 
     def __init__(self, *, file: str, seconds: float) -> None:
         Path(file).touch()
@@ -43,11 +32,7 @@ class SlowStart(Callback):
 
 
 class Killed(Callback):
-    """Kill this process before a batch, as if the machine failed.
-
-    Args:
-        batch: Number of batches before it.
-    """
+    """Kill this process when so many batches are done, as if the machine failed."""
 
     def __init__(self, *, batch: int) -> None:
         self.batch = batch

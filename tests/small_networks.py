@@ -92,8 +92,7 @@ def write_mask2former(folder: Path, *, labels: int = 80) -> Path:
         **{'encoder_layers': 1, 'decoder_layers': 2, 'dim_feedforward': 32, 'encoder_feedforward_dim': 32},
         'num_labels': labels,
     }
-    config = Mask2FormerConfig(backbone_config=SwinConfig(**backbone), **sizes)
-    network = Mask2FormerForUniversalSegmentation(config)
+    network = Mask2FormerForUniversalSegmentation(Mask2FormerConfig(backbone_config=SwinConfig(**backbone), **sizes))
     with torch.no_grad():
         network.class_predictor.weight *= 100
         network.class_predictor.bias[-1] = -1000

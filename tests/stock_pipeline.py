@@ -63,22 +63,12 @@ def _server() -> 'subprocess.Popen[str]':
 
 
 def draw(
-    pipeline: tuple[str, str],
-    exported: Path,
-    latents: Tensor,
-    call: Mapping[str, Any],
-    folder: Path,
-    load: Mapping[str, Any] | None = None,
+    pipeline: tuple[str, str], exported: Path, latents: Tensor, call: Mapping[str, Any], folder: Path, load: Any = None
 ) -> tuple[Tensor, str]:
-    """Return the images that an exported pipeline draws, and what it wrote to stderr.
+    """Return the images that an exported pipeline draws from initial noise, and what it wrote to stderr.
 
-    Args:
-        pipeline: Module within diffusers.pipelines, and name of the class.
-        exported: Folder of the export.
-        latents: Initial noise.
-        call: Other arguments of the pipeline's call.
-        folder: Folder for the files that pass the tensors.
-        load: Other arguments of `from_pretrained`.
+    `pipeline` is a module within diffusers.pipelines, and the name of a class; `call` and `load` are other arguments
+    of its call and of `from_pretrained`. Files in `folder` pass the tensors.
     """
     torch.save(latents, folder / 'latents.pt')
     paths = {'exported': exported, 'latents': folder / 'latents.pt', 'out': folder / 'out.pt', 'stderr': folder / 'err'}

@@ -10,13 +10,10 @@ EVENTS = {'open', 'os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link'}
 
 
 def die_before(step: int, folder: Path | str, *, with_group: bool = False, after: Path | None = None) -> None:
-    """Make this process kill itself with SIGKILL before a certain operation on a file in a folder.
+    """Make this process kill itself with SIGKILL before a certain operation on a file in a folder or its subfolders.
 
-    Args:
-        step: Number of the operation; the first is 0. Forked processes count their operations separately.
-        folder: The folder, with its subfolders.
-        after: Count only operations while this file exists; None counts all.
-        with_group: True kills the whole process group when the first of its processes reaches the operation.
+    `step` is the number of the operation, from 0, among those while the file `after` exists, if given. Forked processes
+    count separately; `with_group` kills the whole process group when the first of them reaches the operation.
     """
     steps = iter(range(step))
 

@@ -16,16 +16,8 @@ LAYERS = [
     {'tasks', 'prepare', 'captioning', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs
 ]
 COMPOSER_MODELS = {'models.latent_diffusion', 'models.autoencoder'}  # on layer 2, in the folder of their parts
-FOREIGN = {
-    'torch': 1,
-    'torchvision': 1,
-    'diffusers': 1,
-    'transformers': 1,
-    'open_clip': 1,
-    'peft': 1,
-    'composer': 2,
-    'streaming': 2,
-}
+FOREIGN = {'torch': 1, 'torchvision': 1, 'diffusers': 1, 'transformers': 1, 'open_clip': 1, 'peft': 1}
+FOREIGN |= {'composer': 2, 'streaming': 2}
 """Lowest layer that may import each third-party package."""
 
 MODULES = {

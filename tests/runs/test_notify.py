@@ -36,13 +36,7 @@ SECRET = '/services/T000/B000/not-for-any-log'
 
 
 class Hook(LocalServer):
-    """Web server that records the JSON it receives.
-
-    Attributes:
-        messages: The messages so far, in order.
-        replies: HTTP statuses of the next replies; 200 when the list is empty.
-        delay: Seconds before each reply.
-    """
+    """Web server that records the JSON it receives, and replies after a delay with the next of some HTTP statuses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -184,5 +184,4 @@ def test_quickstart_models_prints_ratios(rows, tmp_path):
     (tmp_path / 'first.json').write_text(json.dumps(first))
     (tmp_path / 'today.json').write_text(json.dumps(first | {'seconds': 20.0, 'loss': 0.25}))
 
-    table = rows('quickstart_models', str(tmp_path))
-    assert table['ratio'][:3] == ['1.00', '0.40', '0.50']
+    assert rows('quickstart_models', str(tmp_path))['ratio'][:3] == ['1.00', '0.40', '0.50']

@@ -165,8 +165,7 @@ image = pipeline('a photograph', num_inference_steps=2, **{call!r}).images[0]
 assert 'diffusion' not in sys.modules
 print(image.size)
 """
-    command = [sys.executable, '-c', program]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, '-c', program], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.endswith(')\n')
 
@@ -245,8 +244,7 @@ def test_recipes_and_planning_pages(checkout):
 
 @pytest.mark.slow
 def test_clusters_page(checkout, quickstart):
-    output = checkout.read(DOCS / 'clusters.md')
-    assert 'ok; nothing was submitted' in output
+    assert 'ok; nothing was submitted' in checkout.read(DOCS / 'clusters.md')
     assert (checkout.folder / 'runs' / 'quickstart-local' / 'ba24').exists()
 
 
@@ -319,8 +317,7 @@ def test_install_page(tmp_path, forkserver):
         if block.language != 'bash':
             continue
         shutil.rmtree(reader.folder / 'diffusion', ignore_errors=True)
-        output = reader.run(block, **variables)
-        assert 'Traceback' not in output
+        assert 'Traceback' not in reader.run(block, **variables)
 
 
 @pytest.mark.slow

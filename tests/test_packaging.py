@@ -51,8 +51,7 @@ def lines_of(file: str) -> list[str]:
 def applicable(lines: Iterable[str], python: str) -> list[Requirement]:
     """Return the requirements that apply under a Python version, without those of extras."""
     environment = {**default_environment(), 'python_version': python, 'python_full_version': f'{python}.0', 'extra': ''}
-    found = map(Requirement, lines)
-    return [each for each in found if each.marker is None or each.marker.evaluate(environment)]
+    return [each for each in map(Requirement, lines) if each.marker is None or each.marker.evaluate(environment)]
 
 
 def outside(pinned: dict[NormalizedName, str], bounds: Iterable[Requirement]) -> dict[NormalizedName, str]:

@@ -146,12 +146,8 @@ def test_without_enough_memory_saves_block_training_and_say_so_once(write, block
 @pytest.mark.parametrize(
     ('remaining', 'synchronous', 'notice', 'choice'),
     [
-        (100.0, 200.0, None, 'both'),
-        (10.0, 20.0, 30.0, 'both'),
-        (10.0, 20.0, 20.0, 'replace'),
-        (0.0, 20.0, 20.0, 'both'),
-        (5.0, 20.0, 19.0, 'finish'),
-        (50.0, 20.0, 1.0, 'finish'),
+        *((100.0, 200.0, None, 'both'), (10.0, 20.0, 30.0, 'both'), (10.0, 20.0, 20.0, 'replace')),
+        *((0.0, 20.0, 20.0, 'both'), (5.0, 20.0, 19.0, 'finish'), (50.0, 20.0, 1.0, 'finish')),
     ],
 )
 def test_choice_of_saves_in_the_time_before_the_end(remaining, synchronous, notice, choice):

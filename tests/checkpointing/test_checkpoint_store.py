@@ -215,8 +215,7 @@ def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(t
         save = ShardedWrite({'model.a': torch.ones(3)}, work)
         save.write_index([save.write()])
         assert save.records == records_of(work, ['.metadata', '__0_0.distcp']), 'hashed while written'
-        about = {'batch': 5, 'kind': 'sharded'}
-        checkpoint_store.publish(work, checkpoint, records_of(work, names), about)
+        checkpoint_store.publish(work, checkpoint, records_of(work, names), {'batch': 5, 'kind': 'sharded'})
         if '__0_0.distcp' in names:
             checkpoint_weights.verify_checkpoint(checkpoint)
     with pytest.raises(checkpoint_store.DamagedCheckpoint, match=r'does not list __0_0\.distcp, which its index names'):

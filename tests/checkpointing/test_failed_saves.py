@@ -137,8 +137,7 @@ def test_failed_save_that_ends_after_the_last_batch_is_tried_again(tmp_path):
         callbacks=[Checkpointer(tmp_path / 'run', save_interval=interval, asynchronous=True)],  # type: ignore[arg-type]
         progress_bar=False,
     )
-    fault = Fault('create', r'\.ba3\.unfinished/state\.pt', 'EIO', sleep=1.0, times=1)
-    with active(tmp_path / 'faults', fault):
+    with active(tmp_path / 'faults', Fault('create', r'\.ba3\.unfinished/state\.pt', 'EIO', sleep=1.0, times=1)):
         trainer.fit()
     trainer.close()
     assert checkpoints(tmp_path / 'run') == {'ba4'}

@@ -38,8 +38,7 @@ def run(forkserver, tmp_path):
 
     def start(name: str, text: str) -> int | None:
         (tmp_path / f'{name}.py').write_text(text)
-        process = forkserver.start(tmp_path / f'{name}.py', output=tmp_path / f'{name}.log', environment={})
-        return process.poll(120)
+        return forkserver.start(tmp_path / f'{name}.py', output=tmp_path / f'{name}.log', environment={}).poll(120)
 
     return start
 

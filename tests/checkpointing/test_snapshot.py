@@ -109,9 +109,8 @@ def test_memory_is_used_again_and_grows_with_the_state():
         state['w'].fill_(number)
         assert buffers.reserve(StateTensors(state).nbytes)
         copies.append(buffers.copy(state, StateTensors(state))[0]['w'])
-    assert (
-        len({each.data_ptr() for each in copies}) == 1 and buffers.nbytes == 4032 == -(-4000 // ALIGNMENT) * ALIGNMENT
-    )
+    assert len({each.data_ptr() for each in copies}) == 1
+    assert buffers.nbytes == 4032 == -(-4000 // ALIGNMENT) * ALIGNMENT
     small = buffers.copy(state, StateTensors(state))[0]
     state['average'] = torch.full((1000,), 7.0)
     assert buffers.reserve(StateTensors(state).nbytes) and buffers.nbytes == 2 * 4032

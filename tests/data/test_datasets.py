@@ -33,8 +33,7 @@ def batches_of(loader):
 
 
 def test_batches_have_one_resolution_and_all_keys(write_recipe, pictures):
-    loader = build_loader(load(write_recipe(streams=streams_of(pictures))))
-    batches = batches_of(loader)
+    batches = batches_of(build_loader(load(write_recipe(streams=streams_of(pictures)))))
     assert len(batches) == 8  # 40 and 24 images in batches of 8
     assert {batch[batch_keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
     assert [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in batches] == [[i] for i in range(8)]
@@ -94,8 +93,7 @@ def dataset_over(folder, **settings):
 
 
 def test_caption_choice_varies_between_epochs(pictures):
-    dataset = dataset_over(pictures[32])
-    loader = BucketedLoader(dataset, batch_size=4)
+    loader = BucketedLoader(dataset_over(pictures[32]), batch_size=4)
     first, second = (torch.cat([batch[batch_keys.INPUT_IDS] for batch in loader]) for _ in range(2))
     same = (first == second).all(dim=(1, 2)) if first.ndim == 3 else first == second
     assert 5 < int(same.sum()) < 35, 'with two captions each, about half keep their caption'
@@ -115,8 +113,7 @@ def test_problems_name_the_stream_and_the_sample(tmp_path):
 
 
 def test_default_worker_count_leaves_one_core_per_device():
-    cores = len(os.sched_getaffinity(0))
-    assert default_num_workers(1) == max(0, min(8, cores - 1))
+    assert default_num_workers(1) == max(0, min(8, len(os.sched_getaffinity(0)) - 1))
     assert default_num_workers(10_000) == 0
 
 
@@ -153,8 +150,7 @@ def test_crop_coordinates_locate_the_pixels(tmp_path, tiny_recipe, many_datasets
     content['streams'] = {'ramps': {'local': str(data), 'resolution': 40, 'shape': '48x32'}}
     content['loader']['shuffle'] = False
     content['seed'] = 0  # mirrors some of the images
-    path = write_yaml(tmp_path / 'recipe.yaml', content)
-    (batch,) = build_loader(load(path))
+    (batch,) = build_loader(load(write_yaml(tmp_path / 'recipe.yaml', content)))
     mirrored = 0
     images = zip(encoded, batch[batch_keys.IMAGE], batch[batch_keys.IMAGE_SIZES], strict=True)
     for (width, height), image, sizes in images:
@@ -166,8 +162,7 @@ def test_crop_coordinates_locate_the_pixels(tmp_path, tiny_recipe, many_datasets
         (slope, start), (down, above) = (np.polyfit(np.arange(len(each)) + 0.5, each, 1) for each in (red, green))
         # In the mirrored image, the column 0 has the color 250.
         left, top = ((start - 250) / slope if flipped else start / slope), above / down
-        assert sizes[:2].tolist() == [3 * height, 3 * width]
-        assert sizes[4:].tolist() == [32, 48]
+        assert (sizes[:2].tolist(), sizes[4:].tolist()) == ([3 * height, 3 * width], [32, 48])
         assert sizes[2:4].tolist() == pytest.approx([top, left], abs=1.5)
     assert 0 < mirrored < len(encoded)
 

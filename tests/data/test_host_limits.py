@@ -27,8 +27,7 @@ def summary(problems) -> list[tuple[str, bool]]:
 
 
 def test_sufficient_resources_log_no_warning(source, tmp_path, caplog):
-    loader = loader_over(source, tmp_path / 'local', workers=1, cache_limit='1gb')
-    host_limits.check_machine(loader)
+    host_limits.check_machine(loader_over(source, tmp_path / 'local', workers=1, cache_limit='1gb'))
     assert not [record for record in caplog.records if record.levelname == 'WARNING']
 
 
@@ -145,8 +144,7 @@ def test_too_small_cache_limit_is_rejected_before_first_batch(write_recipe, pict
 def test_remote_without_local_folder_uses_cache(write_recipe, pictures, tmp_path):
     streams = {'a': {'remote': str(pictures[32]), 'resolution': 32}}
     loader = {'num_workers': 0, 'cache_folder': str(tmp_path / 'cache')}
-    batches = list(build_loader(load(write_recipe(streams=streams, loader=loader))))
-    assert len(batches) == 5
+    assert len(list(build_loader(load(write_recipe(streams=streams, loader=loader))))) == 5
     assert len(list((tmp_path / 'cache').glob('*-32px-*/*/shard.*.mds'))) == len(list(pictures[32].glob('*.mds')))
 
 

@@ -163,8 +163,7 @@ def test_limit_without_cache_folder_applies_only_to_downloaded_shards(store, buc
 
 def test_limit_never_evicts_local_data(tmp_path):
     local = write_samples(tmp_path / 'local')
-    loader = loader_over(None, local, cache_limit=3 * SHARD)
-    assert_correct(loader)
+    assert_correct(loader_over(None, local, cache_limit=3 * SHARD))
     assert len(shards_in(local)) == SHARDS
 
 

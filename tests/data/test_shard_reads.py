@@ -54,8 +54,7 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
     mounted = tmp_path / 'mounted'
     mounted.mkdir()
     store.requests.clear()
-    epochs = train(url, tmp_path / 'nodes', mounted=mounted, shuffle_algo='naive')
-    assert epochs == [expected(count=count)] * EPOCHS
+    assert train(url, tmp_path / 'nodes', mounted=mounted, shuffle_algo='naive') == [expected(count=count)] * EPOCHS
     assert sorted(shards_of(store.shard_reads()).items()) == [(path.name, 1) for path in shards]
 
 

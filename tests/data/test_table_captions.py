@@ -83,9 +83,7 @@ def test_captions_are_drawn_from_tables_by_weight(recipe_with: Callable[..., Any
     assert {'long', 'short'} < {text.split()[0] for text in mixed}
 
 
-def test_captions_in_packed_shards_are_drawn_as_those_in_tables(
-    recipe_with: Callable[..., Any], write_recipe: Callable[..., Path], folder: Path, tmp_path: Path
-) -> None:
+def test_captions_in_packed_shards_are_drawn_as_those_in_tables(recipe_with, write_recipe, folder, tmp_path):
     write_captions(folder, 'short', 'short')
     write_captions(folder, 'long', 'long')
     weights = {'original': 0.2, 'long': 0.4, 'short': 0.4}
@@ -101,8 +99,7 @@ def test_changed_captions_are_named_on_resume(recipe_with: Callable[..., Any], f
     recipe = recipe_with({'original': 1.0, 'long': 1.0})
     before = run_identity(recipe, build_loader(recipe))['data']
     write_captions(folder, 'long', 'other')
-    after = run_identity(recipe, build_loader(recipe))['data']
-    (line,) = differences(before, after)
+    (line,) = differences(before, run_identity(recipe, build_loader(recipe))['data'])
     assert line.startswith('streams.px32.captions.long: tiny-vlm, long version 2, ')
 
 
@@ -133,9 +130,7 @@ def test_unknown_columns_are_refused(recipe_with: Callable[..., Any], folder: Pa
         build_loader(recipe_with({'original': 1.0, 'long': 1.0, 'lnog': 1.0}))
 
 
-def test_a_preview_shows_captions_from_the_shard_and_the_tables(
-    recipe_with: Callable[..., Any], folder: Path, tmp_path: Path
-) -> None:
+def test_a_preview_shows_captions_from_the_shard_and_the_tables(recipe_with, folder, tmp_path):
     write_captions(folder, 'long', 'long')
     recipe = recipe_with({'original': 1.0, 'long': 1.0})
     look(recipe, {'streams': recipe.streams}, tmp_path / 'look.html', samples=100)

@@ -85,8 +85,7 @@ def test_crop_has_aspect_of_shape_and_is_inside_image(width, height, shape, draw
 def test_center_crop_is_centered_and_random_crops_reach_both_edges():
     assert crop_box(300, 100, square(8), Crop()) == CropBox(100, 0, 100, 100)
     assert crop_box(100, 301, square(8), Crop()) == CropBox(0, 100, 100, 100)
-    lefts = {crop_box(12, 10, square(8), Crop('random', draw=(0, d / 10, 0))).left for d in range(10)}
-    assert lefts == {0, 1, 2}
+    assert {crop_box(12, 10, square(8), Crop('random', draw=(0, d / 10, 0))).left for d in range(10)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize('format', ['PNG', 'JPEG', 'WEBP'])
@@ -193,15 +192,10 @@ def huge_jpeg():
 @pytest.mark.parametrize(
     ('broken', 'message'),
     [
-        (b'', 'no bytes'),
-        (b'not an image', 'format is none of'),
-        (b'\xff\xd8\xff', 'header cannot be read'),
-        (encoded(noise(64, 64), 'JPEG')[:-700], 'Premature end'),
-        (encoded(noise(64, 64), 'JPEG')[:300], '.'),
-        (encoded(noise(64, 64))[:-700], '.'),
-        (encoded(noise(64, 64), 'WEBP')[:-700], '.'),
-        (huge_png(), 'decompression bomb'),
-        (huge_jpeg(), 'decompression bomb'),
+        *((b'', 'no bytes'), (b'not an image', 'format is none of'), (b'\xff\xd8\xff', 'header cannot be read')),
+        *((encoded(noise(64, 64), 'JPEG')[:-700], 'Premature end'), (encoded(noise(64, 64), 'JPEG')[:300], '.')),
+        *((encoded(noise(64, 64))[:-700], '.'), (encoded(noise(64, 64), 'WEBP')[:-700], '.')),
+        *((huge_png(), 'decompression bomb'), (huge_jpeg(), 'decompression bomb')),
     ],
 )
 def test_invalid_images_are_unreadable(broken, message):

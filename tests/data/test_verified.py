@@ -86,8 +86,7 @@ def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path
 
 @pytest.mark.parametrize('change', ['deleted', 'overwritten'])
 def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_path, change):
-    loader = loader_over(bucket, tmp_path / 'local', predownload=6, shuffle=False)
-    iterator = iter(loader)
+    iterator = iter(loader_over(bucket, tmp_path / 'local', predownload=6, shuffle=False))
     next(iterator)
     if change == 'deleted':
         store.delete(bucket, LAST)

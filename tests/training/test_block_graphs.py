@@ -134,8 +134,7 @@ def test_forward_pass_before_the_backward_pass_of_another_runs_without_graphs(ma
         losses = [each.loss(each(batch), batch) for batch in batches[1:]]
         sum(losses).backward()  # type: ignore[union-attr]
     assert found.replays == 1 and 'runs without graphs' in caplog.text
-    pairs = zip(model.denoiser.parameters(), plain.denoiser.parameters(), strict=True)
-    for weight, other in pairs:
+    for weight, other in zip(model.denoiser.parameters(), plain.denoiser.parameters(), strict=True):
         torch.testing.assert_close(weight.grad, other.grad)
     # A result that is dropped without a backward pass does not keep the memory.
     del losses

@@ -22,8 +22,7 @@ from diffusion.training.train import build_trainer
 
 @pytest.mark.parametrize('reshard', [True, False])
 def test_fsdp2_settings_reach_composer(reshard):
-    settings = ParallelismConfig('fsdp2', reshard_after_forward=reshard, mixed_precision='pure')
-    given = parallelism_config(settings)
+    given = parallelism_config(ParallelismConfig('fsdp2', reshard_after_forward=reshard, mixed_precision='pure'))
     assert given is not None
     config = given['fsdp']
     assert isinstance(config, FSDP2Config)

@@ -65,8 +65,7 @@ def trained(tmp_path_factory, tiny_recipe) -> Path:
     content = tiny_recipe(root / 'runs', name='whole', algorithms={'ema': {'ema_start': '3ba', 'smoothing': 0.5}})
     content['model']['objective'] = {'prediction_type': 'v_prediction'}
     content['scheduler'] = {'name': 'linear_with_warmup', 't_warmup': '6ba'}
-    path = write_yaml(root / 'whole.yaml', content)
-    trainer = build_trainer(load(path))
+    trainer = build_trainer(load(write_yaml(root / 'whole.yaml', content)))
     trainer.fit(duration='4ba')
     trainer.close()
     return root

@@ -65,8 +65,7 @@ def losses_of_one_device(tiny_recipe, tmp_path_factory) -> Callable[[str], dict[
     @functools.cache
     def train_alone(device: str) -> dict[int, float]:
         folder = tmp_path_factory.mktemp('alone')
-        path = write_yaml(folder / 'recipe.yaml', tiny_recipe(folder, **sections(device)))
-        train(load(path)).close()
+        train(load(write_yaml(folder / 'recipe.yaml', tiny_recipe(folder, **sections(device))))).close()
         return read_losses(folder / 'run')
 
     return train_alone

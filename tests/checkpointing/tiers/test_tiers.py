@@ -286,7 +286,7 @@ def test_vanished_folder_of_a_tier_is_not_created_again(cluster, undisturbed, mo
     """If the mount of a local disk vanishes, its folder would be on the disk of the system."""
     path = cluster.recipe('vanished', replicate=False, tier='disk')
     trainer, node = cluster.trainer(path, monkeypatch)
-    trainer.state.callbacks.append(At(Event.BATCH_START, 2, lambda: shutil.rmtree(node)))
+    trainer.state.callbacks.append(At(Event.BATCH_START, 1, lambda: shutil.rmtree(node)))
     trainer.fit()
     trainer.close()
     assert 'disk tier: no longer used in this run, 3 saves in a row have failed' in caplog.text and not node.exists()

@@ -6,7 +6,7 @@ import os
 import pytest
 from numbered import SAMPLES, expected, loader_over, number, numbers_of, payload, served, write_samples
 
-from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, quarantine, replacement
+from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, SampleCounts, quarantine, replacement
 from diffusion.errors import DataError
 from diffusion.models import batch_keys
 
@@ -100,6 +100,18 @@ def test_missing_shard_is_not_substituted(tmp_path):
     (local / 'shard.00001.mds').unlink()
     with pytest.raises(DataError, match='shard.00001.mds: the file does not exist'):
         served(loader_over(None, local, substitute=True))
+
+
+def test_copy_of_a_bad_sample_is_replaced_under_its_own_number(tmp_path):
+    dataset = loader_over(None, write_samples(tmp_path / 'local', bad=BAD), substitute=True).dataset
+    first, copy = dataset[3], dataset[3 + 2 * SAMPLES]
+    assert (copy[batch_keys.SAMPLE_ID], copy[batch_keys.OCCURRENCE]) == (3, 2)
+    assert copy['number'] == first['number'] != expected()[3]
+
+
+@pytest.mark.parametrize(('served', 'replaced', 'is_refused'), [(16, 8, False), (90, 9, False), (89, 9, True)])
+def test_more_than_a_tenth_and_more_than_8_samples_are_too_many(served, replaced, is_refused):
+    assert (SampleCounts(served, replaced).problem(0.1) is not None) == is_refused
 
 
 def test_replacements_are_uniform_over_shard():

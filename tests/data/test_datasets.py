@@ -175,9 +175,10 @@ def test_mirrored_crop_is_that_of_the_mirrored_image():
 
 
 def test_original_size_is_that_of_prepare_if_it_is_recorded():
-    assert original_size({'metadata': {'source_width': 640, 'source_height': 480}}) == (640, 480)
-    for sample in ({}, {'metadata': None}, {'metadata': {'source_width': 640}}, {'metadata': {'source_width': '640'}}):
-        assert original_size(sample) is None
+    assert original_size({'metadata': {'source_width': 1, 'source_height': 480}}) == (1, 480)
+    for metadata in (None, {'source_width': 640}, {'source_width': '640'}, {'source_width': 0, 'source_height': 480}):
+        assert original_size({'metadata': metadata}) is None
+    assert original_size({}) is None
 
 
 def test_model_without_sizes_gets_none(write_recipe):

@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numbered import SAMPLES, loader_over, served, write_samples
@@ -133,6 +134,13 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
     host_limits.check_machine(larger)
     assert message in caplog.messages
     assert not fatal and f'less than the {whole} that are shuffled together, so shards will be' in message
+    part = bytes_text(50 / SAMPLES * sum(path.stat().st_size for path in source.glob('*.mds')))
+    ahead: dict[str, Any] = {'shuffle': False, 'predownload': 25}  # in each of two workers
+    blocks: dict[str, Any] = {'shuffle_block_size': 25, 'num_canonical_nodes': 2}
+    for number, settings in enumerate((ahead, blocks)):
+        loader = loader_over(source, tmp_path / str(number), workers=2, cache_limit=4 * largest, **settings)
+        ((message, fatal),) = summary(host_limits.cache_problems(loader))
+        assert not fatal and f'less than the {part} that are shuffled together' in message
 
 
 def test_too_small_cache_limit_is_rejected_before_first_batch(write_recipe, pictures, tmp_path):

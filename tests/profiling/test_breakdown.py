@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -233,7 +234,29 @@ def test_recorder_reads_completed_stages_without_waiting():
     assert recorder.read() == {'backward': 1}, 'time between two recordings belongs to no stage'
 
 
+@pytest.mark.parametrize(('sampled', 'expected'), [(1, 'FFTFFTF'), (3, 'TTTTTTT')])
+def test_gpu_times_the_last_batches_of_each_window(monkeypatch, sampled, expected):
+    Tick.clock, Tick.done = itertools.count(), math.inf
+    event = Mock(side_effect=lambda *, enable_timing: Tick())
+    monkeypatch.setattr(torch.cuda, 'Event', event)
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda: 3 * 2**29)
+    state: Any = Mock(algorithms=[], callbacks=[], optimizers=[], model=torch.nn.Identity())
+    state.device.name, state.timestamp.sample.value = 'gpu', 0
+    breakdown, recording = Breakdown(window=3, sampled=sampled, peak_tflops=1.0), ''
+    breakdown.fit_start(state, Mock())
+    for _ in range(1 + 2 * 3):  # the first batch is skipped
+        breakdown.before_forward(state, Mock())
+        breakdown.batch_end(state, Mock())
+        recorder = breakdown.timeline.recorder
+        recording += 'T' if recorder is not None and recorder.on else 'F'
+    breakdown.fit_end(state, Mock())
+    assert recording == expected and event.call_args.kwargs == {'enable_timing': True}
+    assert (report_of(breakdown).peak_gib, report_of(breakdown).peak_flops_per_second) == (1.5, 1e12)
+    assert stage_hooks._listener is None
+
+
 def test_host_times_waits_and_gpu_times_the_other_stages():
+    assert shares_of({}, None) == dict.fromkeys(STAGES, 0.0)
     host = {'data_wait': 1.0, 'evaluation': 2.0, 'forward': 0.1, 'backward': 0.1, 'optimizer': 0.8}
     device = {'data_wait': 9.0, 'forward': 1.0, 'backward': 3.0}
     shares = shares_of(host, device)
@@ -258,9 +281,9 @@ def test_nested_stages_of_an_evaluation_count_as_evaluation():
 
 
 def test_line_includes_the_slowest_rank_only_if_it_is_slower():
-    fast = BreakdownReport(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.6, 'data_wait': 0.1})
-    line = '640 images/s (320 per device), MFU 200.0%, 100 ms/step, peak 3.0 GiB; backward 60%, forward 30%, data wait'
-    assert fast.line() == f'{line} 10%'
+    fast = BreakdownReport(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.69, 'h2d': 0.01})
+    line = '640 images/s (320 per device), MFU 200.0%, 100 ms/step, peak 3.0 GiB; backward 69%, forward 30%, copies'
+    assert fast.line() == f'{line} to the device 1%'
     slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
     assert '100 ms/step (slowest rank 200)' in slow.line() and slow.line().endswith('; forward 100%')
     metrics = {'samples_per_sec': 640, 'batches_per_sec': 10, 'step_seconds': 0.1, 'slowest_rank_step_seconds': 0.101}

@@ -109,13 +109,14 @@ class Reader:
 
     def shell(self, script: str, **variables: str) -> str:
         """Run a script in bash, which must succeed; return what it printed."""
-        command, environ, joined = (
-            ['bash', '-euo', 'pipefail', '-c', script],
-            self.environ | variables,
-            subprocess.STDOUT,
-        )
         done = subprocess.run(
-            command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, stderr=joined, text=True, timeout=400
+            ['bash', '-euo', 'pipefail', '-c', script],
+            cwd=self.folder,
+            env=self.environ | variables,
+            text=True,
+            timeout=400,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         assert done.returncode == 0, f'{script}\nended with {done.returncode}\n{done.stdout}'
         return done.stdout

@@ -27,14 +27,14 @@ from diffusion.training.initial_weights import read_weights
 from diffusion.training.train import build_trainer, train
 
 UNET: dict[str, Any] = {
-    **{
-        'sample_size': 4,
-        'in_channels': 4,
-        'out_channels': 4,
-        'block_out_channels': (32, 32, 64),
-        'layers_per_block': 2,
-    },
-    **{'attention_head_dim': (1, 1, 2), 'cross_attention_dim': 32, 'use_linear_projection': True},
+    'sample_size': 4,
+    'in_channels': 4,
+    'out_channels': 4,
+    'block_out_channels': (32, 32, 64),
+    'layers_per_block': 2,
+    'attention_head_dim': (1, 1, 2),
+    'cross_attention_dim': 32,
+    'use_linear_projection': True,
     'down_block_types': ('CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'),
     'up_block_types': ('UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'),
 }

@@ -5,9 +5,10 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from callbacks.guarded_run import At
@@ -21,8 +22,9 @@ from ranks import Job, Ranks, free_port, read_losses
 from waiting import wait_until
 
 from diffusion.checkpointing import background_save
+from diffusion.checkpointing.checkpoint_store import hash_file, read_receipt
 from diffusion.checkpointing.tiers.node_tier import NodeTier, open_tiers
-from diffusion.checkpointing.tiers.tier_restore import plan_transfers
+from diffusion.checkpointing.tiers.tier_restore import find_resume_point, newest_in_tiers, plan_transfers
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.loggers.metrics_file import read_metrics
@@ -124,6 +126,7 @@ def test_killed_run_resumes_from_the_tier(cluster, undisturbed):
     path = cluster.recipe('killed', replicate=False)
     cluster.kill(path, [0])
     assert [each.name for each in cluster.checkpoint(path.stem, 0, 5).parent.glob('ba*')] == ['ba5']
+    assert read_receipt(cluster.checkpoint(path.stem, 0, 5))['base'] == 3
     output = cluster.run(path, [0])
     assert 'memory tier, ba5: complete on 1 nodes and verified; 0 files' in output
     assert re.search(r'resumed from \S+/ba5\b', output)
@@ -162,16 +165,6 @@ def test_two_ranks_per_node_share_its_memory(cluster, undisturbed):
     shutil.rmtree(cluster.node(path.stem, 0))
     cluster.run(path, [0, 1], per_node=2)
     assert_same_end(cluster.run_folder(path), undisturbed(4, parallelism=SHARDED))
-
-
-@pytest.mark.slow
-def test_checkpoint_that_followed_a_removed_one_is_not_used(cluster):
-    path = cluster.recipe('back', replicate=False)
-    cluster.kill(path, [0])
-    shutil.rmtree(cluster.run_folder(path) / 'ba3')
-    output = cluster.run(path, [0], 'trainer.max_duration=2ba')
-    assert "not used, since ba3, the checkpoint before it, was deleted from the run's storage" in output
-    assert 'resumed from' not in output
 
 
 @pytest.mark.slow
@@ -327,6 +320,74 @@ def test_tier_needs_a_folder_of_its_own(cluster, tmp_path, monkeypatch, caplog):
     tiers: Any = load(path).checkpointing.tiers
     assert open_tiers(tiers, 'run', '', begun=True) == []
     assert 'memory tier: not used in this run' in caplog.text
+
+
+@pytest.fixture
+def tier(tmp_path) -> Iterator[NodeTier]:
+    (tmp_path / 'tier').mkdir()
+    found = NodeTier('memory', tmp_path / 'tier' / 'user' / 'run', 'run', replicate=True)
+    found.open(begun=False)
+    yield found
+    found.close()
+
+
+def save(tier: NodeTier, batch: int) -> Path:
+    work = tier.work_folder(batch)
+    tier.begin(batch, every_rank=False)
+    (work / 'state.pt').write_text('state')
+    about = {'run': 'run', 'batch': batch, 'kind': 'whole', 'world_size': 1}
+    tier.publish(work, batch, {'state.pt': hash_file(work / 'state.pt')}, about)
+    tier.finish(work, batch)
+    return tier.folder / f'ba{batch}'
+
+
+@pytest.mark.parametrize(
+    ('damage', 'faults', 'message'),
+    [
+        (
+            lambda path: os.truncate(path / 'state.pt', 1),
+            [],
+            r'1 of its 1 files .* such as state\.pt \(.* does not match',
+        ),
+        (lambda path: (path / 'state.pt').unlink(), [], r'1 of its 1 files are on no node, such as state\.pt$'),
+        (lambda path: (path / 'receipt.json').write_text('{'), [], r'ba5: not used \('),
+        (str, [Fault('list', r'user/run$', 'EIO')], r'user/run: cannot be read \('),
+        (str, [Fault('open', r'receipt\.json$', 'EIO', skip=1)], r'no receipt can be read \(.*Input/output error'),
+        (str, [Fault('read', r'state\.pt', 'EIO')], r'on no node, such as state.pt \(.*state\.pt: Input/output error'),
+        (str, [Fault('create', r'\.receipt\.json\.unf', 'EIO')], r'could not be copied to all nodes \(.*ba5: .*Input'),
+    ],
+)
+def test_checkpoint_of_a_tier_that_cannot_be_used_is_reported(tier, tmp_path, caplog, damage, faults, message):
+    path = save(tier, 5)
+    assert newest_in_tiers([tier], [], at_least=5) == path
+    damage(path)
+    with active(tmp_path / 'counts', *faults):
+        assert newest_in_tiers([tier], [], at_least=5) is None
+    assert re.search(message, caplog.text.strip(), re.MULTILINE)
+
+
+def test_checkpoint_that_followed_a_removed_one_is_not_used(tier, caplog):
+    tier.base = 3
+    path = save(tier, 5)
+    assert newest_in_tiers([tier], [3], at_least=3) == path
+    assert newest_in_tiers([tier], [2], at_least=2) is None
+    assert "not used, since ba3, the checkpoint before it, was deleted from the run's storage" in caplog.text
+
+
+def test_checkpoint_of_a_tier_replaces_a_damaged_one_of_the_storage(tier):
+    storage: Any = Mock(place='', list_batches=lambda: [6, 4], resume_point=lambda: Path('ba4'))
+    for batch, expected in ((4, Path('ba4')), (5, tier.folder / 'ba5'), (6, tier.folder / 'ba6')):
+        save(tier, batch)
+        assert find_resume_point(storage, [tier]) == expected
+
+
+def test_save_into_a_tier_that_fails_leaves_nothing_and_one_that_cannot_clean_up_is_kept(tier, tmp_path, caplog):
+    with active(tmp_path / 'a', Fault('rename', r'ba5$', 'EIO')), pytest.raises(OSError, match='not complete on all'):
+        save(tier, 5)
+    assert not [*tier.folder.glob('*ba*')]
+    with active(tmp_path / 'b', Fault('list', r'user/run$', 'EIO')):
+        assert save(tier, 6).exists()
+    assert 'user/run: older checkpoints are not removed' in caplog.text
 
 
 def test_tier_removes_the_checkpoints_of_runs_that_ended_long_ago(tmp_path, caplog):

@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import subprocess
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +19,7 @@ from composer import Trainer
 from composer.core import Event
 from composer.models import ComposerClassifier
 from faults import Fault, active, met
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
 from diffusion.checkpointing import checkpoint_writer, checkpointer
@@ -24,7 +27,9 @@ from diffusion.checkpointing.checkpoint_store import read_receipt
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.checkpoint_writer import SaveFailed
 from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.rank_agreement import storage_fault
 from diffusion.config.load import load
+from diffusion.errors import UserError
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.runs.run_id import RUN_FILE, read_run_id
 from diffusion.training.train import build_trainer, train
@@ -313,3 +318,14 @@ def test_checkpoint_carries_the_runs_id_and_its_recipe(undisturbed):
     assert receipt['run'] == read_run_id(undisturbed)
     assert receipt['files'].keys() == {'state.pt', 'recipe.yaml'}
     assert load(undisturbed / 'ba8' / 'recipe.yaml') == load(undisturbed / 'recipe.yaml')
+
+
+def test_fault_of_storage_is_found_behind_errors_of_torch_but_not_behind_a_mistake():
+    disk, wrapped, later, mistake = OSError('disk'), RuntimeError('save'), RuntimeError('end'), UserError('path')
+    wrapped.__cause__ = later.__context__ = mistake.__cause__ = disk
+    assert [storage_fault(each) for each in (disk, wrapped, later)] == [disk] * 3
+    assert storage_fault(mistake) is storage_fault(RuntimeError('other')) is None
+    for second, expected in ((later, disk), (mistake, None)):
+        failures: Any = {rank: (each, traceback.StackSummary()) for rank, each in enumerate((wrapped, second))}
+        assert storage_fault(CheckpointException('save', failures)) is expected
+    assert storage_fault(CheckpointException('save', {})) is None

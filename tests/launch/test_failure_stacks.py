@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from waiting import press_twice_after, wait_until
@@ -22,6 +23,7 @@ from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_report import RankReport
 from diffusion.launch.standby import in_place
+from diffusion.launch.workers import Outcome
 from diffusion.runs import attempts, bounded_call, environment, stop_signals
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import LocalPlace, StorePlace, files_of_run
@@ -352,3 +354,24 @@ def test_flight_recorder_variables_are_those_of_the_installed_torch():
         with (folder / library).open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             missing = {name for name in missing if content.find(name.encode() + b'\0') < 0}
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ('found', 'stopped', 'status', 'message'),
+    [
+        (Outcome(0, 'done'), False, 0, ''),
+        (Outcome(76, 'hardware', 'GPU 0'), False, 76, 'preflight: GPU 0'),
+        (Outcome(75, 'preempted'), False, 75, 'preflight: see the table of findings'),
+        (Outcome(1, 'crash'), True, 75, 'preempted'),
+    ],
+)
+def test_check_of_a_node_runs_the_preflight_alone(write_recipe, monkeypatch, capsys, found, stopped, status, message):
+    path, environ = write_recipe(), os.environ | {'DIFFUSION_PREFLIGHT': 'deep'}
+    where = NodePosition('slurm', 0, 1, 2, '127.0.0.1', 29500)
+    checked = Node(where, Settings.from_environ(environ), ['run.py', str(path)], load(path), environ)
+    checked.stop_requested = stopped
+    run = Mock(return_value=found)
+    monkeypatch.setattr(Node, '_run_workers', run)
+    assert checked.check() == status and message in capsys.readouterr().err
+    assert run.call_args.args[0] == ['-m', 'diffusion.preflight', 'deep', str(path)]
+    assert run.call_args.kwargs == {'limit_seconds': 3600.0} and not Path(checked.home).exists()

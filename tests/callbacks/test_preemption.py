@@ -148,6 +148,25 @@ def test_previous_signal_handlers_are_restored_after_a_run_and_used_by_a_forked_
     assert received[1:] == [*STOP_SIGNALS]
 
 
+def test_first_ctrl_c_announces_a_save_and_the_second_ends_the_process_after_a_notice(monkeypatch, caplog, capsys):
+    preemption, notices = Preemption(), Mock(side_effect=OSError)
+    preemption._act_on_interrupt(signal.SIGINT)  # before the run
+    saved = Mock(weights_only=False, last_checkpoint_batch=Mock(value=3), spec=CheckpointSaver)
+    preemption._state = Mock(timestamp=Mock(batch=Mock(value=5)), callbacks=[saved])
+    preemption.on_interrupt = notices
+    monkeypatch.setattr(os, '_exit', notices.exit)
+    monkeypatch.setattr(preemption, '_interrupts', Mock(is_repeated=Mock(side_effect=[False, True])))
+    preemption._act_on_interrupt(signal.SIGTERM)
+    assert not caplog.text
+    preemption._act_on_interrupt(signal.SIGINT)
+    assert 'saving a checkpoint after this batch; press Ctrl-C again' in caplog.text and not notices.called
+    with pytest.raises(OSError):  # the notice failed, and the process ends nevertheless
+        preemption._act_on_interrupt(signal.SIGINT)
+    notices.exit.assert_called_once_with(130)
+    loss = notices.call_args.args[0]
+    assert 'ba3' in loss and f'ended by a second Ctrl-C: {loss}' in capsys.readouterr().err
+
+
 def test_preempted_program_exits_with_status_75(monkeypatch, capsys):
     monkeypatch.setattr(run_recipe, 'checked', lambda path, overrides: None)
     for stop, status, text in (

@@ -256,7 +256,7 @@ def test_colors_are_chosen_and_kept(visit, report):
     page.locator('label[for=theme-dark]').click()
     dark = page.evaluate('getComputedStyle(document.body).backgroundColor')
     visit(report)
-    assert page.evaluate('getComputedStyle(document.body).backgroundColor') == dark
+    page.wait_for_function('color => getComputedStyle(document.body).backgroundColor == color', arg=dark)
     page.locator('label[for=theme-auto]').click()
     assert page.evaluate('getComputedStyle(document.body).backgroundColor') != dark
 

@@ -96,8 +96,7 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
 
 def test_latents_are_written_to_an_object_store_once(write, content, store, tmp_path):
     streams = {'squares': content['precompute']['streams']['squares'] | {'resolution': 32}}
-    recipe = load(write(out=store.bucket('latents') + '/here/', streams=streams))
-    recipe.loader.num_workers = 0
+    recipe = load(write(out=store.bucket('latents') + '/here/', streams=streams), ['loader.num_workers=0'])
     precompute(recipe)
     assert store.objects('latents').keys() >= {f'here/squares/{name}' for name in ('index.json', 'manifest.json')}
     assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no local copies remain'

@@ -173,10 +173,19 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
         _download_file(repository, _inside(subfolder, name), commit)
     if not _is_cached(part, repository, subfolder, commit, weights):
         raise UserError(f'{_url(repository, revision)}: {_lack(part, subfolder, names)}')
-    if revision != commit:  # save a branch's commit where huggingface_hub looks for it
-        folder = f'models--{repository.replace("/", "--")}'
-        write_atomically(Path(constants.HF_HUB_CACHE, folder, 'refs', revision or constants.DEFAULT_REVISION), commit)
+    if revision != commit:
+        _save_commit(repository, revision or constants.DEFAULT_REVISION, commit)
     return commit
+
+
+def _save_commit(repository: str, branch: str, commit: str) -> None:
+    """Save a branch's commit where huggingface_hub looks for it, if this process may write to the cache."""
+    path = Path(constants.HF_HUB_CACHE, f'models--{repository.replace("/", "--")}', 'refs', branch)
+    try:
+        if not path.is_file() or path.read_text() != commit:
+            write_atomically(path, commit)
+    except OSError as error:
+        log.warning('%s: %s; without a response of the Hub, this branch will not be found', path, error)
 
 
 def _lack(part: type, subfolder: str, names: Collection[str]) -> str:

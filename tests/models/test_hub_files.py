@@ -3,6 +3,7 @@
 import logging
 import shutil
 import threading
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -134,6 +135,18 @@ def test_branch_is_resolved_to_a_commit_and_read_from_the_cache_if_the_hub_does_
     hub.always = 503
     load('vae', revision='v2')
     assert 'someone/model/vae: AutoencoderKL at revision v2: the Hub does not answer' in caplog.text
+
+
+def test_branch_is_loaded_from_a_cache_that_cannot_be_written(hub, caplog):
+    load('vae', revision='v2')
+    refs = Path(constants.HF_HUB_CACHE, 'models--someone--model/refs')
+    written = (refs / 'v2').stat().st_ino
+    load('vae', revision='v2')
+    assert (refs / 'v2').stat().st_ino == written
+    shutil.rmtree(refs)
+    refs.touch()
+    load('vae', revision='v2')
+    assert f"File exists: '{refs}'; without a response of the Hub, this branch will not be found" in caplog.text
 
 
 def test_full_disk_of_the_cache_is_neither_retried_nor_a_user_error(hub, monkeypatch):

@@ -35,8 +35,8 @@ def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = N
     if gpus_per_node is not None and world_size > gpus_per_node:
         working = _working_nodes(recipe, world_size // gpus_per_node, gpus_per_node)
         if working:
-            counts = ' or '.join(str(count) for count in working)
-            problem = Problem(problem.where, f'{problem.what}; {counts} nodes of {gpus_per_node} devices work as it is')
+            counts = ' or '.join(f'{count} x {gpus_per_node}' for count in working)
+            problem = Problem(problem.where, f'{problem.what}; no change is needed with {counts} devices')
     return [problem]
 
 

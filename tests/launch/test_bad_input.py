@@ -129,7 +129,7 @@ def test_number_of_nodes_that_cannot_share_the_samples_is_refused(write_spec):
     changes = {'global_batch': 48, 'loader.num_canonical_nodes': 16}
     found = error_message(write_spec('slurm', overrides=changes, nodes=3))
     assert 'loader.num_canonical_nodes: 16 cannot be split evenly over 3 nodes; use 48' in found
-    assert found.endswith('; 2 nodes of 8 devices work as it is')
+    assert found.endswith('; no change is needed with 2 x 8 devices')
 
 
 def test_recipe_without_autoresume_is_refused_if_job_restarts(write_spec):

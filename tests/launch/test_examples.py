@@ -1,10 +1,10 @@
 """Examples in yamls/launch: valid, priced offline within seconds, and rendered as reviewed."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from golden import check_golden
 from object_store import ENVIRONMENT
 
 from diffusion.launch.backends import NAMES
@@ -24,18 +24,10 @@ def files_of(backend):
 
 @pytest.mark.parametrize('path', EXAMPLES, ids=lambda path: path.stem)
 def test_example_renders_as_reviewed(path):
-    """To accept a change, run UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py and review the diff."""
     checked = check_jobs(load_job_spec(path), path, environ={'WANDB_API_KEY': 'x'})
     rendered = checked.backend.render(checked.jobs)
     assert not checked.backend.validate(rendered)
-    folder = GOLDEN / path.stem
-    if os.environ.get('UPDATE_GOLDEN'):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.iterdir():
-            file.unlink()
-        for name, text in rendered.files.items():
-            (folder / name).write_text(text, encoding='utf-8')
-    assert {file.name: file.read_text(encoding='utf-8') for file in folder.iterdir()} == rendered.files
+    check_golden(GOLDEN / path.stem, rendered.files)
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import modules_of, output_of, refusal
+from golden import check_golden
 
 from diffusion.cli import main
 from diffusion.planning import amounts, cost_plot, plan_table
@@ -54,7 +56,7 @@ def test_plan_of_the_published_recipe(capsys):
     [
         (
             'phase1-latents',
-            ['--gpus', '16'],
+            ['--gpus', '16', 'device_train_microbatch_size=2'],
             'As written: 5.65 days, $6,403. With device_train_microbatch_size=128 parallelism.strategy=ddp '
             'parallelism.checkpoints=whole: 1.94 days, $2,197, 43.6 of 79.1 GiB per GPU.',
         ),
@@ -354,3 +356,17 @@ def test_small_run_is_planned_in_units_that_fit(capsys):
         assert text not in out
     out = planned(capsys, YAMLS / 'finetune.yaml', '--samples', '36', '--gpu', 'h200', '--gpus', '8', '--stall', '10')
     assert out.startswith('As written: 9.6 minutes, $5.14.') and '36 distinct images' in out and '  10 s  ' in out
+
+
+@pytest.mark.parametrize('path', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
+def test_plan_of_each_recipe_prints_the_reviewed_figures(capsys, path):
+    two_nodes = [
+        '--gpu',
+        'a100-80gb',
+        '--gpus',
+        '16',
+        f'device_train_microbatch_size={1 if path.stem == "lora" else 2}',
+    ]
+    clusters = {'one node': ['--gpus', '8'], 'two nodes': two_nodes}
+    outputs = {name: planned(capsys, str(path), '--price', '2', *words) for name, words in clusters.items()}
+    check_golden(Path(__file__).parent / 'golden' / path.stem, {f'{name}.txt': text for name, text in outputs.items()})

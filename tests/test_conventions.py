@@ -19,6 +19,13 @@ WITHOUT_PARENTS = {
 }  # fmt: skip
 """Modules that create folders in one that must be there."""
 
+EITHER_WAY = """
+    HostProblem.fatal Piece.is_whole _clip.first _compile_forward.with_gradients _entries.named _write.create
+    check_kind.is_append check_plans.record compile.dynamic fetch.weights partial.to_loggers
+    replace.reshard_after_forward run.check tokenizer.truncation zero_grad.set_to_none zip.strict
+"""
+"""Switches, as function and keyword, that some calls turn on and others off."""
+
 
 @functools.cache
 def nodes() -> list[tuple[str, ast.Call | ast.ClassDef]]:
@@ -47,6 +54,17 @@ def test_data_classes_are_frozen_but_for_those_that_are_changed_in_place():
             decorators = [ast.unparse(each) for each in node.decorator_list if 'dataclass' in ast.unparse(each)]
             changed |= {node.name for each in decorators if 'frozen=True' not in each}
     assert changed == set(CHANGED_IN_PLACE.split())
+
+
+def test_all_calls_of_a_function_set_a_switch_the_same_way():
+    """Such as `missing_ok=True`, since another process may remove the file, or `sort_keys=True` in hashed JSON."""
+    found: dict[str, set[bool]] = {}
+    for _, node in nodes():
+        for each in node.keywords if isinstance(node, ast.Call) else ():
+            if isinstance(each.value, ast.Constant) and isinstance(each.value.value, bool):
+                function = getattr(node.func, 'id', getattr(node.func, 'attr', ''))
+                found.setdefault(f'{function}.{each.arg}', set()).add(each.value.value)
+    assert {name for name, values in found.items() if len(values) > 1} == {*EITHER_WAY.split()}
 
 
 def test_sequences_of_different_lengths_are_named():

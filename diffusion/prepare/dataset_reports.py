@@ -78,7 +78,7 @@ def merged_report(
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
     empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]
     held_out = first.held_out
-    if held_out is not None and removed_held_out:
+    if held_out is not None:
         held_out = replace(held_out, pictures=held_out.pictures - removed_held_out)
     licenses = list(dict.fromkeys(report.license for report in reports if report.license))
     return PrepareReport(
@@ -103,7 +103,7 @@ def merged_report(
         statistics=_merged_statistics([report.statistics for report in reports]),
         fingerprint=first.fingerprint if len(reports) == 1 and not removed else None,
         date=last.date,
-        seconds=round(last.seconds, 1),
+        seconds=last.seconds,
         deliveries=[delivery_line(report) for report in reports],
         removed=removed,
     )

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn import DrawnSource, draw, encode, run, samples
+from golden import check_golden
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from diffusion.data.image_sheet import Figure
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.prepare import report_content
-from diffusion.prepare.counts_report import HeldOut, PrepareReport
+from diffusion.prepare.counts_report import PrepareReport, report_page
 from diffusion.prepare.dataset_reports import merged_report, without_names
 from diffusion.prepare.report_content import CLIP_TOKENS, clip_token_counts
 from diffusion.prepare.source import Entry, NamedCount
@@ -64,10 +66,7 @@ def test_report_accounts_for_every_input(prepared: tuple[Path, PrepareReport]) -
         name: sum(path.stat().st_size for path in (out / name).glob('*.mds')) for name in report.buckets
     }
     assert saved['passed'] is False and (report.filtered, report.unusable) == (27, 42)
-    text = report.text(out)
-    assert 'inputs 98, kept 29, filtered 27, unusable 42 (42.86%; the limit is 10.00%), skipped 0' in text
-    assert text.index('filtered, too_small: 14') < text.index('unusable, no_caption: 14')
-    assert 'accept it with --max-rejected 0.43 ' in text
+    assert 'inputs 98, kept 29, filtered 27, unusable 42 (42.86%; the limit is 10.00%), skipped 0' in report.text(out)
 
 
 def test_statistics_are_of_kept_images(prepared: tuple[Path, PrepareReport]) -> None:
@@ -117,36 +116,40 @@ def test_report_has_license_and_settings_and_is_read_as_it_was_written(prepared:
     assert saved['versions'].keys() >= {'pillow', 'simplejpeg', 'numpy'}
 
 
-REPORT = PrepareReport('photos', {'out': 'o'}, 0.05, {'numpy': '2.0'}, 'CC0', 1200, {'16px': 1200})
-REPORT.empty_buckets, REPORT.bytes = [f'{number}px' for number in range(6)], {'16px': 2_500_000}
-REPORT.held_out = HeldOut('o-held-out', 30, {'16px': 30}, {})
-REPORT.rejected = {'too_small': NamedCount(3, [*'abc']), 'truncated': NamedCount(99, ['d'])}
-REPORT.passed_over, REPORT.inputs = {'.svg': NamedCount(2, ['i', 'j'])}, 1334
-HISTOGRAM = {'edges': [1, 2, 4], 'counts': [5, 0, 2], 'quantiles': {'0%': 1.0, '50%': 2.0, '100%': 4.0}}
-REPORT.statistics, REPORT.fingerprint, REPORT.seconds = {'captions': HISTOGRAM}, 'f', 12.34
+GOLDEN = Path(__file__).parent / 'golden/report'
 
 
-def test_reports_of_deliveries_are_merged() -> None:
-    statistics = {'captions': HISTOGRAM | {'quantiles': {'0%': 0.0, '100%': 3.0}}}
-    other = replace(REPORT, source='more', license='MIT', statistics=statistics)
-    shards = [{'samples': 5, 'raw_data': {'bytes': 7}}] * 2
-    merged = merged_report([REPORT, other], {'16px': shards, '32px': []}, removed=3, removed_held_out=10)
-    assert (merged.source, merged.license, merged.fingerprint) == ('photos, more', 'CC0; MIT', None)
-    assert (merged.pictures, merged.removed, merged.inputs, merged.seconds) == (2397, 3, 2668, 12.3)
-    assert merged.held_out == HeldOut('o-held-out', 20, {'16px': 30}, {})
-    assert (merged.buckets, merged.bytes) == ({'16px': 10}, {'16px': 14})
-    assert merged.rejected['truncated'] == NamedCount(198, ['d', 'd']) and merged.empty_buckets[5:] == ['5px', '32px']
-    quantiles = {'0%': 0.0, '100%': 4.0}
-    assert merged.statistics['captions'] == HISTOGRAM | {'counts': [10, 0, 4], 'quantiles': quantiles}
-    line = {'date': None, 'source': 'photos', 'inputs': 1334, 'kept': 1230, 'duplicates': 0, 'rejected': 102}
-    assert merged.deliveries == [line | {'passed_over': 2}, line | {'source': 'more', 'passed_over': 2}]
-    assert '6 of 7 buckets have no images (0px, 1px, 2px, 3px, 4px, ...)\n' in REPORT.text('o')
-    assert '5 of 6 buckets have no images (0px, 1px, 2px, 3px, 4px)\n' in replace(
-        REPORT, empty_buckets=REPORT.empty_buckets[:5]
-    ).text('o')
-    assert replace(REPORT, max_rejected=REPORT.unusable_share).passed and not REPORT.passed
-    alone = merged_report([REPORT], {}, removed=0, removed_held_out=0)
-    assert (alone.fingerprint, alone.statistics) == ('f', REPORT.statistics)
+def test_text_page_and_file_of_a_report_and_of_several_deliveries(tmp_path: Path) -> None:
+    report = replace(PrepareReport.read(GOLDEN / 'report.json'), seconds=12.34)
+    captions = report.statistics['captions'] | {'quantiles': {'0%': 0.0, '100%': 3.0}}
+    other = replace(report, source='more', license='MIT', date='2026-11-26T09:00:00Z', inputs=1383, details={})
+    other.rejected, other.statistics = {'truncated': NamedCount(150, ['m'])}, {'captions': captions}
+    shards = [{'samples': 500, 'raw_data': {'bytes': 700_000}}] * 2
+    merged = merged_report([report, other], {'16px': shards, '32px': []}, removed=3, removed_held_out=10)
+    short, long = Figure([b'\xff\xd8'], f'{200 * "<"}'), Figure([b'png'], f'{201 * "."}')
+    page = report_page(merged, 'a&b', buckets={'16px': [short]}, held_out=[long], rejected={'too_small': [long, short]})
+    found = {'merged.html': re.sub('(?s)<style>.*</style>', '', page).replace('<tr>', '\n<tr>')}
+    for name, each in {'report': report, 'merged': merged}.items():
+        each.save(tmp_path / 'saved.json')
+        assert vars(PrepareReport.read(tmp_path / 'saved.json')) == vars(replace(each, seconds=12.3))
+        found[f'{name}.json'] = re.sub(r'\n {4,}', ' ', (tmp_path / 'saved.json').read_text())
+        found[f'{name}.txt'] = each.text('o')
+    check_golden(GOLDEN, found)
+    five = replace(report, empty_buckets=report.empty_buckets[:5], max_rejected=report.unusable_share)
+    assert '5 of 7 buckets have no images (0px, 1px, 2px, 3px, 4px)\n' in five.text('o') and five.passed
+    assert '<h2>Deliveries</h2>' not in report_page(five, 'o', buckets={}, held_out=[], rejected={})
+    for licenses, expected in ((None, ''), None), (('', ''), ''), (('MIT', None), 'MIT'):
+        reports = [replace(report, license=license) for license in licenses]
+        assert merged_report(reports, {}, removed=0, removed_held_out=0).license == expected
+    report.held_out = None
+    alone = [merged_report([report], {}, removed=count, removed_held_out=0) for count in (0, 1)]
+    assert [each.fingerprint for each in alone] == ['f', None] and alone[0].statistics == report.statistics
+    assert (alone[0].unusable_share, alone[0].deliveries[0]['kept']) == (109 / 2512, 1200)
+    assert PrepareReport('one', {}, rejected={'no_caption': NamedCount(1)}).unusable_share == 1
+    kept = without_names(report, frozenset({'a', 'c', 'photo (1)', 's', '.x'}))
+    names = {'too_small': ['b'], 'truncated': ['d'], 'no_caption': [*'fghi'], 'duplicate': ['e']}
+    assert {reason: each.names for reason, each in kept.rejected.items()} == names
+    assert (kept.repaired, kept.passed_over['hidden']) == (NamedCount(2, ['r']), NamedCount(1))
 
 
 class Damaged(DrawnSource):
@@ -166,15 +169,6 @@ def test_report_has_the_messages_of_the_decoder_and_repaired_images(tmp_path: Pa
     (message,) = report.details['undecodable']
     assert report.details == {'undecodable': {message: 3}} and 'broken PNG file' in message
     assert report.repaired.count == 3
-    saved = json.loads((tmp_path / 'out/report.json').read_text())
-    assert saved['details'] == report.details and saved['repaired'] == vars(report.repaired)
-    page = html.unescape((tmp_path / 'out/report.html').read_text())
-    assert message in page and report.repaired.shown in page
-    assert message in report.text('out')
-    again = merged_report([report, report], {}, removed=0, removed_held_out=0)
-    assert again.details == {'undecodable': {message: 6}} and again.repaired.count == 6
-    kept = without_names(report, frozenset(report.repaired.names))
-    assert kept.repaired == NamedCount(3, [])
 
 
 class Labeled(DrawnSource):

@@ -123,6 +123,7 @@ def test_text_page_and_file_of_a_report_and_of_several_deliveries(tmp_path: Path
     report = replace(PrepareReport.read(GOLDEN / 'report.json'), seconds=12.34)
     captions = report.statistics['captions'] | {'quantiles': {'0%': 0.0, '100%': 3.0}}
     other = replace(report, source='more', license='MIT', date='2026-11-26T09:00:00Z', inputs=1383, details={})
+    other.arguments = {'out': 'other', 'hold_out': 0, 'sizes': [16, 32]}
     other.rejected, other.statistics = {'truncated': NamedCount(150, ['m'])}, {'captions': captions}
     shards = [{'samples': 500, 'raw_data': {'bytes': 700_000}}] * 2
     merged = merged_report([report, other], {'16px': shards, '32px': []}, removed=3, removed_held_out=10)

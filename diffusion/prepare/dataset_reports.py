@@ -83,7 +83,7 @@ def merged_report(
     licenses = list(dict.fromkeys(report.license for report in reports if report.license))
     return PrepareReport(
         source=', '.join(dict.fromkeys(report.source for report in reports)),
-        arguments=last.arguments | {name: first.arguments[name] for name in ('out', 'hold_out')},
+        arguments=last.arguments | {name: first.arguments.get(name) for name in ('out', 'hold_out')},
         max_rejected=last.max_rejected,
         versions=last.versions,
         license='; '.join(licenses) or (None if any(report.license is None for report in reports) else ''),

@@ -84,7 +84,10 @@ def test_braces_expand_to_files_in_order(tmp_path: Path) -> None:
 def test_several_braces_expand_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_listing, 'MAX_EXPANDED', 6)
     assert expand_braces('a/{8..10}-{x,y}.tar') == [f'a/{n}-{x}.tar' for n in (8, 9, 10) for x in 'xy']
-    assert expand_braces('plain') == ['plain']
+    assert expand_braces('plain') == ['plain'] and len(expand_braces('{1..6}')) == 6
+    for location in ('{1..7}', '{1..4}{a,b}'):
+        with pytest.raises(UserError, match='more than 6 files'):
+            expand_braces(location)
 
 
 @pytest.mark.parametrize(

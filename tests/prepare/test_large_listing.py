@@ -98,7 +98,8 @@ def test_plan_on_disk_is_the_json_that_is_hashed(prepared, tmp_path):
     content = json.loads(work.plan.read_text())
     assert content.pop('fingerprint') == plan.fingerprint
     assert hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() == plan.fingerprint
-    assert [part['name'] for part in content['parts']] == ['pictures-000000', 'pictures-000001']
+    sizes = {part['name']: len(part['where']['pictures']) for part in content['parts']}
+    assert sizes == {'pictures-000000': 1000, 'pictures-000001': 500}
     assert content['parts'][1]['where'] == source.parts()[1].where
     assert [*SavedPlan.read(work.plan).parts()] == content['parts']
     plan.write_or_check(work)

@@ -260,6 +260,14 @@ def test_part_with_a_permanent_read_error_fails_with_its_name(tmp_path: Path, mo
     assert pauses == [1.0, 2.0, 4.0]
 
 
+def test_a_process_that_dies_is_known_by_the_image_it_reads_or_the_one_before(tmp_path: Path) -> None:
+    notes: list[str] = []
+    source = DrawnSource(1, 2)
+    PartJob(0, *source.parts(), source, settings(tmp_path / 'out'), tmp_path / 'part')(notes.append)
+    expected = [f'{what} {key!r}' for key in ('image-0', 'image-1') for what in ('image', 'the entry after image')]
+    assert notes == expected
+
+
 def test_unexpected_error_names_the_image(tmp_path: Path) -> None:
     class Failing(DrawnSource):
         def entry(self, key: str, number: int) -> Entry:
@@ -377,6 +385,21 @@ def prepared(images: Path, out: Path, jobs: list[str], **values: Any) -> Prepare
     source = {'kind': 'folder', 'location': str(images)}
     given = {'source': source, 'out': str(out), 'sizes': [16], 'shard_mb': 0.01, **values}
     return report_of(given, run=partial(map, recording))
+
+
+@pytest.mark.parametrize(('count', 'pieces'), [(1, 256), (3, 85), (63, 4), (64, 0)])
+def test_few_parts_are_divided_into_pieces_for_all_cores(tmp_path: Path, count: int, pieces: int) -> None:
+    class Divisible(DrawnSource):
+        def divide(self, part: Part, wanted: int) -> list[Part]:
+            return [part] * wanted
+
+    source = Divisible(count)
+    plan = input_plan.InputPlan.make(settings(tmp_path), source)
+    found = input_plan.pieces_of(plan, source)
+    names = [
+        f'{number:06}' + (f'.{piece:03}' if pieces else '') for number in range(count) for piece in range(pieces or 1)
+    ]
+    assert [piece.name for piece in found] == names and {piece.is_whole for piece in found} == {not pieces}
 
 
 def test_divided_folder_gives_the_same_dataset(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

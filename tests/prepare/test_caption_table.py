@@ -12,6 +12,7 @@ from prepare.hub_datasets import parquet_of
 from prepare.tfrecords import example, record
 
 from diffusion.errors import UserError
+from diffusion.prepare import caption_table
 from diffusion.prepare.append import append
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
@@ -57,6 +58,8 @@ def test_rows_and_images_are_joined_by_key_or_named(tmp_path: Path, kind: str) -
     assert unused.names == sorted({*others, '9'}) and unused.count == len(unused.names)
     assert report.passed_over['captions without key'].names == ['0.jsonl line 7']
     assert report.inputs == 2 + 2 + unused.count + 1
+    assert f'captions by key from {table}' in report.notes
+    assert caption_table._opened.cache_info().currsize == 0, 'the index is closed'
 
 
 @pytest.mark.parametrize('place', ['store', 'hub'])
@@ -78,11 +81,13 @@ def test_tables_are_read_from_a_store_and_the_hub(
 
 
 def test_answers_in_tables_filter_images(tmp_path: Path) -> None:
-    folder = write_files(tmp_path / 'in', SOURCES['parquet'])
-    answers = {'0': ('no', None), '1': ('Yes.', None), '2': (None, 'not_yes_or_no'), '3': ('no', None)}
+    rows = {'image': [*IMAGES, IMAGES[0]], 'key': [*'01234'], 'caption': [f'own {key}' for key in range(5)]}
+    folder = write_files(tmp_path / 'in', {'a.parquet': parquet_of(rows)})
+    answers = {'0': ('no', None), '1': ('Yes.', None), '2': (None, 'not_yes_or_no')} | dict.fromkeys('34', ('no', None))
+    short: list[str | None] = [*(f'short {key}' for key in range(4)), None]
     tables = {
-        'captions/short/shard.00000.parquet': {'caption': [f'short {key}' for key in answers], 'rejected': [None] * 4},
-        'captions/other/shard.00000.parquet': {'caption': ['of another column'] * 4, 'rejected': [None] * 4},
+        'captions/short/shard.00000.parquet': {'caption': short, 'rejected': [*[None] * 4, 'loop']},
+        'captions/other/shard.00000.parquet': {'caption': ['of another column'] * 5, 'rejected': [None] * 5},
         'captions/watermark/shard.00000.parquet': {
             'caption': [answer for answer, _ in answers.values()],
             'rejected': [rule for _, rule in answers.values()],
@@ -105,7 +110,19 @@ def test_answers_in_tables_filter_images(tmp_path: Path) -> None:
         'watermark_above_0': ['a/1'],
         'watermark_not_yes_or_no': ['a/2'],
         'score_below_5': ['a/3'],
+        'loop': ['a/4'],
     }
+    content['source']['caption_column'] = ['short', 'original']
+    (tmp_path / 'tables/scores.csv').unlink()
+    report_of(content | {'filters': {}, 'out': str(tmp_path / 'own')})
+    expected = [[f'own {key}', *([f'short {key}'] if key < 4 else [])] for key in range(5)]
+    assert [each['captions'] for each in samples(tmp_path / 'own/16px')] == expected
+    columns = [['original', 'short']] * 4 + [['original']]
+    assert [each['caption_columns'] for each in samples(tmp_path / 'own/16px')] == columns
+    # A column `original` of another table has nothing to do with captions beside the images.
+    write_files(tmp_path / 'tables', {'others.csv': 'key,short,original\n0,,other\n'})
+    report_of(content | {'filters': {}, 'out': str(tmp_path / 'other')})
+    assert samples(tmp_path / 'other/16px')[0]['captions'] == ['short 0', 'other']
 
 
 def test_changed_table_is_another_input(tmp_path: Path) -> None:

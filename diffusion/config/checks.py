@@ -183,8 +183,9 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             if not value:
                 gather.problem('evaluators_interval', f'needs {key}, which are empty; add one, or remove the interval')
     for where, value in _durations(recipe):
-        # Composer's own saver, which `save_folder` selects, does not accept times.
-        may_be_time = where.endswith('.save_interval') and 'save_folder' not in recipe.trainer
+        # Composer's own saver, which `trainer.save_folder` selects, does not accept times.
+        of_composer = where == 'trainer.save_interval' and 'save_folder' in recipe.trainer
+        may_be_time = where.endswith('.save_interval') and not of_composer
         if may_be_time and is_time(value):
             continue
         if (problem := duration_problem(value)) is not None:

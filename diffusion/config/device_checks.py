@@ -53,7 +53,7 @@ def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) 
     share = batch // world_size
     if isinstance(microbatch, int) and share % microbatch:
         what = (
-            f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); "
+            f"{microbatch} does not divide a device's batch of {share} ({batch} over {world_size} devices); "
             f'use {nearest_divisor(share, microbatch)}'
         )
         return Problem('device_train_microbatch_size', what)

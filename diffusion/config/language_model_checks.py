@@ -61,9 +61,11 @@ def language_model_problems(section: Mapping[str, Any], where: str) -> list[Prob
     """
     found = []
     for key, kind in (('rewrite', RewriteConfig), ('judge', JudgeConfig)):
-        gather, value, place = Gatherer(), section.get(key), join(where, key)
+        if (value := section.get(key)) is None:
+            continue
+        gather, place = Gatherer(), join(where, key)
         settings = build_dataclass(kind, vars(value) if isinstance(value, kind) else value, '', gather)
-        if value is None or gather.problems or gather.missing:
+        if gather.problems or gather.missing:
             continue
         if isinstance(settings, JudgeConfig):
             problems, prompts = vision_problems(settings), settings.instructions

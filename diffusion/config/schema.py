@@ -187,6 +187,7 @@ def _sentence(doc: str) -> str:
     return doc[:1].lower() + doc[1:]
 
 
+@functools.cache
 def _required(kind: Any) -> set[str]:
     return {
         field.name

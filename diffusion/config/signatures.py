@@ -223,6 +223,7 @@ def _class_on_resume(node: ast.ClassDef | ast.FunctionDef, tree: ast.Module) -> 
     return None
 
 
+@functools.cache
 def simple_type(annotation: str) -> Any:
     """Parse an annotation to a type that YAML values can have, such as `list[int]`; return None for other types."""
     try:
@@ -271,6 +272,7 @@ def _is_class(node: ast.expr) -> bool:
     return name in ('Tensor', 'Time', 'Precision', 'Device', 'Callable', 'Path')
 
 
+@functools.cache
 def words(annotation: str) -> set[str]:
     """Return the identifiers in the text of an annotation."""
     return {node.id for node in ast.walk(ast.parse(annotation or 'None')) if isinstance(node, ast.Name)}

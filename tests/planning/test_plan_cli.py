@@ -251,7 +251,7 @@ def test_launch_bound_model_and_impossible_speed_warn(capsys):
     ('words', 'message'),
     [
         (['--gpus', '100'], 'global_batch: 2048 does not divide over 100 devices; use 2000 or 2100'),
-        (['--gpus', '512'], "device_train_microbatch_size: 16 does not divide a device's 4 samples"),
+        (['--gpus', '512'], "device_train_microbatch_size: 16 does not divide a device's batch of 4"),
         (['trainer.max_durations=3ba'], "trainer.max_durations: unknown key; did you mean 'max_duration'?"),
         (['--mtbf', '0.01'], '--mtbf: with a failure every 36 s, a restart of 600 s'),
         ([BOTH[1], '--images-per-second', '3000'], '--images-per-second: applies to one recipe'),

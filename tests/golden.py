@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,13 @@ def figure_text(figure: Any) -> str:
     for legend in (*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())):
         rows.append(('legend', legend.get_frame_on(), legend._ncols))
     return ''.join(' '.join(f'{x:.4g}' if isinstance(x, float) else str(x) for x in row) + '\n' for row in rows)
+
+
+def check_transcripts(folder: Path, outcome: Callable[[str], Iterable[object]]) -> None:
+    """Compare what a function returns for each unindented line of a folder's files with the indented lines below it."""
+
+    def played(line: str) -> str:
+        return '\n  '.join([line, *map(str, outcome(line))])
+
+    lines = {file.name: re.findall(r'(?m)^\S.*', file.read_text(encoding='utf-8')) for file in folder.iterdir()}
+    check_golden(folder, {name: '\n\n'.join(map(played, each)) + '\n' for name, each in lines.items()})

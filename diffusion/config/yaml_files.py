@@ -111,7 +111,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         line, what = yaml_error(error)
         raise UnreadableYAML(f'{path}{line}: {what}') from error
     if not isinstance(content, dict):
-        kind = 'is empty' if content is None else f'is a {type(content).__name__}'
+        kind = 'is empty' if content is None else f'is of type {type(content).__name__}'
         raise UnreadableYAML(f'{path} {kind}; write a mapping of sections (key: value)')
     return content
 

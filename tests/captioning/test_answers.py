@@ -1,11 +1,13 @@
 """Named rules reject answers that are no captions; prompts and settings with mistakes are refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import refusal
+from golden import check_transcripts
 
 from diffusion.captioning.settings import load_settings
 from diffusion.config.language_model import VisionLanguageConfig
@@ -94,27 +96,19 @@ def test_the_stored_caption_fills_the_placeholder() -> None:
     assert prompt.filled('a {cat}') == 'Improve: a {cat}'
 
 
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        ({'with_caption': True}, 'has no {caption}; add it'),
-        ({'text': 'Improve: {caption}'}, 'add with_caption: true'),
-        ({'text': 'Improve: {text}'}, '{text} is not a placeholder'),
-        ({'reject': {'a': '('}}, 'is not a regular expression'),
-        ({'version': 0}, 'version: 0 is out of range'),
-        ({'text': ' '}, 'text: is empty'),
-        ({'answer': '[0-9]'}, "answer: '[0-9]' has no group"),
-        ({'answer': '([0-9])', 'scale': [5, 5]}, 'is not the lowest and the highest rating'),
-        ({'scale': [1, 5]}, 'answer: is missing, but scale needs it'),
-        ({'texts': 'a'}, 'unknown key'),
-    ],
-)
-def test_a_prompt_file_with_a_mistake_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    path = tmp_path / 'mine.yaml'
-    path.write_text(yaml.safe_dump({'name': 'mine', 'version': 1, 'text': 'Describe it.'} | change))
-    with pytest.raises(UserError) as error:
-        load_prompt(str(path), 'columns.a')
-    assert message in str(error.value) and str(path) in str(error.value)
+def test_a_prompt_file_with_mistakes_is_refused_with_all_of_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def outcome(line: str) -> list[str]:
+        Path('a.yaml').write_text(
+            yaml.safe_dump({'name': 'a', 'version': 1, 'text': 'Describe it.'} | json.loads(line))
+        )
+        try:
+            return [str(load_prompt('a.yaml', 'columns.b').plan())]
+        except UserError as error:
+            return str(error).split('\n  ')
+
+    check_transcripts(Path(__file__).parent / 'golden' / 'prompts', outcome)
 
 
 SETTINGS = {'model': 'm', 'endpoint': 'http://localhost:1/v1', 'columns': {'a': 'short'}}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from golden import check_golden
+from golden import check_transcripts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recipe_files import all_values
@@ -185,30 +185,25 @@ def test_missing_values_are_listed_if_allowed(write):
 
 
 COMMIT = '0123456789abcdef' * 2 + '01234567'
-MISTAKES = Path(__file__).parent / 'golden' / 'mistakes'
 CASE = re.compile(r'(.*?)(?: on (?:(\d+) x )?(\d+) devices)?')
 SPACE = re.compile(r' (?=[\w.\[\]]+=)')  # between overrides
 
 
 def test_mistakes_are_reported_with_path_cause_and_way_out(write):
-    """Each paragraph of the files has sections of a recipe or overrides, and what is wrong with them."""
-
+    """The lines of the files are sections of a recipe, or overrides."""
     base = write({}, 'base.yaml')
 
-    def outcome(case):
-        settings, nodes, devices = CASE.fullmatch(case).groups()
-        sections = yaml.safe_load(f'{{{settings}}}') if re.match(r'\w+: ', settings) else {}
+    def outcome(line):
+        text, nodes, devices = CASE.fullmatch(line).groups()
+        sections = yaml.safe_load(f'{{{text}}}') if re.match(r'\w+: ', text) else {}
         try:
-            recipe = load(write(sections) if sections else base, [] if sections else SPACE.split(settings))
-            world, per_node = int(nodes or 1) * int(devices or 1), int(devices) if nodes else None
-            problems = check_devices(recipe, world, per_node) if devices else []
+            recipe = load(write(sections) if sections else base, [] if sections else SPACE.split(text))
         except RecipeError as error:
-            problems = error.problems
-        return '\n  '.join([case, *(map(str, problems) if problems else ['accepted'])])
+            return error.problems
+        world, per_node = int(nodes or 1) * int(devices or 1), int(devices) if nodes else None
+        return (check_devices(recipe, world, per_node) if devices else []) or ['accepted']
 
-    cases = {path.name: re.findall('(?m)^\\S.*', path.read_text()) for path in MISTAKES.iterdir()}
-    found = {name: '\n\n'.join(map(outcome, each)) + '\n' for name, each in cases.items()}
-    check_golden(MISTAKES, found)
+    check_transcripts(Path(__file__).parent / 'golden' / 'mistakes', outcome)
 
 
 WRONG_FILES = {

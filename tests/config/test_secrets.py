@@ -2,8 +2,10 @@
 
 import hashlib
 import string
+from pathlib import Path
 
 import pytest
+from golden import check_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,13 +75,14 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize('kind', SECRETS)
-def test_secret_is_recognized_and_not_quoted(kind):
-    (problem,) = secret_problems({'loggers': {'x': {'entity': SECRETS[kind]}}})
-    assert problem.where == 'loggers.x.entity'
-    assert SECRETS[kind] not in str(problem)
-    (problem,) = secret_problems({'generate': {'prompts': ['a cat', SECRETS[kind]]}})
-    assert problem.where == 'generate.prompts[1]'
+def test_secret_is_recognized_and_not_quoted():
+    found = []
+    for kind, secret in SECRETS.items():
+        (problem,) = secret_problems({'loggers': {'x': {'entity': secret}}})
+        assert problem.where == 'loggers.x.entity' and secret not in str(problem)
+        assert secret_problems({'generate': {'prompts': ['a cat', secret]}})[0].where == 'generate.prompts[1]'
+        found.append(f'{kind}: {problem.what.partition(", and would")[0]}\n')
+    check_golden(Path(__file__).parent / 'golden' / 'secrets', {'messages.txt': ''.join(found)})
 
 
 @pytest.mark.parametrize('kind', HARMLESS)
@@ -115,7 +118,10 @@ def test_secret_by_the_name_of_its_key(key, value, is_secret):
 
 def test_variable_of_a_container_in_kubernetes_form():
     (problem,) = secret_problems({'env': [{'name': 'DB_PASSWORD', 'value': 'hunter2'}, {'name': 'A', 'value': 'b'}]})
-    assert problem.where == 'env[0].value'
+    assert str(problem) == (
+        'env[0].value: looks like a secret by the name DB_PASSWORD, and would be saved in plain text; write '
+        '${oc.env:NAME}, and set the variable NAME where the recipe runs (secrets of a job spec)'
+    )
 
 
 def test_recipe_and_override_with_a_secret_are_refused_without_quoting_it(tmp_path):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from diffusion.config.yaml_files import UnreadableYAML, dump, dump_inline, merge, read_chain, read_yaml
 
 AMBIGUOUS = r'1e-4 1e4 .5 08 yes null 2024-01-01 ${a} \${a} \\${ 12:30 ._ ~'
-TEXT_OF_YAML_1_2 = '550000ba 2024-01-01 08 010 -007 00.5 0012e4 1:30 1:30.5 yes No ON off y ._'
 # Exclude control characters and Unicode line breaks such as U+0085, which PyYAML folds.
 text = st.text(st.characters(blacklist_categories=['Cs', 'Cc', 'Zl', 'Zp']), max_size=12) | st.sampled_from(
     [*AMBIGUOUS.split(), '', 'two\nlines', '- a', 'a: b']
@@ -35,28 +34,6 @@ def test_override_from_dump_inline_restores_the_value(value):
     written = dump_inline(value)
     assert '\n' not in written
     assert repr(merge([{}], [f'key={written}'])['key']) == repr(value)
-
-
-@pytest.mark.parametrize(
-    ('written', 'expected'),
-    [
-        ('1e-4', 1e-4),
-        ('.5', 0.5),
-        ('1_000', 1000),
-        ('-0', 0),
-        ('0x1F', 31),
-        ('True', True),
-        ("'1e-4'", '1e-4'),
-        *((text, text) for text in TEXT_OF_YAML_1_2.split()),
-    ],
-)
-def test_scalar_is_read_as_its_yaml_1_2_type(tmp_path, written, expected):
-    path = tmp_path / 'a.yaml'
-    path.write_text(f'value: {written}\n')
-    value = read_yaml(path)['value']
-    assert value == expected
-    assert type(value) is type(expected)
-    assert merge([{}], [f'value={written}']) == {'value': expected}
 
 
 @pytest.fixture
@@ -98,24 +75,6 @@ def test_circular_extends_error_shows_the_chain(files):
         read_chain(folder / 'a.yaml')
     with pytest.raises(UnreadableYAML, match='circular reference'):
         read_chain(folder / 'c.yaml')
-
-
-@pytest.mark.parametrize(
-    ('override', 'message'),
-    [
-        ('seed', "'seed' is not an override; write key=value"),
-        ('=3', "'=3' is not an override; write key=value"),
-        ('l={a: 1}', 'a list and a mapping cannot be merged'),
-        ('l[1]=2', "'1' is not an index of a list of 1; use 0 or more"),
-        ('l.a=2', "'a' is not an index of a list of 1"),
-        ('x=[1', 'its value is not YAML; quote it'),
-        ('x=${nothing}', "x: Interpolation key 'nothing' not found"),
-        ('x=${', r'x: .*write \\\$\{ for a literal \$\{'),
-    ],
-)
-def test_invalid_override_is_an_error(override, message):
-    with pytest.raises(UnreadableYAML, match=message):
-        merge([{'l': [1], 'x': 1}], [override])
 
 
 @pytest.mark.parametrize('text', ['yes', 'no', 'on', 'off', '010', '00e5', '1:30', '2024-01-01', 'true'])

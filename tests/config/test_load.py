@@ -185,7 +185,7 @@ def test_missing_values_are_listed_if_allowed(write):
 
 
 COMMIT = '0123456789abcdef' * 2 + '01234567'
-CASE = re.compile(r'(.*?)(?: on (?:(\d+) x )?(\d+) devices)?')
+CASE = r'(.*?)(?: on (?:(\d+) x )?(\d+) devices)?$'
 SPACE = re.compile(r' (?=[\w.\[\]]+=)')  # between overrides
 
 
@@ -194,14 +194,14 @@ def test_mistakes_are_reported_with_path_cause_and_way_out(write):
     base = write({}, 'base.yaml')
 
     def outcome(line):
-        text, nodes, devices = CASE.fullmatch(line).groups()
+        text, nodes, devices = re.findall(CASE, line)[0]
         sections = yaml.safe_load(f'{{{text}}}') if re.match(r'\w+: ', text) else {}
         try:
             recipe = load(write(sections) if sections else base, [] if sections else SPACE.split(text))
         except RecipeError as error:
             return error.problems
         world, per_node = int(nodes or 1) * int(devices or 1), int(devices) if nodes else None
-        return (check_devices(recipe, world, per_node) if devices else []) or ['accepted']
+        return [*(check_devices(recipe, world, per_node) if devices else [])] or ['accepted']
 
     check_transcripts(Path(__file__).parent / 'golden' / 'mistakes', outcome)
 

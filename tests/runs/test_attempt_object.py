@@ -121,8 +121,9 @@ def test_clock_continues_from_the_record_in_the_bucket(url, monkeypatch):
 
 
 B, P, Q, E = (
-    {'event': event, 'at': at} for event, at in (('begin', 1.0), ('progress', 2.0), ('progress', 3.0), ('end', 4.0))
+    {'event': event, 'at': at} for event, at in (('begin', 0.5), ('progress', 2.0), ('progress', 3.0), ('end', 4.0))
 )
+N = {'event': 'progress', 'at': 'soon'}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,8 @@ B, P, Q, E = (
     [
         *((None, [B, P], []), ([B], [], [B]), ([B], [B, P], [B, P]), ([B, P], [B, Q], [B, Q])),
         *(([B, Q], [B, P], [B, Q]), ([B, P], [B, E], [B, E]), ([B, E], [B, P], [B, E])),
-        *(([E, B], [B, E, B], [E, B]), ([B, E, B], [B, P], [B, E, B])),
+        *(([E, B], [B, E, B], [E, B]), ([B, E, B], [B, P], [B, E, B]), ([B, E, P], [B, B, Q], [B, E, P])),
+        *(([], [B], [B]), ([N], [B], [B]), ([B], [B, N], [B])),
     ],
 )
 def test_local_records_count_only_if_they_continue_those_in_the_store(stored, local, expected):

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import re
 import time
 from dataclasses import replace
 from unittest.mock import Mock
@@ -94,22 +93,6 @@ def test_breakdown_sums_to_elapsed_time(pieces):
     parts = found.productive + found.starting + found.redone + found.down + found.ending
     assert parts == pytest.approx(found.wall)
     assert found.redone >= 0
-
-
-def test_report(tmp_path):
-    for each in (attempt(0, 0.0, 0, 20, detail='rank 3 by SIGKILL'), attempt(1, 62.0, 15, 40, cause='done', status=0)):
-        append_attempt(tmp_path, 'begin', each)
-        append_attempt(tmp_path, 'end', each)
-    text = '\n'.join(attempts.attempts_table(read_attempts(tmp_path)))
-    assert re.findall(r'(?m)^ {2,}(\d) ', text) == ['1', '2'], 'counted from 1, as in the report'
-    for part in (
-        '2 attempts',
-        '    32.0 s  batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1',
-        '    37.0 s  batches 15 to 40; completed, exit status 0',
-        '\ngoodput 0.404 of 99.0 s: productive 40.0 s, starting 20.0 s, repeated 5.0 s, ending 4.0 s, down 30.0 s',
-        '\n  time lost (process failed): 47.0 s',
-    ):
-        assert part in text and 'completed)' not in text
 
 
 def test_run_is_given_up_without_progress():

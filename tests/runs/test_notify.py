@@ -1,9 +1,11 @@
 """Messages about a run, with a real web server on localhost: what is sent, and that no fault of it disturbs a run."""
 
+import calendar
 import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -83,10 +85,14 @@ def send(sender: Notifier, *events: str, text: str = 'text', **fields: Any) -> N
 
 
 def test_message_has_text_for_slack_and_fields_for_programs(hook, notifier):
-    send(notifier(), 'ended', text='ended: preempted', cause='preempted', status=75)
+    sender = notifier()
+    sender.send_end(Attempt(3, 0.0, last=7, status=75, cause='preempted', detail='SIGTERM'))
+    sender.close()
     (message,) = hook.messages
-    expected = {'event': 'ended', 'run': 'phase1', 'attempt': 3, 'cause': 'preempted', 'status': 75}
-    assert (expected | {'text': 'phase1: ended: preempted'}).items() <= message.items()
+    assert abs(calendar.timegm(time.strptime(message.pop('time'), '%Y-%m-%dT%H:%M:%SZ')) - time.time()) < 60
+    expected = {'event': 'ended', 'run': 'phase1', 'attempt': 3, 'host': socket.gethostname(), 'batch': 7}
+    expected |= {'text': 'phase1: ended: preempted (SIGTERM)', 'cause': 'preempted', 'detail': 'SIGTERM', 'status': 75}
+    assert message == expected
 
 
 def test_each_event_is_sent_once_and_only_if_the_recipe_lists_it(hook, notifier):
@@ -154,19 +160,20 @@ def test_variable_that_is_not_set_is_named(tmp_path, caplog):
 
 
 def test_low_goodput_is_sent_half_an_hour_after_the_start(hook, notifier, tmp_path):
-    run, now = tmp_path / 'phase1', time.time()
-    run.mkdir(exist_ok=True)
+    sender, equal = notifier(goodput_below=0.8), notifier(goodput_below=0.5)
+    run, now = tmp_path / 'phase1', int(time.time())
     append_attempt(run, 'begin', Attempt(0, now - 1000))
     append_attempt(run, 'end', Attempt(0, now - 1000, now, 0, now - 100, 50, now, cause='crash'))
-    sender = notifier(goodput_below=0.8)
     sender.check_goodput()
-    append_attempt(run, 'end', Attempt(1, now, now + 1000, 50, now + 100, 150, now + 1000, cause='crash'))
+    append_attempt(run, 'end', Attempt(1, now, now + 800, 50, now, 150, now + 800, cause='crash'))
     sender.check_goodput()
     sender.check_goodput()
-    notifier(goodput_below=0.4).check_goodput()
+    equal.check_goodput()
     sender.close()
+    equal.close()
     (message,) = hook.messages
-    assert message['text'] == 'phase1: goodput is 0.500 after 0.6 h, below 0.8'
+    assert message['text'] == 'phase1: goodput is 0.500 after 0.5 h, below 0.8'
+    assert (message['goodput'], message['wall_seconds']) == (0.5, 1800)
 
 
 @pytest.mark.parametrize(

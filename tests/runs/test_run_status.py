@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from commands import output_of
+from golden import check_golden
 from waiting import wait_until
 
 from diffusion.cli import main
@@ -21,7 +22,7 @@ from diffusion.runs import heartbeats, run_lock
 from diffusion.runs.attempts import Attempt, append_attempt, has_begun
 from diffusion.runs.heartbeats import SAVING, TRAINING, Beat, heartbeat_age, last_beats, write_rank_heartbeat
 from diffusion.runs.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
-from diffusion.runs.run_status import format_report, inspect_run
+from diffusion.runs.run_status import RunReport, format_report, inspect_run
 from diffusion.runs.stop_signals import describe_loss
 from diffusion.storage import object_store
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
@@ -49,6 +50,34 @@ def run(tmp_path: Path) -> Path:
     for name in ('ba900', 'ba1000', 'ba1000.damaged', '.ba2000.unfinished'):
         (tmp_path / name).mkdir()
     return tmp_path
+
+
+def test_reports_of_runs_in_each_state(monkeypatch):
+    monkeypatch.setattr(time, 'localtime', time.gmtime)
+    monkeypatch.setattr(time, 'time', lambda: 9600.0)
+    attempts = [
+        Attempt(1, 0.0, 500.0, 0, 100.0, 200, 480.0, 75, 'preempted', 'SIGUSR1'),
+        Attempt(2, 600.0, 630.0, status=76, cause='hardware', detail='n7: Xid 79', machine='n7'),
+        Attempt(3, 700.0, 1500.0, 150, 760.0, 400, 1460.0, 1, 'crash', 'rank 3 with 1'),
+        Attempt(4, 1520.0, 1900.0, 100, 1600.0, 100, 1600.0),
+        Attempt(5, 2000.0, 9500.0, 120, 2100.0, 3000, 8950.0, 0, 'done'),
+    ]
+    recorded = [asdict(each) for each in attempts]
+    node = {'node': 0, 'host': 'gpu0', 'doing': 'saving', 'batch': 3000, 'silent_seconds': 300.0}
+    speed = {'batches_per_second': 3.456, 'seconds_left': 7300.0, 'silent_seconds': 300.0, 'nodes': [node]}
+    running = {'batch': 3000, 'duration': '5000ba', 'process': 'process 5 on gpu0: running', 'last_activity': 9599.4}
+    reports = {
+        'starting': RunReport('runs/a', 'starting', process='unknown', attempts=recorded[3:4], last_activity=9610.0),
+        'running': RunReport('runs/a', 'running', total_batches=6000, attempts=recorded[:4], **running, **speed),
+        'silent': RunReport('s3://b/a', 'silent', **running, **speed | {'nodes': [], 'seconds_left': None}),
+        'ended': RunReport(
+            'runs/a', 'ended', 3000, '3ep', last_loss=0.01234, newest_checkpoint='ba2', attempts=recorded
+        ),
+        'ended early': RunReport('runs/a', 'ended', attempts=recorded[:2], last_activity=2000.0),
+        'without records': RunReport('runs/a', 'ended', 7, newest_checkpoint='runs/a/ba7'),
+    }
+    found = {f'{name}.txt': format_report(each) + '\n' for name, each in reports.items()}
+    check_golden(Path(__file__).parent / 'golden' / 'reports', found)
 
 
 def test_status_has_batch_loss_checkpoint_and_process(run):

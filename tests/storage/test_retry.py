@@ -3,9 +3,11 @@
 import errno
 import time
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from golden import check_golden
 from object_store import Store
 
 from diffusion.errors import DataError, GaveUp, UserError
@@ -69,11 +71,68 @@ def test_refused_request_is_not_retried(store: Store, fault: int) -> None:
         RetryPolicy().run(Mock(side_effect=PermissionError(errno.EACCES, 'Permission denied', '/mnt/a')), '/mnt/a')
 
 
+def named(module: str, name: str, **attributes: object) -> Exception:
+    """Return an error of a class with this name, as a package raises it."""
+    error = type(name, (Exception,), {'__module__': module})('text')
+    error.__dict__.update(attributes)
+    return error
+
+
+def answer(status: int, code: str = 'Code') -> Exception:
+    response = {'Error': {'Code': code}, 'ResponseMetadata': {'HTTPStatusCode': status}}
+    return named('botocore.exceptions', 'ClientError', response=response)
+
+
+ERRORS = {
+    **{f'status {status}': answer(status) for status in (299, 300, 400, 401, 403, 404, 408, 409, 412, 425, 429, 499)},
+    **{f'status {status}': answer(status) for status in (500, 501, 502)},
+    **{
+        f'{code} with {status}': answer(status, code)
+        for code in ('ExpiredToken', 'RequestTimeout', 'NoSuchBucket')
+        for status in (400, 403, 404)
+    },
+    'Azure 404': named('azure.core.exceptions', 'ResourceNotFoundError', status_code=404, error_code='BlobNotFound'),
+    'Google 503': named('google.api_core.exceptions', 'ServiceUnavailable', code=503),
+    'requests 500': named('requests.exceptions', 'HTTPError', response=named('requests', 'Response', status_code=500)),
+    'botocore without status': named('botocore.exceptions', 'EndpointConnectionError'),
+    'another package': named('numpy', 'Error'),
+    'no credentials': named('botocore.exceptions', 'NoCredentialsError'),
+    'Azure refuses credentials': named('azure.core.exceptions', 'ClientAuthenticationError', status_code=401),
+    'a parameter': named('botocore.exceptions', 'ParamValidationError'),
+    'missing': FileNotFoundError(errno.ENOENT, 'No such file', '/mnt/a'),
+    'missing in a store': FileNotFoundError('org/name/a'),
+    'forbidden': PermissionError(errno.EACCES, 'Permission denied', '/mnt/a'),
+    'input and output': OSError(errno.EIO, 'Input/output error', '/mnt/a'),
+    'full': OSError(errno.ENOSPC, 'No space left'),
+    'hidden cause': named('boto3.exceptions', 'S3UploadFailedError', last_exception=answer(403)),
+    'stalled': TimeoutError('stalled after 5 bytes'),
+    'damaged': DamagedDownload('cut'),
+}
+
+
+def test_errors_are_final_or_not_and_final_ones_have_a_way_out() -> None:
+    def outcome(name: str, url: str) -> str:
+        try:
+            found = (
+                f'{"retried" if retry.is_transient(ERRORS[name], url) else "raised"}, {retry.error_text(ERRORS[name])}'
+            )
+        except Exception as raised:
+            found = f'{type(raised).__name__}: {raised}'
+        return (
+            f'{name}: {found}, {"a missing object" if retry.is_missing_object(ERRORS[name]) else "no missing object"}\n'
+        )
+
+    found = {url: [outcome(name, url) for name in ERRORS] for url in ('s3://data/a', '/mnt/a')}
+    others = [outcome('no credentials', f'{scheme}://data/a') for scheme in retry.CREDENTIALS]
+    texts = {'s3.txt': found['s3://data/a'], 'mount.txt': found['/mnt/a'], 'others.txt': others}
+    folder = Path(__file__).parent / 'golden' / 'retry'
+    check_golden(folder, {name: ''.join(lines) for name, lines in texts.items()})
+
+
 @pytest.mark.parametrize(
     ('status', 'message'),
     [
         (403, r'the store refuses access \(403\): AccessDenied: .*; check the permissions, .* AWS_ACCESS_KEY_ID'),
-        (404, r'there is no such bucket or object \(404\); check the spelling'),
         (301, r'the store refuses \(.*GetObject.*\); check the location'),
     ],
 )

@@ -85,9 +85,17 @@ def test_work_resumes_with_the_same_plan_only(folder: Open) -> None:
 
 
 def test_at_most_five_differences_are_listed_and_damage_is_named(tmp_path: Path) -> None:
-    pin_plan(LocalPlace(tmp_path), {}, where='out')
-    with pytest.raises(ValueError, match=r'(a\d: missing at the start, \d now\n  ){5}and 3 more\nrestore'):
-        pin_plan(LocalPlace(tmp_path), {f'a{number}': number for number in range(8)}, where='out')
+    saved = {'a': {'b': 1, 'c': 2}, 'd': {'e': 1}, 'f': 3, 'same': {'g': [1]}}
+    now = {'h': 4, 'a': {'b': 1, 'c': 5}, 'f': {'i': 1}, 'same': {'g': [1]}, 'j': {}}
+    lines = ['h: missing at the start, 4 now', 'a.c: 2 at the start, 5 now', "f: 3 at the start, {'i': 1} now"]
+    lines += ['j: missing at the start, present now', 'd: present at the start, missing now']
+    for more, last in (({}, []), ({'k': 1, 'l': 2}, ['and 2 more'])):
+        assert str(other_plan(tmp_path, saved, more | now, where='out')).splitlines() == [
+            f'out: {tmp_path} was started with other settings or another input:',
+            *(f'  {line}' for line in [*(f'{key}: missing at the start, {more[key]} now' for key in more), *lines][:5]),
+            *(f'  {line}' for line in last),
+            f'restore the settings and the input to resume, or remove {tmp_path} to start over',
+        ]
     (tmp_path / 'plan.json').write_text('{')
     with pytest.raises(ValueError, match=r'^out: .*/plan.json is damaged \(.*\); remove'):
         pin_plan(LocalPlace(tmp_path), {}, where='out')

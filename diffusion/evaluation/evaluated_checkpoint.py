@@ -111,8 +111,8 @@ def results_of(
     return {**about, 'metrics': dict(metrics), **details, 'seconds': seconds}
 
 
-def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
-    """Write the results of a checkpoint to `evaluations/NAME.json`, and return the path.
+def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Write the results of a checkpoint to `evaluations/NAME.json`.
 
     If the file has earlier results of the same weights, metrics that were not measured again stay in it, and so do
     guidance scales that were evaluated with other image settings. Earlier results of other weights are replaced.
@@ -130,7 +130,6 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
             sweep[each['folder']] = before | each | kept
         merged = earlier | merged | {'guidance': list(sweep.values())}
     write_atomically(path, json.dumps(merged | {'finished': time.time()}, indent=2) + '\n')
-    return path
 
 
 def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:

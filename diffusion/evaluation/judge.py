@@ -157,7 +157,7 @@ class Judge:
             for file in [images.path(index).read_bytes()]
             for each in group
         )
-        for number, answer in enumerate(engine.answers(with_images)):
+        for number, answer in enumerate(engine.answers(with_images), 1):
             status_line.show(f'{self.settings.label} answered {number} of {len(questions)} questions')
             question, path = answer.question, _path(images, answer.question.shard)
             if answer.rejected == 'no_answer':

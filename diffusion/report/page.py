@@ -69,7 +69,7 @@ def json_text(content: Any) -> str:
     try:
         return json.dumps(content, allow_nan=False, separators=(',', ':'))
     except ValueError:
-        return json.dumps(_finite(content), allow_nan=False, separators=(',', ':'))
+        return json.dumps(_finite(content), separators=(',', ':'))
 
 
 def _finite(value: Any) -> Any:

@@ -17,7 +17,15 @@ from PIL import Image, PngImagePlugin
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.comparison_answers import parse_answers
-from diffusion.evaluation.comparison_page import ComparisonKey, Pair, data_uri, make_pairs, pair_images, read_key
+from diffusion.evaluation.comparison_page import (
+    ComparisonKey,
+    Pair,
+    damaged_copy,
+    data_uri,
+    make_pairs,
+    pair_images,
+    read_key,
+)
 from diffusion.evaluation.comparison_server import AnswerFolder, make_server
 
 KEY = make_key()
@@ -94,6 +102,14 @@ def test_sides_and_positions_of_pairs_are_random():
     assert sum(pairs[index].source == 'a' for index in checks) == 200
     assert 1000 < np.mean(checks) < 1400, 'attention checks are not at one end'
     assert [pair.prompt for pair in ordinary] != sorted(pair.prompt for pair in ordinary)
+
+
+def test_a_damaged_image_is_a_mosaic_of_14_noisy_tiles():
+    damaged = np.asarray(damaged_copy(Image.new('RGB', (56, 28), (100, 150, 200))))
+    tiles = damaged[::4, ::4]
+    noise = np.random.default_rng(0).normal(0, 40, (7, 14, 3))
+    assert np.array_equal(tiles, (np.array([60, 90, 120]) + 40 + noise).clip(0, 255).astype(np.uint8))
+    assert np.array_equal(damaged, tiles.repeat(4, axis=0).repeat(4, axis=1))
 
 
 def test_images_of_different_sizes_are_shown_at_one_size():

@@ -4,12 +4,14 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from golden import check_golden
 from PIL import Image, ImageDraw
 from scipy.stats import binomtest
 from small_networks import write_clip, write_mask2former
@@ -144,8 +146,11 @@ def test_rules_equal_an_independent_implementation_on_500_scenes_and_answers_are
     # The kept answers give the same scores without a detector.
     monkeypatch.setattr(Known, 'detect', lambda *_: pytest.fail('detected again'))
     assert network.scores(images, prompts, files).tolist() == wanted
-    answer = json.loads((tmp_path / '000002.geneval.json').read_text())
-    assert answer['prompt'] == prompts[2] and (answer['failure'] is None) == wanted[2]
+    answers = [json.loads(file.with_suffix('.geneval.json').read_text()) for file in files]
+    assert [each['prompt'] for each in answers] == prompts
+    assert [each['failure'] is None for each in answers] == wanted
+    failures = [f'{number}: {each["failure"]}\n' for number, each in enumerate(answers[:150]) if each['failure']]
+    check_golden(Path(__file__).parent / 'golden' / 'geneval', {'failures.txt': ''.join(failures)})
 
 
 def test_at_most_16_objects_of_a_class_count():

@@ -46,6 +46,7 @@ def test_answers_count_if_those_of_all_ancestors_are_right_on_500_graphs() -> No
 
 def test_an_answer_is_read_only_if_it_is_one_choice() -> None:
     numbers = BenchmarkQuestion('How many?', ('1', '2'), '1', 'counting', 1).instruction
+    assert (numbers.version, numbers.with_caption) == (1, True), 'part of the hash of kept answers'
     said = ('1', '1.', '**1** dog', '1, or one', '- 1', '1.5', '1-2', '1 or 2', '12', '-1', '**\u22121**')
     assert [numbers.parsed(each) for each in said] == ['1'] * 5 + [None] * 6
     said = ('yes', 'Yes, and there is no doubt.', 'Yes. Yes.', 'yes and no', 'Yes/No', 'no, or yes.', 'yesterday')
@@ -160,18 +161,21 @@ def test_dpg_with_faults_equals_the_published_loops_and_needs_no_server_again(
 
 
 def test_tifa_is_the_mean_accuracy_of_captions(
-    judged: Callable[..., dict[str, JudgedScore]], server: JudgeServer, tmp_path: Path
+    judged: Callable[..., dict[str, JudgedScore]], server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr('diffusion.evaluation.judge.status_line.show', shown.append)
     prompts = read_prompts(write_tifa(tmp_path / 'tifa.json', 6))
     assert [len(each.questions) for each in prompts] == [2, 4, 6, 2, 4, 6]
     found = judged(['tifa'], prompts)[f'tifa/{MODEL}']
-    means = []
+    means, count = [], 0
     for image, path in enumerate(sorted((tmp_path / 'tifa').rglob('*.png'))):
         answers = json.loads(path.with_suffix('.judge.json').read_text()).values()
         for each in answers:  # equal questions about an image are asked once, and unusable answers are asked for again
             asked = server.asked[exact_hash(Image.open(path)), each['question']]
             assert asked == (4 if each['parsed'] is None else 1)
         said = {each['question'].partition('\n')[0]: each['parsed'] for each in answers}
+        count += len(said)
         own = prompts[image // 2].questions
         means.append(
             sum(said[each.text] is not None and said[each.text].lower() == each.answer for each in own) / len(own)
@@ -180,6 +184,8 @@ def test_tifa_is_the_mean_accuracy_of_captions(
     assert found.images == pytest.approx(means)
     assert set(found.score.kinds) == {'object', 'color'}
     assert 0 < found.unusable < found.answers == 48
+    answered = [f'{MODEL} answered {number} of {count} questions' for number in range(1, count + 1)]
+    assert shown == [*(f'generated {number} of 12 images' for number in (0, 4, 8)), '', *answered, '']
 
 
 def test_ratings_are_read_by_the_rule_of_the_prompt_file(
@@ -217,8 +223,9 @@ def test_ratings_are_read_by_the_rule_of_the_prompt_file(
 def test_mistakes_are_named(judged: Callable[..., Any], server: JudgeServer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dpg: the prompt 'a' has no questions; give dpg_bench.csv"):
         judged(['dpg'], [Prompt('a')])
+    without = Judge(JudgeConfig(model=MODEL, endpoint='http://localhost/v1', token_variable='NO_SUCH_TOKEN'), [])
     with pytest.raises(UserError, match='NO_SUCH_TOKEN is not set'):
-        judged(['judge_score'], [Prompt('a')], token_variable='NO_SUCH_TOKEN')
+        without.check([])
     with pytest.raises(UserError, match='judge.revision: is missing; give the commit of org/name'):
         judged(['judge_score'], [Prompt('a')], engine='transformers', endpoint=None, model='org/name')
     file = tmp_path / 'dpg.csv'

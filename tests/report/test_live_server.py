@@ -124,6 +124,15 @@ def test_storage_that_fails_is_named_and_the_last_content_stays(run, monkeypatch
             assert json.loads(get(server, '/data.json')[1])['runs'][0]['notes'] == notes
 
 
+def test_content_is_read_again_after_four_fifths_of_the_interval():
+    page = ServedPage(Mock(read=Mock(side_effect='abc')), 1000.0)
+    assert [page.content(), page.content()] == ['a', 'a']
+    page._read_at -= 799.0
+    assert page.content() == 'a'
+    page._read_at -= 2.0
+    assert [page.content(), page.content()] == ['b', 'b']
+
+
 def test_server_is_read_only_and_serves_no_other_file(run):
     with serving(served(run)) as server:
         assert [get(server, '/', method)[0] for method in ('POST', 'PUT', 'DELETE')] == [501] * 3

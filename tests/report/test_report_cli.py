@@ -34,6 +34,14 @@ def test_page_is_written_and_its_path_printed(runs, capsys, words, path):
     assert (runs.parent / path).read_text().startswith('<!DOCTYPE html>')
 
 
+def test_a_table_links_to_the_pages_of_runs_only_from_the_folder_of_the_runs(runs, capsys):
+    for words in (['runs/run-1'], ['runs'], ['runs', '--out', 'other.html']):
+        output_of(capsys, 'report', *words)
+    for path, count in ((runs / 'report.html', 1), (Path('other.html'), 0)):
+        assert path.read_text().count('./run-1/report.html') == count
+    assert './run-0/' not in (runs / 'report.html').read_text()
+
+
 @pytest.mark.parametrize(
     ('words', 'text'),
     [

@@ -59,7 +59,9 @@ def test_data_of_a_run_of_several_runs_and_of_a_table_are_the_reviewed_ones(tmp_
         (run / name).mkdir()
     (run / 'ba30' / 'receipt.json').write_text('{}')
     (run / 'images' / 'ba000020.png').write_bytes(b'no image')
-    for batch, text in (('20', '{'), ('30', '{"metrics": 3}')):
+    results = json.loads((run / 'evaluations' / 'ba40.json').read_text())
+    results['guidance'].reverse()  # the values of the checkpoint are those of the last setting
+    for batch, text in ((20, '{'), (30, '{"metrics": 3}'), (40, json.dumps(results))):
         (run / 'evaluations' / f'ba{batch}.json').write_text(text)
     content = read(run)
     data = page_data([content, read(other, price=1.5)])
@@ -153,9 +155,11 @@ def test_a_run_without_results_or_without_a_batch(tmp_path):
 
 def test_length_in_epochs_is_that_of_the_status(run):
     (run / 'recipe.yaml').write_text('trainer: {max_duration: 3ep}')
-    write_status(run, 400, 1234)
-    status = read(run).status
-    assert (status.state, status.total_batches, status.duration) == ('ended', 1234, '3ep')
+    for total, hours in ((399, 0), (1234, 834 * 0.525 / 3600)):
+        write_status(run, 400, total)
+        content = read(run)
+        assert (content.status.total_batches, content.status.duration) == (total, '3ep')
+        assert content.cost.hours_left == pytest.approx(hours)
 
 
 def test_time_left_and_end_of_a_running_run_are_current(run):

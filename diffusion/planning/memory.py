@@ -156,7 +156,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     )
 
 
-def optimizer_elements(optimizer: Component, model: ModelCosts, *, auxiliary: int = 0) -> int:
+def optimizer_elements(optimizer: Component, model: ModelCosts, *, auxiliary: int) -> int:
     """Return the number of elements in the optimizer's states: two per parameter, but one if Muon updates it."""
     states = ADAM_STATES + bool(optimizer.kwargs.get('amsgrad'))
     return states * (model.trained_parameters + auxiliary) - _muon_parameters(optimizer, model)

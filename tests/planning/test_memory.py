@@ -1,11 +1,13 @@
 """Planned memory per device against the memory that torch allocates."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from golden import check_golden
 
 from diffusion.algorithms.post_hoc_ema import PostHocEMA
 from diffusion.config.recipe import ParallelismConfig
@@ -22,8 +24,9 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
+from diffusion.planning.strategy_advice import communication_bytes
 from diffusion.training.muon import MAX_BATCH_ELEMENTS
-from tests.planning.recipes import A100, GPUS, PHASES, phase, write_recipe
+from tests.planning.recipes import A100, GPUS, PHASES, YAMLS, phase, write_recipe
 
 DDP = ParallelismConfig(strategy='ddp')
 SHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=False)
@@ -200,6 +203,42 @@ def test_strategies_start_with_the_recipes_and_are_unique():
         labels = [setup.label for setup in found]
         assert found[0].parallelism == settings
         assert len(set(labels)) == len(labels)
+
+
+VARIATIONS = {
+    'phase1': [
+        'speed.preset=none',
+        'speed.encode_batch_size=3',
+        'parallelism.mixed_precision=pure',
+        'parallelism.mixed_precision=full',
+        'parallelism.activation_checkpointing=true',
+        'optimizer={name: muon, lr: 1.0e-4}',
+        'optimizer.amsgrad=true',
+        'trainer.precision=fp32',
+        'algorithms.post_hoc_ema={}',
+    ],
+    'speedrun': ['speed.preset=none', 'parallelism.activation_checkpointing=true'],
+    'prxpixel_7b': ['speed.preset=none'],
+    'lora': ['optimizer={name: muon, lr: 1.0e-4}'],
+}
+
+
+def test_memory_and_communication_of_recipes_are_the_reviewed_ones():
+    """Figures are in MB, of 16 devices with microbatches of 2 images."""
+    texts = {}
+    for name in ('phase1', 'speedrun', 'prxpixel_7b', 'lora', 'tiny_vae'):
+        rows = []
+        for words in ([], *([word] for word in VARIATIONS.get(name, ()))):
+            work = phase(YAMLS / f'{name}.yaml', ['global_batch=64', *words])
+            rows.append(words[0] if words else 'as written')
+            for setup in strategies(Setup(16, 2, work.recipe.parallelism), devices_per_node=8):
+                memory = memory_of(work, setup)
+                values = {**memory.parts(), 'resident': memory.resident, 'allocated': memory.allocated}
+                values |= {'reserved': memory.reserved, 'sent': communication_bytes(work, setup)}
+                figures = ' '.join(f'{key} {value / 1e6:.7g}' for key, value in values.items() if value)
+                rows.append(f'  {setup.label}: {figures}, largest {largest_microbatch(work, setup, A100)}')
+        texts[f'{name}.txt'] = '\n'.join(rows) + '\n'
+    check_golden(Path(__file__).parent / 'golden' / 'memory', texts)
 
 
 def test_ways_out_list_settings_that_fit():

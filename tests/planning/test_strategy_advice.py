@@ -49,15 +49,6 @@ def test_replicas_gather_within_a_group_and_reduce_shards_across_groups():
         assert sent == pytest.approx(reductions * (within + ring_bytes(16, 4 * SD2 / 8, passes=2)))
 
 
-def test_precision_of_communication_counts():
-    sent = {
-        mode: communication_bytes(ONCE, Setup(128, 16, replace(SHARDED, mixed_precision=mode)))
-        for mode in ('pure', 'default', 'full')
-    }
-    assert sent['default'] == pytest.approx(1.5 * sent['pure'])
-    assert sent['full'] == pytest.approx(2 * sent['pure'])
-
-
 def test_ddp_is_recommended_where_it_fits_with_the_settings_to_change():
     found = advice(fits_of(A100), A100)
     assert found is not None

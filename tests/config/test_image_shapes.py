@@ -1,5 +1,6 @@
 """Image shapes, aspect buckets, recipes that train on them, and division into integer parts."""
 
+import json
 import logging
 
 import pytest
@@ -97,6 +98,9 @@ def test_buckets_file_round_trips(tmp_path):
     counts = {Shape(64, 32): {'samples': 5, 'bytes': 100}, Shape(32, 32): {'samples': 7}}
     write_buckets(tmp_path, 32, counts)
     assert read_buckets(tmp_path) == {Shape(32, 32): 7, Shape(64, 32): 5}
+    buckets = {'32x32': {'samples': 7}, '64x32': {'samples': 5, 'bytes': 100}}
+    content = json.loads((tmp_path / 'buckets.json').read_text())
+    assert content == {'version': 1, 'resolution': 32, 'buckets': buckets} and [*content['buckets']] == [*buckets]
     assert [path.name for path in tmp_path.iterdir()] == ['buckets.json']
 
 

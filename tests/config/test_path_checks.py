@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import refusal
+from golden import check_golden
+from shards import write_buckets
 
 from diffusion.config.checkpointing_checks import credentials_problem, runs_dir_problem
+from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
 from diffusion.config.path_checks import check_output, check_stream_folders
 from diffusion.config.recipe import StreamConfig
@@ -34,17 +37,37 @@ def problems(folder: Path, **settings: Any) -> list[str]:
     return [str(problem) for problem in found]
 
 
-def test_small_images_are_refused(tmp_path: Path) -> None:
-    assert problems(write(tmp_path / 'mixed', [(64, 64), (512, 600)]), resolution=512) == []
-    folder = write(tmp_path / 'small', [(100, 64), (64, 80)] * 20)
-    assert problems(folder, resolution=64) == []
-    (problem,) = problems(folder, resolution=512)
-    assert problem.startswith('streams.a.resolution: 512x512, but the images in')
-    assert 'at most 64 px and would be enlarged; use larger images or a resolution of at most 64, or allow' in problem
-    assert problems(folder, resolution=512, enlarge=True) == []
-    (problem,) = problems(folder, resolution=64, shape='128x64')
-    assert problem.startswith('streams.a.shape: 128x64')
-    assert problems(folder, resolution=64, shape='80x64') == [], 'one of the two is large enough'
+def test_wrong_folders_are_named_with_the_cause_and_the_way_out(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path('mixed'), [(64, 64), (512, 600)])
+    write(Path('small'), [(100, 70), (64, 84)] * 20)
+    indexes = {'zero': [0, 0], 'negative': [5, -5], 'huge': [2**31], 'most': [2**31 - 1], 'true': [True], 'pixels': [1]}
+    indexes |= {'several/64x32': [7], 'several/40x48': [0], 'several/48x40': ['x']}
+    for name, counts in indexes.items():
+        Path(name).mkdir(parents=True)
+        Path(name, 'index.json').write_text(json.dumps({'shards': [{'samples': count} for count in counts]}))
+    shapes = {Shape(64, 32): 7, Shape(40, 48): 0, Shape(48, 40): 1, Shape(32, 32): 5}
+    write_buckets(Path('several'), 48, {shape: {'samples': count} for shape, count in shapes.items()})
+    Path('several/pixels').symlink_to('../pixels')
+    is_file = Path.is_file
+
+    def is_readable_file(path: Path) -> bool:
+        if 'locked' in path.parts:
+            raise PermissionError(13, 'Permission denied', str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, 'is_file', is_readable_file)
+    places = [(name, 512, {}) for name in ('mixed', 'small', 'zero', 'negative', 'huge', 'most', 'true', 'pixels')]
+    places += [('small', 64, {}), ('small', 512, {'enlarge': True}), ('small', 64, {'shape': '128x64'})]
+    places += [('small', 64, {'shape': '80x64'}), ('several', 48, {}), ('locked', 64, {}), ('none', 64, {})]
+    places += [(name, side, {'aspects': True}) for side in (40, 48, 56) for name in ('several', 'mixed', 'locked')]
+    streams = {f'{number}': StreamConfig(side, local=name, **more) for number, (name, side, more) in enumerate(places)}
+    streams |= {'remote': StreamConfig(64, remote='s3://b/c', local='none'), 'mount': StreamConfig(64, remote='none')}
+    for_training = check_stream_folders('streams', streams, for_training=True)
+    others = [each for each in for_training if each not in check_stream_folders('streams', streams)]
+    lines = [f'{number}: {name} {side} {more}' for number, (name, side, more) in enumerate(places)]
+    lines += ['', *map(str, for_training), '', 'for training only:', *map(str, others), '']
+    check_golden(Path(__file__).parent / 'golden' / 'folders', {'streams.txt': '\n'.join(lines)})
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,26 @@ class Bare: ...
 
 
 def anything(size: int = 1, **others: object) -> None: ...
+
+
+FIRST = 'down'
+COMMON = defaults(width=9)
+
+
+class Wide(TypedDict):
+    width: Annotated[int, Default(8), AtLeast(1)]
+    '''Width in pixels.'''
+
+
+class Shared(Wide, total=False):
+    height: Annotated[int, Default(7), NotArchitecture()]
+    color: Annotated[str, fixed_on_resume('the color')]
+    size: int
+
+
+@other
+@COMMON
+def shared(path: Path = Path('x'), *, mode: Direction = FIRST, depth: int, **rest: Unpack[Shared]) -> None: ...
 """
 
 
@@ -96,6 +116,27 @@ def test_keywords_are_checked_against_the_source(tmp_path, monkeypatch, attribut
     monkeypatch.syspath_prepend(tmp_path)
     register('model', 'part', f'parts_package.parts:{attribute}')
     assert problems('model', 'part', kwargs) == expected
+
+
+def test_keywords_of_a_typed_dict_have_the_defaults_of_the_decorator(tmp_path, monkeypatch):
+    write_files(tmp_path / 'shared_package', {'__init__.py': '', 'parts.py': PARTS})
+    monkeypatch.syspath_prepend(tmp_path)
+    register('model', 'part', 'shared_package.parts:shared')
+    found = signature('model', 'part')
+    assert [(each.name, each.annotation, each.required, each.default, each.doc) for each in found.parameters] == [
+        ('path', 'Path', False, "Path('x')", ''),
+        ('mode', "Literal['up', 'down']", False, 'down', ''),
+        ('depth', 'int', True, None, ''),
+        ('width', 'int', False, 9, 'Width in pixels.'),
+        ('height', 'int', False, 7, ''),
+        ('color', 'str', True, None, ''),
+        ('size', 'int', True, None, ''),
+    ]
+    assert [each.changes_architecture for each in found.parameters] == [True, True, True, True, False, True, True]
+    assert [each.on_resume and each.on_resume.reason for each in found.parameters][4:] == [None, 'the color', None]
+    assert problems('model', 'part', {'depth': 1, 'color': 'x', 'size': 2, 'width': 0, 'height': 0}) == [
+        'here.width: 0 is less than 1; use 1 or more'
+    ]
 
 
 def test_nested_dataclasses_are_checked_with_their_path():

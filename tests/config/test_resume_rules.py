@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import check_transcripts
 
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SUPPLIED
@@ -27,6 +29,7 @@ from diffusion.config.yaml_files import parse_yaml
 
 YAMLS = Path(__file__).parents[2] / 'yamls'
 REMOTES = ['streams.laion.remote=s3://bucket/a', 'eval_streams.coco.remote=s3://bucket/b']
+SPACE = re.compile(r' (?=[\w.]+=)')  # between overrides
 RECIPES = {'phase1': REMOTES, 'phase2': REMOTES, 'quickstart': [], 'tiny_vae': []}
 
 
@@ -140,30 +143,17 @@ def change(name: str, *overrides: str):
     return found[0]
 
 
-@pytest.mark.parametrize(
-    ('overrides', 'text', 'effect'),
-    [
-        (['optimizer.weight_decay=0.5'], 'optimizer.weight_decay 0.01 -> 0.5', Effect.APPLIED),
-        (['optimizer.betas=[0.8, 0.99]'], 'optimizer.betas [0.9, 0.99] -> [0.8, 0.99]', Effect.APPLIED),
-        (['optimizer={name: decoupled_adamw, lr: 1}'], 'optimizer.name adamw -> decoupled_adamw', Effect.FIXED),
-        (['algorithms.ema.ema_start=9ba'], 'algorithms.ema.ema_start 1100ba -> 9ba', Effect.BEFORE_AVERAGING),
-        (
-            ['model.objective.prediction_type=sample'],
-            'model.objective.prediction_type velocity -> sample',
-            Effect.FIXED,
-        ),
-        (['seed=3', 'model.seed=17'], 'seed 17 -> 3', Effect.FIXED),
-        (['seed=3'], 'seed 17 -> 3', Effect.FIXED),
-        (['generate.negative_prompt="two\nlines"'], r'generate.negative_prompt "" -> "two lines"', Effect.APPLIED),
-        (['scheduler.alpha_f=0'], None, None),
-    ],
-)
-def test_change_is_described_with_both_values(overrides, text, effect):
-    if text is None:
-        assert changes(values('quickstart'), values('quickstart', *overrides)) == []
-        return
-    found = change('quickstart', *overrides)
-    assert (str(found), found.rule.effect) == (text, effect)
+def test_changes_are_described_with_both_values_the_effect_and_the_reason():
+    """The lines of the file are overrides of a recipe."""
+
+    def outcome(line):
+        now = recipe_values(read_values(YAMLS / 'quickstart.yaml', SPACE.split(line)).values)
+        found = changes(values('quickstart'), now.values)
+        return [f'{each}: {each.rule.effect.value}, {each.rule.reason}' for each in found] or [
+            f'no change, unknown: {now.unknown}'
+        ]
+
+    check_transcripts(Path(__file__).parent / 'golden' / 'changes', outcome)
 
 
 def test_start_of_averaging_is_fixed_once_there_are_averages():
@@ -173,9 +163,6 @@ def test_start_of_averaging_is_fixed_once_there_are_averages():
 
 
 def test_component_under_the_key_of_another_one_is_a_removal_and_an_addition():
-    clipping = '{name: gradient_clipping, clipping_type: norm, clipping_threshold: 1}'
-    found = changes(values('phase2'), values('phase2', 'algorithms.ema=false', f'algorithms.average={clipping}'))
-    assert [each.rule.effect for each in found] == [Effect.APPLIED, Effect.BEFORE_AVERAGING]
     before, now = (values('quickstart') | {'algorithms': {'x': each}} for each in ({'name': 'ema'}, {'name': 'swa'}))
     assert [(each.key, each.saved, each.now, each.rule.effect) for each in changes(before, now)] == [
         ('algorithms.x', {'name': 'ema'}, None, Effect.BEFORE_AVERAGING),

@@ -51,6 +51,8 @@ def test_progress_replaces_the_progress_of_the_same_attempt(url, store):
     record_attempt(url, 0, 8, 'end')
     record_attempt(url, 1, 9, 'begin', 'progress')
     assert [each.last for each in read_attempts(url)] == [8, 9]
+    lines = store.objects('home')['runs/run/attempts.jsonl'].splitlines()
+    assert [json.loads(line)['event'] for line in lines] == ['begin', 'end', 'begin', 'progress']
 
 
 def test_another_node_continues_the_record(url, tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_time_breakdown():
     found, lost = time_breakdown([attempt(0, 0.0, 0, 20), attempt(1, 62.0, 15, 40, cause='done', status=0)])
     assert (found.wall, found.productive, found.redone) == (99.0, 40.0, 5.0)
     assert (found.starting, found.ending, found.down) == (20.0, 4.0, 30.0)
-    assert found.goodput == pytest.approx(40 / 99)
+    assert found.goodput == pytest.approx(40 / 99) and attempts.TimeBreakdown(0.0).goodput == 0.0
     durations = [attempts.format_duration(seconds) for seconds in (119, 120, 7199, 7200)]
     assert durations == ['119.0 s', '2.0 min', '120.0 min', '2.0 h']
     assert lost == {'crash': 2 + 30 + 5 + 10}
@@ -96,13 +96,13 @@ def test_breakdown_sums_to_elapsed_time(pieces):
 
 
 def test_run_is_given_up_without_progress():
-    stuck, quick = ([attempt(number, pause * number, 40, 40) for number in range(3)] for pause in (894.0, 893.9))
+    stuck, quick = ([attempt(i, 5e3 + pause * i, 40, 40) for i in range(3)] for pause in (894.0, 893.9))
     reason = reason_to_give_up(stuck, 100)
     assert reason == 'the last 3 attempts ended after batch 40 (); fix the cause and delete this file'
     assert reason_to_give_up(stuck[:2], 100) is None
     assert reason_to_give_up(quick, 100) is None, 'shorter than STUCK_SECONDS'
-    assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 41)], 100) is None, 'the run makes progress'
-    assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 40, cause='preempted')], 100) is None
+    assert reason_to_give_up([*stuck[:2], attempt(2, 9000.0, 40, 41)], 100) is None, 'the run makes progress'
+    assert reason_to_give_up([*stuck[:2], attempt(2, 9000.0, 40, 40, cause='preempted')], 100) is None
     reason = 'the run failed 3 times without progress (max_restarts: 2); fix the cause, then raise restart.max_restarts'
     assert reason_to_give_up(stuck, 2) == f'{reason} or delete this file'
     never = [Attempt(number, 1000.0 * number, 1000.0 * number + 9, cause='crash') for number in range(3)]
@@ -155,6 +155,9 @@ def test_fault_belongs_to_the_attempt_that_it_ended_and_not_to_a_quick_restart(t
     attempts.record_fault(tmp_path, 'gpu7', 'Xid 79')
     append_attempt(tmp_path, 'end', Attempt(1, begin + 5, begin + 500, cause='crash'))
     assert [each.cause for each in read_attempts(tmp_path)] == ['hardware', 'crash']
+    append_attempt(tmp_path, 'end', Attempt(0, begin - 500, begin + 1, cause='mistake'))
+    (tmp_path / 'faults' / 'before.json').write_text('{"at": 1.0, "machine": "gpu8", "detail": "Xid 48"}')
+    assert [(each.cause, each.machine) for each in read_attempts(tmp_path)] == [('mistake', ''), ('crash', '')]
 
 
 @pytest.mark.parametrize('step', [1200, -3600])
@@ -260,9 +263,9 @@ def test_default_timeout_of_collectives_and_warning_of_a_shorter_one_with_both_v
 def test_watchdog_waits_longer_for_the_start_the_first_batch_and_saves():
     watchdog, limit = Watchdog(0.0, hang_seconds=30.0), 30.0 * heartbeats.SLOW_WORK_FACTOR
     # The first batch waits for cold shards and for the compiler.
-    first = {0: Beat(10.0, 4, TRAINING, 4, 10.0)}
+    first = {0: Beat(10.0, 0, TRAINING, 0, 10.0)}
     saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
-    for found, begin, since in (({}, 0.0, 'the start'), (first, 10.0, 'batch 4'), (saving, 50.0, 'batch 4')):
+    for found, begin, since in (({}, 0.0, 'the start'), (first, 10.0, 'batch 0'), (saving, 50.0, 'batch 4')):
         assert watchdog.check(found, begin + limit) is None
         assert f' for 121 s since {since} (limit 120 s)' in str(watchdog.check(found, begin + limit + 1))
 

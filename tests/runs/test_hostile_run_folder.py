@@ -69,8 +69,10 @@ def test_status_of_hostile_folder_ends_at_once_without_control_sequences(name, t
 
 
 def test_good_records_beside_bad_ones_are_shown(tmp_path, capsys):
-    (tmp_path / 'attempts.jsonl').write_text(f'{record(begin="b")}\n{record(status=1, detail="rank 3")}\nhalf a li')
-    assert '1 attempt' in (printed := output_of(capsys, 'status', tmp_path))
+    shortest = json.dumps({'event': 'begin', 'at': 3.0, 'number': 1, 'begin': 2.5})
+    lines = [record(begin='b'), record(status=1, detail='rank 3'), shortest, 'half a li']
+    (tmp_path / 'attempts.jsonl').write_text('\n'.join(lines))
+    assert '2 attempts' in (printed := output_of(capsys, 'status', tmp_path))
     assert 'process failed (rank 3), exit status 1' in printed
 
 

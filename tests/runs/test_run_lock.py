@@ -385,6 +385,12 @@ def test_outage_of_the_store_is_no_evidence_that_an_owner_is_dead(bucket_run, st
     assert time.monotonic() - polls[3] >= run_lock.STALE_SECONDS
 
 
+def test_lock_object_that_is_deleted_while_it_is_watched_is_free(bucket_run, store):
+    other_owner(bucket_run)
+    lock = PolledLock(bucket_run, lambda: store.delete(bucket_run, LOCK))
+    assert run_lock._wait_until_free(lock, Owner.current({}), lambda: False) is None
+
+
 def test_store_that_stops_responding_or_refuses_access_is_an_error(bucket_run, store):
     other_owner(bucket_run)
     lock = PolledLock(bucket_run, lambda: store.fail('run.lock', 500))

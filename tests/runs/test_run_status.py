@@ -102,6 +102,8 @@ def test_status_tells_that_the_process_was_killed(run):
 def test_status_of_a_run_with_few_files(tmp_path):
     with pytest.raises(UserError, match=r'has no metrics\.jsonl, run\.lock or checkpoint'):
         report(tmp_path)
+    for name in ('backup', 'xx12', 'ba'):
+        (tmp_path / name).mkdir()
     assert not has_begun(tmp_path)
     (tmp_path / 'ba7').mkdir()
     assert '  batch              7 or later\n' in report(tmp_path) and has_begun(tmp_path)
@@ -159,9 +161,10 @@ def test_job_before_its_first_batch_is_starting(run):
 
 
 def test_job_is_starting_whatever_an_earlier_one_has_left_and_silent_when_it_hangs(run):
-    write_status(run, training(0, 10, nodes=1, owner='an earlier job'), since_batch=0.0)
     with run_lock.hold_run_lock(run):
-        assert inspect_run(run).state == 'starting'
+        for left in ({'owner': 'an earlier job'}, {'doing': 'ended'}):
+            write_status(run, training(0, 10, nodes=1, **left), since_batch=0.0)
+            assert inspect_run(run).state == 'starting'
         write_status(run, training(0, 3001), since_batch=240.0)
         write_status(run, training(1, 3000), since_batch=241.0)
         assert report(run).startswith(f'{run}: silent, no batch for 4.0 min\n')

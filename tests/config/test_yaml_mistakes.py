@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden import check_transcripts
@@ -27,7 +28,7 @@ def test_contents_and_mistakes_of_files_interpolations_and_overrides(tmp_path, m
     (tmp_path / 'payload.py').write_text("open('pwned', 'w')\nx = int\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    path = Path('r.yaml')
+    path, content = Path('r.yaml'), dict[Any, Any]({'l': [1], 'x': 1, 7: 'a'})
 
     def outcome(line):
         try:
@@ -36,7 +37,7 @@ def test_contents_and_mistakes_of_files_interpolations_and_overrides(tmp_path, m
                 return [read_yaml(path)]
             if line.startswith('{'):
                 return [merge([json.loads(line)], [])]
-            return [merge([{'l': [1], 'x': 1, 7: 'a'}], SPACE.split(line))]
+            return [merge([content], SPACE.split(line))]
         except UnreadableYAML as error:
             return str(error).splitlines()
 

@@ -129,7 +129,7 @@ def scheduler_class_name(name: str, *, flow: bool = False) -> str:
     return (FLOW_SCHEDULERS if flow else SCHEDULERS).get(name, name)
 
 
-def scheduler_problem(name: str, *, flow: bool = False) -> str | None:
+def scheduler_problem(name: str, *, flow: bool) -> str | None:
     """Return an error message if a noise scheduler is unknown or not for the model: diffusion, or a flow if `flow`."""
     known = _scheduler_classes()
     is_known = scheduler_class_name(name) in known
@@ -184,7 +184,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
     return problems + _check_images(recipe.generate)
 
 
-def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool = False) -> dict[str, str]:
+def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool) -> dict[str, str]:
     """Return error messages, by key, for wrong sampling settings; `timesteps` limits the steps, None does not."""
     scale, rescale = settings.get('guidance_scale'), settings.get('guidance_rescale')
     problems: dict[str, str | None] = {}

@@ -249,9 +249,7 @@ class LatentsDataset(BucketedDataset):
             raise UserError(f'streams: {names} {problem}')
         return all(found)
 
-    def check_encoders(
-        self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool, mask_padding: bool = False
-    ) -> None:
+    def check_encoders(self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool, mask_padding: bool) -> None:
         """Raise UserError unless the stored latents and any stored text embeddings were made by the model's encoders.
 
         A model that trains its text encoders cannot use stored text embeddings. A model that attends to padding

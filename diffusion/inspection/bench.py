@@ -57,7 +57,7 @@ class Clock:
         return sum(stage.seconds for stage in self.stages.values())
 
 
-def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20, mfu: float = 0.4) -> None:
+def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int, mfu: float) -> None:
     """Print how fast a recipe's streams load, and how fast training on `gpu` at `mfu` of its peak would need them."""
     recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
     rate_per_core, needed = _print_stages(recipe, gpu, mfu)

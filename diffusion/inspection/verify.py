@@ -278,7 +278,7 @@ def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str,
         raise type(error)(f'{section.removesuffix("streams")}{error}') from error
 
 
-def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
+def verify_stream(source: RemoteFolder, *, sample: float, seed: int, pool: Executor) -> VerifyReport:
     report = VerifyReport()
     try:
         entries = read_index(source)

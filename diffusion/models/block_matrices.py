@@ -17,7 +17,7 @@ def is_matrix(shape: Sequence[int], *, convolutions: bool = True) -> bool:
     return dimensions and shape[0] > 1 and math.prod(shape[1:]) > 1
 
 
-def trained_matrices(block: nn.Module, *, convolutions: bool = True) -> list[Tensor]:
+def trained_matrices(block: nn.Module, *, convolutions: bool) -> list[Tensor]:
     weights = [layer.weight for layer in block.modules() if isinstance(layer, MATRIX_LAYERS)]
     return [each for each in weights if each.requires_grad and is_matrix(each.shape, convolutions=convolutions)]
 

@@ -193,7 +193,7 @@ class ShardJob:
 
 
 def plan_shards(
-    catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int
 ) -> Iterator[ShardJob]:
     """Yield jobs that write a bucket's final shards, numbered from `first`; `numbers` are rows of catalog.samples."""
     samples = catalog.samples

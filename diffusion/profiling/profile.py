@@ -88,7 +88,7 @@ def run_profile(
     print(profile_recipe(profiled, folder, batches=batches, warmup=warmup))
 
 
-def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:
+def profile_recipe(recipe: Recipe, out: Path, *, batches: int, warmup: int) -> str:
     """Time `batches` training batches, and run as many under PyTorch's profiler; return the text of profile.md.
 
     `profile.md`, `profile.json` and `trace.json.gz` are written to `out`.

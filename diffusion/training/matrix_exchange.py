@@ -50,7 +50,7 @@ def layout_of(weight: Tensor) -> Layout:
 
 
 def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], parts: Tensor, layout: Layout, *, rows: int, first: int = 0
+    function: Callable[[Tensor], Tensor], parts: Tensor, layout: Layout, *, rows: int, first: int
 ) -> Tensor:
     """Apply a function to whole matrices, divided among ranks; return the results for `parts`. A collective.
 
@@ -70,7 +70,7 @@ def on_whole_matrices(
     return _on_shards(function, parts, counts, rank, layout.group, rows=rows)
 
 
-def dealt(matrices: int, ranks: int, *, first: int = 0) -> list[int]:
+def dealt(matrices: int, ranks: int, *, first: int) -> list[int]:
     """Return how many matrices each rank gets when they are dealt out one at a time, starting with rank `first`."""
     return [len(range((rank - first) % ranks, matrices, ranks)) for rank in range(ranks)]
 

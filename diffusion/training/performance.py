@@ -118,7 +118,7 @@ def fuse_attention(denoiser: Any) -> None:
     denoiser.set_attn_processor(fused)
 
 
-def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
+def compile_blocks(model: LatentDiffusion, *, shapes: int) -> None:
     """Compile the denoiser's blocks (for training only), the VAE encoder's blocks, and random number draws."""
     # Compile each block's `forward` instead of the module, so that FSDP's hooks stay outside the graph and state dict
     # names do not change. Evaluation and sampling run the denoiser without compiled blocks: they have many batch sizes,

@@ -162,7 +162,7 @@ class CaptionRun:
         for column, table in task.finish(self.dataset).items() if task.is_complete else ():
             self.written[column] += Counter(table['rejected'].drop_null().to_pylist())
             self.written[column]['captions'] += len(table) - table['caption'].null_count
-            self.written[column]['tokens'] += sum(table['tokens'].to_pylist())
+            self.written[column]['tokens'] += sum(table.filter(table['caption'].is_valid())['tokens'].to_pylist())
 
 
 def shard_number(task: ShardTask) -> int:

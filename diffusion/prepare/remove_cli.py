@@ -197,7 +197,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
         if each.holding:
             samples = sum(map(len, each.holding.values()))
             verb = 'would remove' if options.dry_run else 'removing'
-            print(f'{options.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
+            print(f'{folder.locate(each.name)}: {verb} {samples} samples from {len(each.holding)} shards')
     if options.runs_dir is not None and any(each.holding for each in scanned):
         _print_runs([options.dataset], options.runs_dir)
     if not options.dry_run:
@@ -257,7 +257,7 @@ def _keys_where(place: str, condition: str) -> list[str]:
     with ThreadPoolExecutor(FETCHES) as threads:
         answers = list(threads.map(compare, tables))
     matching = sorted(set().union(*(keys for keys, _ in answers)))
-    unanswered = [f'{key} ({reason})' for _, reasons in answers for key, reason in reasons.items()]
+    unanswered = [*dict.fromkeys(f'{key} ({why})' for _, reasons in answers for key, why in reasons.items())]
     print(f'{condition}: {len(matching)} images')
     if unanswered:
         print(printable(f'  {len(unanswered)} answers cannot be compared and select no image: {_some(unanswered)}'))

@@ -14,7 +14,8 @@ from diffusion.config.language_model import VisionLanguageConfig
 from diffusion.config.language_model_checks import vision_problems
 from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.errors import UserError
-from diffusion.language_models.endpoint import InFlightLimit
+from diffusion.language_models.endpoint import Endpoint, Fault, InFlightLimit, Refused
+from diffusion.language_models.engine import Question
 from diffusion.language_models.rejection import rejection
 
 PROMPT = Prompt(
@@ -91,6 +92,34 @@ def test_the_number_of_requests_in_flight_follows_the_server(monkeypatch: pytest
     assert limit.value == 1
 
 
+BODY = {
+    'model': 'm',
+    'choices': [{'message': {'content': ' A cat on a mat. \n'}, 'finish_reason': 'stop'}],
+    'usage': {'completion_tokens': 7, 'prompt_tokens': 90},
+}
+
+
+def test_what_is_sent_and_what_each_response_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('VLM_TOKEN', 'se-cret')
+    values = {'model': 'm', 'endpoint': 'http://a/v1/', 'token_variable': 'VLM_TOKEN', 'temperature': 0.3, 'seed': 5}
+    engine, question = Endpoint(VisionLanguageConfig(**values)), Question(3, 4, 'a', PROMPT, b'image', 'image/png')
+
+    def meaning(line: str) -> list[str]:
+        status, after, body = f'{line}  '.split(' ', 2)
+        if status == 'POST':
+            sent = engine._content(replace(question, image=b'' if 'without' in body else b'image'), int(after))
+            return [f'{engine.url} {engine.headers}', sent.decode()]
+        try:
+            if status != '200':
+                engine._raise_for(int(status), body.strip().encode('latin-1'), after)
+            answer = engine._parsed(json.dumps(BODY | json.loads(body)).encode(), question)
+        except (Fault, Refused, UserError) as error:
+            return [f'{error!r} {vars(error) or ""}'.strip()]
+        return [f'{answer.text!r} {answer.rejected} {answer.tokens} {answer.prompt_tokens}']
+
+    check_transcripts(Path(__file__).parent / 'golden/endpoint', meaning)
+
+
 def test_the_stored_caption_fills_the_placeholder() -> None:
     prompt = Prompt('x', 1, 'Improve: {caption}', with_caption=True)
     assert prompt.filled('a {cat}') == 'Improve: a {cat}'
@@ -123,38 +152,14 @@ def test_settings_have_bounds() -> None:
             assert [each.where for each in vision_problems(settings)] == found
 
 
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        ({'endpoint': None}, 'endpoint: is missing'),
-        ({'endpoint': 'localhost:8000'}, "'localhost:8000' is not a URL"),
-        (
-            {'columns': {'a': 'shrot'}},
-            "there is no prompt 'shrot', and it is not the path of a .yaml file; did you mean 'short'?",
-        ),
-        ({'columns': {'original': 'short'}}, 'means the captions in the shards'),
-        ({'api_key': 'sk-' + 'a' * 40}, 'looks like a secret'),
-        ({'engine': 'transformers', 'endpoint': None, 'model': 'org/name'}, 'revision: is missing'),
-        (
-            {'engine': 'transformers', 'endpoint': None, 'model': 'org/name', 'revision': 'main'},
-            "revision: 'main' is not a commit",
-        ),
-        ({'max_tokens': 0}, 'max_tokens: 0 is out of range'),
-        ({'temperature': 2.1}, 'temperature: 2.1 is out of range; give 0 to 2'),
-        ({'endpoint': 'http://a/v1/chat/completions/'}, 'must not contain /chat/completions'),
-        ({'token_variable': 'sk-1'}, 'token_variable: is not the name of an environment variable'),
-        ({'columns': {}}, 'columns: is empty'),
-        ({'columns': {'a/b': 'short'}}, "'a/b' is not of letters"),
-        ({'engine': 'transformers'}, 'endpoint: is only for engine: endpoint; remove it'),
-        ({'batch_size': 0}, 'batch_size: 0 is out of range'),
-    ],
-)
-def test_settings_with_a_mistake_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    path = tmp_path / 'vlm.yaml'
-    path.write_text(yaml.safe_dump(SETTINGS | change))
-    with pytest.raises(UserError) as error:
-        load_settings(path)
-    assert message in str(error.value)
+def test_settings_with_mistakes_are_refused_with_all_of_them(tmp_path: Path) -> None:
+    def mistakes(line: str) -> list[str]:
+        (tmp_path / 'vlm.yaml').write_text(yaml.safe_dump(SETTINGS | json.loads(line)))
+        with pytest.raises(UserError) as error:
+            load_settings(tmp_path / 'vlm.yaml')
+        return str(error.value).split('\n  ')[1:]
+
+    check_transcripts(Path(__file__).parent / 'golden/settings', mistakes)
 
 
 def test_a_folder_without_shards_and_a_missing_token_are_refused(

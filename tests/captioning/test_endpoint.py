@@ -19,6 +19,7 @@ import pytest
 import torch
 from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture, write_images, write_settings
 from commands import output_of, refusal
+from golden import check_golden
 from small_networks import write_clip
 
 from diffusion.captioning.caption_run import CaptionRun
@@ -119,31 +120,29 @@ def test_a_kill_between_the_tables_of_two_columns_loses_nothing(
     assert set(server.good.values()) == {1}
 
 
-def test_the_report_shows_images_lengths_and_rejected_answers(
+def test_the_report_shows_images_lengths_rejected_and_repeated_answers(
     server: VlmServer, tmp_path: Path, capsys: Any, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.faults, server.rate = ('400',), 0.2
-    data = write_images(tmp_path / 'data', shards=2, each=10)
-    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
-    words = ('caption', data, '--with', settings, '--report', tmp_path / 'page.html', '--recipe', write_recipe())
-    assert 'columns.brief: ' in refusal(capsys, *words)
-    output_of(capsys, 'caption', data, '--with', settings)
-    assert output_of(capsys, *words) == f'wrote {tmp_path}/page.html\n'
-    page = (tmp_path / 'page.html').read_text()
-    assert 'CLIP' not in page
-    rows = table_of(data, 'brief').to_pylist()
-    rejected = sum(row['rejected'] is not None for row in rows)
-    assert f'20 images, {rejected:,} rejected ({rejected / 20:.2%})' in page
-    assert page.count('<tr class="images">') == page.count('<img') == 20
-    for index, row in enumerate(rows):
-        new = f'brief: {row["caption"]}' if row['caption'] else 'brief, rejected (refused_by_server): '
-        assert f'<p>caption {index}</p></td><td><p>{new}' in page
-    assert 'Length in tokens' in page and '100.0% have more than the 16 tokens' in page
-    for name, value in {'IMAGES': 3, 'MAX_CAPTIONS': 10}.items():
-        monkeypatch.setattr(f'diffusion.captioning.report.{name}', value)
-    output_of(capsys, *words)
-    page = (tmp_path / 'page.html').read_text()
-    assert '10 images of 1 of 2 shards, ' in page and page.count('<img') == 4, 'two of each shard'
+    texts = {index: f'{("A cat", "Two dogs", "A <b> by the sea")[index % 3]}, {index}' for index in range(20)}
+    texts |= {4: 'I cannot see it.', 9: 'nothing', 10: 'nothing', 14: 'I cannot help.', 15: 'Sorry, no.', 17: 'broken'}
+    texts |= {6: ' '.join('abcdefghijklmn'), 7: ' '.join('abcdefghijklmno')}  # 16 tokens, and one more
+    of_image = {caption_of('brief', picture(index)): text for index, text in texts.items()}
+    monkeypatch.setattr(server, 'text_about', lambda image, prompt: of_image[caption_of('brief', image)])
+    server.always = {'broken': '400', 'nothing': 'empty'}
+    monkeypatch.chdir(tmp_path)
+    write_images(Path('data'), shards=2, each=10)
+    write_settings(Path('vlm.yaml'), server.url, ('brief',))
+    words, found = ['caption', 'data', '--with', 'vlm.yaml'], {'printed.txt': ''}
+    report = ['--report', 'page.html', '--recipe', str(write_recipe())]
+    for name, others in {'early': report, 'captions': [], 'whole': report, 'part': report, 'again': []}.items():
+        for limit, value in {'IMAGES': 3, 'MAX_CAPTIONS': 10, 'ITEMS_SHOWN': 2}.items() if name == 'part' else ():
+            monkeypatch.setattr(f'diffusion.captioning.report.{limit}', value)
+        assert main([*words, *others]) == (2 if name == 'early' else 0)
+        found['printed.txt'] += f'{name}: {"".join(capsys.readouterr())}'.replace(f'{tmp_path}/', '')
+        if name in ('whole', 'part'):
+            page = re.sub('(?s)<style>.*</style>', '', Path('page.html').read_text())
+            found[f'{name}.html'] = re.sub('(?<=base64,)[^"]+', '', page)
+    check_golden(Path(__file__).parent / 'golden/report', found)
 
 
 def test_the_report_has_clip_scores_of_old_and_new_captions(
@@ -226,23 +225,14 @@ def test_another_model_or_prompt_needs_another_column(
 ) -> None:
     data = write_images(tmp_path / 'data', shards=1, each=2)
     settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
+    server.faults, server.rate = ('404',), 1.0  # a misspelled name is not recorded as the model of the column
+    assert 'check endpoint and model' in refusal(capsys, 'caption', data, '--with', settings, 'model=tiny-vml')
+    server.faults = ()
     output_of(capsys, 'caption', data, '--with', settings)
     assert 'has its captions; nothing to do' in output_of(capsys, 'caption', data, '--with', settings, '--plan')
     message = refusal(capsys, 'caption', data, '--with', settings, 'model=larger')
     assert f'columns.brief: {data.resolve()}/captions/brief was started with other settings' in message
     assert f'model: {MODEL} at the start, larger now' in message
-
-
-def test_a_misspelled_model_is_not_recorded_as_the_columns_plan(
-    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_images(tmp_path / 'data', shards=1, each=2)
-    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
-    server.faults, server.rate = ('404',), 1.0
-    assert 'check endpoint and model' in refusal(capsys, 'caption', data, '--with', settings, 'model=tiny-vml')
-    server.faults = ()
-    output_of(capsys, 'caption', data, '--with', settings)
-    assert check_tables(data, 2, ('brief',)) == 2
 
 
 def test_plan_measures_images_and_writes_nothing(
@@ -262,8 +252,6 @@ def test_plan_measures_images_and_writes_nothing(
 @pytest.mark.parametrize(
     ('fault', 'status', 'message'),
     [
-        ('401', 2, 'refuses access'),
-        ('404', 2, 'check endpoint and model'),
         ('400', 2, 'refuses every request'),
         ('other model', 1, "the answer is of model 'another', not 'tiny-vlm'"),
         ('500', 1, 'no answer to 8 requests'),
@@ -294,24 +282,15 @@ def test_an_image_without_a_usable_answer_is_asked_about_as_often_as_documented(
     names = [caption_of('brief', picture(index)) for index in range(40)]
     server.always = {names[1]: '500', names[2]: 'empty', names[3]: '400'}
     settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',), attempts=3)
-    output_of(capsys, 'caption', data, '--with', settings)
+    assert output_of(capsys, 'caption', data, '--with', settings) == (
+        'brief: 37 captions of 5 tokens on average, 3 rejected (1 no_answer, 1 empty, 1 refused_by_server)\n'
+        'to draw captions from these columns in training: dataset.caption_weights={original: 0.2, brief: 0.8}\n'
+    )
     rows = table_of(data, 'brief').to_pylist()
     assert [row['rejected'] for row in rows] == [None, 'no_answer', 'empty', 'refused_by_server', *[None] * 36]
     assert [server.requested[name] for name in names] == [1, 8, 3, 1, *[1] * 36]
     assert [(row['tokens'], row['prompt_tokens']) for row in rows[:4]] == [(5, 100), (0, 0), (15, 300), (0, 0)]
     assert rows[1]['answer'] == 'status 500: {"error": {"message": "fault 500"}}'
-
-
-def test_an_image_that_the_server_refuses_is_rejected_by_name(
-    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.faults, server.rate = ('400',), 0.2
-    data = write_images(tmp_path / 'data', shards=1, each=20)
-    settings = write_settings(tmp_path / 'vlm.yaml', server.url, ('brief',))
-    assert 'refused_by_server' in output_of(capsys, 'caption', data, '--with', settings)
-    refused = [row for row in table_of(data, 'brief').to_pylist() if row['rejected'] is not None]
-    assert refused and {row['rejected'] for row in refused} == {'refused_by_server'}
-    assert {row['answer'] for row in refused} == {'status 400: {"error": {"message": "fault 400"}}'}
 
 
 def command(place: str, settings: Path, share: int) -> 'subprocess.Popen[bytes]':

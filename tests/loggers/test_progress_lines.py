@@ -1,18 +1,21 @@
 """Progress of a run: speed and remaining time of training batches by a fake clock, and the smoothed loss curve."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from composer.core import Callback, State, Time
 from composer.loggers import Logger
+from golden import check_golden
 from shards import write_image_shards
 
 from diffusion.config.load import load
-from diffusion.loggers.metrics_file import smoothed
-from diffusion.loggers.progress_lines import BatchTimer, format_duration, total_batches, with_bar
+from diffusion.loggers.metrics_file import MetricsFile, smoothed
+from diffusion.loggers.progress_lines import BatchTimer, ProgressLine, format_duration, total_batches, with_bar
 from diffusion.training.train import build_trainer
 
 
@@ -118,6 +121,67 @@ def test_bar_takes_an_eighth_of_the_terminal_unless_the_line_would_not_fit():
     states: list[Any] = [SimpleNamespace(max_duration=end, dataloader_len=Time(3, 'ba')) for end in (*ends, None)]
     assert [total_batches(state) for state in states] == [9, 12, None, None]
     assert total_batches(SimpleNamespace(max_duration=ends[1], dataloader_len=None)) is None  # type: ignore[arg-type]
+
+
+def test_progress_of_training_and_evaluation_in_a_terminal(monkeypatch, caplog):
+    shown, now, line = [], [100.0], ProgressLine()
+    monkeypatch.setattr('diffusion.loggers.status_line.show', shown.append)
+    monkeypatch.setattr('diffusion.loggers.progress_lines.time', SimpleNamespace(monotonic=lambda: now[0]))
+    loss: Any = SimpleNamespace(compute=lambda: 0.12345)
+    state: Any = SimpleNamespace(max_duration=Time(9, 'ba'), dataloader_len=None, dataloader_label='few')
+    state.eval_metrics = {'few': {'loss': loss, 'more': loss}}
+
+    def go_on(seconds: float, event: str, batch: int = 0, evaluated: int = 0) -> None:
+        now[0] += seconds
+        state.timestamp, state.eval_timestamp = (
+            SimpleNamespace(batch=SimpleNamespace(value=value)) for value in (batch, evaluated)
+        )
+        getattr(line, event)(state, None)
+
+    with caplog.at_level('INFO', logger='diffusion'):
+        go_on(0, 'eval_batch_end', 0, 1)
+        go_on(0, 'fit_start')
+        for batch in range(1, 4):  # the first takes 5 s and does not count, the others 1 s each
+            go_on(0, 'before_dataloader', batch - 1)
+            now[0] += 5.0 if batch == 1 else 1.0
+            line.log_metrics({'loss/train/total': batch / 8})
+            line.log_metrics({'other': 1.0})
+            go_on(0, 'batch_end', batch)
+            go_on(0.1, 'batch_end', batch)
+        state.dataloader_len = Time(7, 'ba')
+        go_on(0.15, 'eval_batch_end', 3, 2)
+        for event in ('eval_end', 'fit_end', 'fit_end', 'close'):
+            go_on(0, event, 3)
+        state.max_duration = None
+        go_on(0, 'eval_end', 3)
+    text = ''.join(f'{line}\n' for line in (*shown, 'LOGGED', *caplog.messages))
+    check_golden(Path(__file__).parent / 'golden/terminal', {'status.txt': text})
+
+
+def test_losses_are_written_by_rank_zero_and_drawn(tmp_path, monkeypatch, draw_loss_curve):
+    figures = []
+    monkeypatch.setattr('diffusion.loggers.metrics_file.draw_loss_curve', draw_loss_curve)
+    monkeypatch.setattr('matplotlib.figure.Figure.savefig', lambda figure, out, dpi: figures.append((figure, out)))
+    for rank, folder in enumerate((tmp_path / 'phase1', tmp_path / 'other')):
+        monkeypatch.setattr('composer.utils.dist.get_global_rank', lambda rank=rank: rank)
+        logger: Any = MetricsFile(str(folder))
+        for event in (logger.init, logger.fit_end):
+            event(None, None)
+        for step, loss in ((2, 4.0), (1, 7.0), (3, 2.0), (2, 5.0)):
+            logger.log_metrics({'loss/train/total': torch.tensor(loss), 'image': torch.ones(2), 'name': 'x'}, step)
+            logger.log_metrics({'metrics/few/loss': loss / 2, 'metrics/few/other': 1}, step)
+            logger.log_metrics({'name': 'x'}, step)
+        logger.fit_end(None, None)
+        logger.close(None, None)
+    ((figure, out),) = figures
+    assert out == tmp_path / 'phase1/loss.png' and [*tmp_path.rglob('*.jsonl')] == [out.with_name('metrics.jsonl')]
+    (axes,) = figure.axes
+    curves = [f'{axes.get_title()}: {axes.get_ylabel()} from {axes.get_ylim()[0]:g} over {axes.get_xlabel()}']
+    curves += [f'{each.get_label()}: {np.round(each.get_xydata(), 3).tolist()}' for each in axes.lines]
+    found = {'curves.txt': '\n'.join([*curves, f'{len(axes.get_legend().get_texts())} in the legend', ''])}
+    check_golden(
+        Path(__file__).parent / 'golden/losses', found | {'metrics.jsonl': (out.with_name('metrics.jsonl')).read_text()}
+    )
 
 
 @pytest.mark.parametrize('count', [1, 2, 50, 400])

@@ -92,6 +92,11 @@ def test_jxl_header(width: int, height: int, container: bool) -> None:
     encoded = encoded[:12] + boxes + encoded[12:] if container else encoded
     assert read_jxl_header(encoded) == JxlHeader(width, height, False)
     assert read_jxl_header(file_of(smooth(), 'PNG')) is None
+    start, bare = b'\0\0\0\x0cJXL \r\n\x87\n' + boxes, file_of(Image.new('RGB', (width, height)), 'JXL', effort=1)
+    assert read_jxl_header(start + b'\0\0\0\0jxlp' + bytes(4) + bare) == JxlHeader(width, height, False)
+    for damaged, problem in {b'\0\0\0\0jxlc': 'header is incomplete', b'\0\0\0\7jxl': 'has no codestream'}.items():
+        with pytest.raises(ValueError, match=problem):
+            read_jxl_header(start + damaged)
 
 
 def test_animated_jxl() -> None:

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from golden import check_golden
 from object_store import Store
 from prepare.drawn import entries
 
+from diffusion.errors import UserError
 from diffusion.prepare import parquet
 from diffusion.prepare.parquet import ParquetSource
 from diffusion.prepare.source import Entry
@@ -51,16 +54,6 @@ def test_img2dataset_parquet_is_read(tmp_path: Path) -> None:
     assert found[1].metadata == given | {'width': None, 'AESTHETIC_SCORE': None}
 
 
-def test_hugging_face_structs_are_read(tmp_path: Path) -> None:
-    images = [{'bytes': b'a', 'path': 'a.jpg'}, {'bytes': None, 'path': 'b.jpg'}, None]
-    found = read(tmp_path / 'a.parquet', {'image': images, 'text': ['x', 'y', 'z']})
-    assert [(entry.key, entry.image, entry.problem) for entry in found] == [
-        ('a/row-0', b'a', None),
-        ('a/row-1', None, 'missing_file'),
-        ('a/row-2', None, 'no_image'),
-    ]
-
-
 def test_common_column_names_are_detected(tmp_path: Path) -> None:
     names = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img', 'JPG')
     for name, caption in itertools.product(names, ('caption', 'text', 'TEXT', 'txt', 'Caption')):
@@ -68,62 +61,66 @@ def test_common_column_names_are_detected(tmp_path: Path) -> None:
         assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['y'], {'id': 1}), (name, caption)
 
 
-def test_columns_can_be_named_and_lists_are_several_captions(tmp_path: Path) -> None:
-    columns = {'image': [b'thumbnail'], 'full.size': [b'x'], 'caption': ['short'], 'dense': [['long', 'longer']]}
-    found = read(tmp_path / 'a.parquet', columns, image_column='full.size', caption_column='dense')
-    assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['long', 'longer'], {})
-    found = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'caption': ['one'], 'captions': [['two', None, 'three']]})
-    assert found[0].captions == ['two', None, 'three'], 'a column with lists takes precedence'
-    (entry,) = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'text': ['["a dog", "a hound"]']})
-    assert entry.captions == ['a dog', 'a hound'], 'a JSON list in a cell is several captions'
+ONE: dict[str, Any] = {'jpg': [b'x'], 'caption': ['y']}
+NOT_UTF8 = pa.Array.from_buffers(pa.string(), 3, pa.array([b'a cat', b'caf\xe9', None], pa.binary()).buffers())
+TYPES: dict[str, Any] = {
+    **{'thumbnail': [b'left out'], 'price': [decimal.Decimal('1.25')], 'bad': [float('inf')]},
+    **{
+        'nested': [{'a': [1, float('nan')]}],
+        'day': [datetime.date(2024, 2, 29)],
+        'took': [datetime.timedelta(seconds=90)],
+    },
+    'when': pa.array([datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone.utc)], pa.timestamp('ns', 'UTC')),
+    'exact': pa.array([1_700_000_000_000_000_001], pa.timestamp('ns')),
+    'score': pa.array([np.float16(0.5)], pa.float16()),
+    'kind': pa.array(['photo']).dictionary_encode(),
+    'pairs': pa.array([[('a', 1)]], pa.map_(pa.string(), pa.int64())),
+}
+REPEATED = {name: pa.concat_arrays([pa.array(TYPES[name])] * 3) for name in ('nested', 'kind', 'pairs', 'day')}
+THREE = {'jpg': [b'0', b'1', b'2'], 'note': NOT_UTF8} | REPEATED
+SEVERAL = {'image': [b'thumbnail'], 'full.size': [b'x'], 'caption': ['short'], 'dense': [['long', 'longer']]}
+TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    'images of Hugging Face': (
+        {'image': [{'bytes': b'a', 'path': 'a.jpg'}, {'bytes': None, 'path': 'b.jpg'}, None], 'text': [*'xyz']},
+        {},
+    ),
+    'paths with backslashes': ({'image': ['sub\\0.jpg', '..\\..\\0.jpg', 'long' * 100], 'text': [*'abc']}, {}),
+    'named columns': (SEVERAL, {'image_column': 'full.size', 'caption_column': 'dense'}),
+    'several named columns': (SEVERAL, {'image_column': 'full.size', 'caption_column': ['dense', 'caption']}),
+    'a column with lists takes precedence': (ONE | {'captions': [['two', None, 'three']]}, {}),
+    'a list as JSON': ({'jpg': [b'x'], 'text': ['["a dog", "a hound"]']}, {}),
+    'captions that are numbers': ({'jpg': [b'x'] * 2, 'caption': pa.array([1.5, float('nan')])}, {}),
+    'types': (ONE | TYPES, {}),
+    'repeated keys': ({'key': [7, 8, 7, None], 'jpg': [b'x'] * 4, 'caption': ['y'] * 4}, {}),
+    'not UTF-8': (THREE | {'text': NOT_UTF8}, {}),
+    'lists that are not UTF-8': (
+        THREE | {'text': pa.ListArray.from_arrays(pa.array([0, 1, 2, 2], pa.int32()), NOT_UTF8)},
+        {},
+    ),
+    'no image': ({'title': ['u'], 'text': ['c']}, {}),
+    'no caption': ({'jpg': [b'x'], 'title': ['c']}, {}),
+    'wrong image': ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}),
+    'wrong captions': ({'jpg': [b'x'], 'text': ['c']}, {'caption_column': ['text', 'txt']}),
+    'wrong key': ({'jpg': [b'x'], 'text': ['c']}, {'key_column': 'name'}),
+    'images that are numbers': ({'jpg': [1], 'text': ['c']}, {}),
+    'links': ({'url': ['u'], 'text': ['c']}, {}),
+}
 
 
-def test_captions_are_not_validated_by_the_source(tmp_path: Path) -> None:
-    columns = {'jpg': [b'x', b'x'], 'caption': pa.array([1.5, float('nan')])}
-    assert [str(entry.captions) for entry in read(tmp_path / 'a.parquet', columns)] == ['[1.5]', '[nan]']
-
-
-def test_metadata_is_converted_to_json_types(tmp_path: Path) -> None:
-    when = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc)
-    columns: dict[str, Any] = {'jpg': [b'x'], 'caption': ['y'], 'thumbnail': [b'left out']}
-    columns |= {'price': [decimal.Decimal('1.25')], 'bad': [float('inf')], 'nested': [{'a': [1, float('nan')]}]}
-    columns |= {'when': pa.array([when], pa.timestamp('ns', 'UTC')), 'day': [datetime.date(2024, 2, 29)]}
-    columns |= {'exact': pa.array([1_700_000_000_000_000_001], pa.timestamp('ns'))}
-    columns |= {'took': [datetime.timedelta(seconds=90)], 'score': pa.array([np.float16(0.5)], pa.float16())}
-    columns['kind'] = pa.array(['photo']).dictionary_encode()
-    metadata = read(tmp_path / 'a.parquet', columns)[0].metadata
-    json.dumps(metadata, allow_nan=False)
-    assert metadata['when'].startswith('2024-02-29 12:30:00') and metadata['exact'].endswith('.000000001')
-    expected = {'price': 1.25, 'day': '2024-02-29', 'took': 90.0, 'score': 0.5, 'bad': None, 'kind': 'photo'}
-    del metadata['when'], metadata['exact']
-    assert metadata == expected | {'nested': {'a': [1, None]}}
-
-
-def test_repeated_keys_are_reported(tmp_path: Path) -> None:
-    found = read(tmp_path / 'a.parquet', {'key': [7, 8, 7, None], 'jpg': [b'x'] * 4, 'caption': ['y'] * 4})
-    assert [(entry.key, entry.problem) for entry in found] == [
-        ('a/7', None),
-        ('a/8', None),
-        ('a/7', 'duplicate_key'),
-        ('a/row-3', None),
-    ]
-
-
-@pytest.mark.parametrize(
-    ('columns', 'options', 'message'),
-    [
-        ({'title': ['u'], 'text': ['c']}, {}, r"no column image, .*, only \['title', 'text'\]; set --image-column"),
-        ({'jpg': [b'x'], 'title': ['c']}, {}, r"no column captions, .*, only \['jpg', 'title'\]; set --caption-column"),
-        ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"correct --image-column: did you mean 'jpg'"),
-        ({'jpg': [1], 'text': ['c']}, {}, "column 'jpg' has type int64; set --image-column to a column of encoded"),
-        ({'url': ['u'], 'text': ['c']}, {}, r'img2dataset --url_list .*a\.parquet .*--url_col url --caption_col text'),
-    ],
-)
-def test_bad_column_is_named(tmp_path: Path, columns: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / 'a.parquet', columns)
-    with pytest.raises(ValueError, match=message) as raised:
-        ParquetSource(str(tmp_path), **options).parts()
-    assert str(raised.value).startswith(str(path))
+def test_rows_and_mistakes_of_tables(tmp_path: Path) -> None:
+    (tmp_path / 'sub').mkdir()
+    (tmp_path / 'sub/0.jpg').write_bytes(b'0')
+    text = ''
+    for name, (columns, options) in TABLES.items():
+        source = ParquetSource(str(write(tmp_path / 'a.parquet', columns)), **options)
+        try:
+            found = [f'{each.key}: {each.problem or each.image} {each.captions}' for each in entries(source)]
+            rows = [f'{each.caption_columns} {json.dumps(each.metadata, allow_nan=False)}' for each in entries(source)]
+            text += f'{name}\n' + ''.join(f'  {one} {other}\n' for one, other in zip(found, rows, strict=True))
+        except UserError as error:
+            text += f'{name}\n  {error}\n'
+    text = re.sub('(?<=12:00:00)[^"]+', '', text.replace(f'{tmp_path}/', ''))
+    check_golden(Path(__file__).parent / 'golden/tables', {'rows.txt': text})
 
 
 def test_column_missing_in_a_later_file_is_reported(tmp_path: Path) -> None:
@@ -189,26 +186,3 @@ def test_images_that_rows_name_by_path_are_read_in_an_object_store(store: Store,
     assert [entry.image for entry in found[9:]] == [b'image 3', b'inside']
     (alone, *_) = entries(ParquetSource(f'{bucket}/set/tables/a.parquet'))
     assert alone.image == b'image 0'
-
-
-def test_text_that_is_not_utf8_does_not_end_the_file(tmp_path: Path) -> None:
-    cells = pa.array([b'a cat', b'caf\xe9', None], pa.binary())
-    text = pa.Array.from_buffers(pa.string(), 3, cells.buffers())
-    lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 2], pa.int32()), text)
-    day = [datetime.date(2026, 1, 2)] * 3
-    pairs = pa.array([[('a', 1)]] * 3, pa.map_(pa.string(), pa.int64()))
-    kind = pa.array(['photo'] * 3).dictionary_encode()
-    others = {'nested': [{'a': 1}] * 3, 'kind': kind, 'pairs': pairs, 'day': day, 'note': text}
-    for column in (text, lists):
-        found = read(tmp_path / 'a.parquet', {'jpg': [b'0', b'1', b'2'], 'text': column, **others})
-        assert [entry.captions for entry in found] == [['a cat'], ['caf\udce9'], [] if column is lists else [None]]
-        assert [entry.metadata['note'] for entry in found] == ['a cat', 'caf?', None]
-        assert [found[1].metadata[name] for name in others] == [{'a': 1}, 'photo', [['a', 1]], '2026-01-02', 'caf?']
-
-
-def test_paths_with_backslashes_are_read(tmp_path: Path) -> None:
-    (tmp_path / 'sub').mkdir()
-    (tmp_path / 'sub/0.jpg').write_bytes(b'0')
-    rows = ['sub\\0.jpg', '..\\..\\0.jpg', 'long' * 100]
-    found = read(tmp_path / 'a.parquet', {'image': rows, 'text': ['a', 'b', 'c']})
-    assert [(entry.image, entry.problem) for entry in found] == [(b'0', None), *[(None, 'missing_file')] * 2]

@@ -28,6 +28,7 @@ from drawn import (
     settings,
     snapshot,
 )
+from golden import check_golden
 from PIL import Image
 
 from diffusion.errors import DataError, ExternalError, UserError
@@ -213,20 +214,37 @@ def test_same_command_again_does_nothing(tmp_path: Path) -> None:
     assert (again.pictures, again.buckets, again.rejected) == (first.pictures, first.buckets, first.rejected)
     assert again.notes == ['already prepared from the same input with the same settings; nothing to do']
     assert snapshot(tmp_path / 'out') == before and names(tmp_path) == ['out']
-    with pytest.raises(ValueError, match='exists and is not empty'):
-        run(tmp_path / 'out', jpeg_quality=80)
-    (tmp_path / 'out/report.json').write_text('[]')
-    with pytest.raises(ValueError, match='exists and is not empty'):
-        run(tmp_path / 'out')
 
 
-def test_unwritable_output_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / 'file').touch()
-    with pytest.raises(UserError, match=r'out: .*file is not a folder'):
-        run(tmp_path / 'file/out')
-    with pytest.raises(ValueError, match='is a file'):
-        run(tmp_path / 'file')
-    assert names(tmp_path) == ['file']
+def test_outputs_that_are_not_replaced_say_why(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    def refuse(name: str, *, place: str = 'out', stamp: str = '1', **values: Any) -> None:
+        with pytest.raises(UserError) as error:
+            report_of(settings(tmp_path / place, **{'sizes': [16]} | values), DrawnSource(1, 4, stamp=stamp))
+        found.append(f'{name}: {error.value}\n'.replace(f'{tmp_path}/', '').replace(numpy, 'NOW'))
+
+    numpy = run(tmp_path / 'out', DrawnSource(1, 4), sizes=[16]).versions['numpy']
+    path, other = tmp_path / 'out/report.json', {'kind': 'folder', 'location': 'other'}
+    refuse('settings', jpeg_quality=80, license='CC0', source=other)
+    refuse('source', source=other)
+    refuse('files', stamp='2')
+    path.write_text(
+        path.read_text()
+        .replace(f'"numpy": "{numpy}"', '"numpy": "1.0"')
+        .replace('"fingerprint": "', '"fingerprint": "0')
+    )
+    refuse('versions')
+    path.write_text('[]')
+    refuse('damaged report')
+    path.unlink()
+    refuse('no report', overwrite=True)
+    path.parent.with_name('file').touch()
+    refuse('file', place='file')
+    refuse('below a file', place='file/out')
+    refuse('mount', place='/proc', work=str(tmp_path / 'work'))
+    assert names(tmp_path) == ['file', 'out']
+    check_golden(Path(__file__).parent / 'golden/outputs', {'refused.txt': ''.join(found)})
 
 
 class Flaky(DrawnSource):

@@ -164,15 +164,6 @@ def test_damaged_part_is_made_again(tmp_path: Path, store: Store, expected: dict
     assert_prepared(store, expected)
 
 
-@pytest.mark.parametrize(
-    ('parts', 'problem'),
-    [('s3://mds/out/parts', 'is inside of out'), ('s3://mds/out/', 'is inside of out'), ('/parts', 'object store')],
-)
-def test_places_that_cannot_hold_converted_images_are_refused(tmp_path: Path, parts: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=f'parts: {parts}.*{problem}'):
-        run(tmp_path, 's3://mds/out', parts=parts)
-
-
 def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     store.bucket('mds')
     form = mds.ShardFormat({'key': 'str', 'image': 'bytes'}, 10**6)

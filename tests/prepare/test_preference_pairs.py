@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from evaluation.comparisons import answers_text
+from golden import check_golden
 from PIL import Image
 from prepare.drawn import samples
 
@@ -27,7 +28,7 @@ def images(tmp_path, monkeypatch) -> list[Path]:
         Path(name).mkdir()
         for index, color in enumerate(COLORS):
             files.append(Path(name, f'{index}.png'))
-            image = Image.new('RGB', (32, 32), color)
+            image = Image.new('RGB', (32, 24), color)
             image.putpixel((0, 0), (number, 9, 9))
             image.save(files[-1])
     return files
@@ -39,28 +40,32 @@ def run(*words: str | Path, status: int = 0) -> list[dict]:
 
 
 def test_majorities_of_the_answers_are_pairs(images, capsys):
-    words = ['a', 'b', '--prompts', 'prompts.txt', '--limit', '3', '--checks', '2', '--out', 'page']
+    words = ['a', 'b', '--prompts', 'prompts.txt', '--limit', '5', '--checks', '5', '--out', 'page']
     assert cli.main(['compare', *words]) == 0
     key = read_key(Path('page/key.json'))
     Path('page/answers').mkdir()
 
-    def choose(pair, question):
-        """Prefer A for prompt 0 and B for prompt 1; see no difference for the last one; pass the checks."""
-        if pair.a is None:
-            return 'second' if pair.damaged == 'first' else 'first'
-        other = 'second' if pair.a == 'first' else 'first'
-        return {0: pair.a, 1: other}.get(pair.prompt, 'tie')
-
+    check = next(pair for pair in key.pairs if pair.a is None)
     for number in range(3):
+
+        def choose(pair, question, number=number):
+            """Prefer A for prompt 0, B mostly for prompt 1, and neither for others; one fails a check of 5."""
+            other = 'second' if (pair.a or pair.damaged) == 'first' else 'first'
+            if pair.a is None:
+                return pair.damaged if number == 2 and pair is check else other
+            return {0: pair.a, 1: other if number else pair.a}.get(pair.prompt, 'tie')
+
         Path(f'page/answers/{number}.json').write_text(answers_text(key, number, choose))
     careless = answers_text(key, 3, lambda pair, question: pair.damaged or 'tie')
     Path('page/answers/3.json').write_text(careless)
     found = {each['captions'][0]: each for each in run('page')}
-    assert 'pairs: 2 pairs\nleft out 1 pairs without a difference' in capsys.readouterr().out
-    (one, other) = found['prompt 0'], found['prompt 2']
+    assert 'pairs: 2 pairs\nleft out 3 pairs without a difference' in capsys.readouterr().out
+    (one, other) = found['prompt 0'], found['prompt 1']
     assert (one['image'], one['rejected_image']) == (images[0].read_bytes(), images[6].read_bytes())
-    assert (other['image'], other['rejected_image']) == (images[8].read_bytes(), images[2].read_bytes())
-    assert one['metadata'] == {'source': f'answers of {key.comparison}', 'difference': 1.0} and one['width'] == 32
+    assert (other['image'], other['rejected_image']) == (images[7].read_bytes(), images[1].read_bytes())
+    assert (one['width'], one['height']) == (32, 24)
+    source = {'source': f'answers of {key.comparison}'}
+    assert [each['metadata'] for each in (one, other)] == [source | {'difference': part} for part in (1.0, 1 / 3)]
 
 
 def test_best_and_worst_image_of_a_prompt_are_a_pair(images, capsys):
@@ -90,8 +95,19 @@ def test_tables_of_pairs_are_read(images, capsys, monkeypatch):
     assert 'left out 1 pairs with an unreadable image\nleft out 1 pairs without' in capsys.readouterr().out
     assert [(each['image'], each['rejected_image']) for each in found[:2]] == [(first, second), (second, first)]
     assert [each['metadata']['difference'] for each in found] == [0.5, 1.0, 1.0]
+    assert [each['key'] for each in found] == ['000000000', '000000001', '000000004']
     assert len([*Path('pairs').glob('*.mds')]) == 3, 'a shard of one sample is full'
     assert found[2]['image'] == images[2].read_bytes() and found[2]['metadata']['source'] == 'me'
+
+
+SCORES = {
+    'a --score pick_score': '',
+    'b --score pick_score': '{',
+    'b --score best': '{"prompts": ["x", "y"], "scores": {"first": [1, 2], "second": [3, 4]}}',
+    'b --score first': '{"prompts": ["x", "y"], "scores": {"first": [1, 2], "second": [3, 4]}}',
+    'b': '{"prompts": ["x"], "scores": {}}',
+}
+"""Content of b/scores.json by arguments that it does not fit."""
 
 
 def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
@@ -99,20 +115,15 @@ def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
     Path('r.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 'a/1.png'}))
     Path('s.jsonl').write_text('[3]')
     Path('t.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 3, 'rejected_image': 'b/2.png'}))
-    Path('b/scores.json').write_text('{')
     Path('u.jsonl').touch()
-    for words, message in (
-        (['q.jsonl'], 'a/9.png: does not exist'),
-        (['r.jsonl'], 'r.jsonl: row 1: has prompt, image; give prompt, image and rejected_image'),
-        (['a'], 'a: is not a comparison, a .parquet file or a .jsonl file'),
-        (['a', '--score', 'pick_score'], 'a: has no scores.json'),
-        (['prompts.txt'], 'prompts.txt: is not a comparison'),
-        (['s.jsonl'], 's.jsonl: row 1: is a list; give an object'),
-        (['t.jsonl'], 't.jsonl: row 1: has prompt, image, rejected_image; give prompt, image'),
-        (['u.jsonl'], 'u.jsonl: no pair is left to write (there are none)'),
-        (['b', '--score', 'pick_score'], 'b/scores.json: is damaged'),
-    ):
-        run(*words, status=USAGE_ERROR)
-        assert message in capsys.readouterr().err
+    Path('b/batch-00000').mkdir()
+    images[6].rename('b/batch-00000/000000.png')
+    found = ''
+    for words in 'q.jsonl', 'r.jsonl', 'a', 'prompts.txt', 's.jsonl', 't.jsonl', 'u.jsonl', 'c', *SCORES:
+        if words in SCORES:
+            Path('b/scores.json').write_text(SCORES[words])
+        run(*words.split(), status=USAGE_ERROR)
+        found += f'{words}\n  {capsys.readouterr().err}'
+    check_golden(Path(__file__).parent / 'golden/pairs', {'mistakes.txt': found})
     files = {f'{name}.jsonl' for name in 'qrstu'} | {'prompts.txt'}
     assert {path.name for path in Path().iterdir()} == {'a', 'b', *files}

@@ -15,21 +15,23 @@ import pytest
 from object_store import Store
 from prepare.dataset_hub import HubDataset, serving
 from prepare.drawn import draw, encode, entries, report_of, samples, write_files
-from prepare.tfrecords import Feature, crc32c, example, record
+from prepare.tfrecords import Feature, crc32c, example, field, record, varint
 
 from diffusion.errors import UserError
 from diffusion.prepare import tfrecord
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.settings import settings_of
-from diffusion.prepare.tfrecord import masked_crc32c, read_records
+from diffusion.prepare.tfrecord import NotAnExample, masked_crc32c, parse_example, read_records
 
 PLAIN: dict[str, Any] = {'image/shape': [16, 20, 3], 'range': [-(2**63), 128, 2**63 - 1], 'scale': [1.5, 2.5]}
+PLAIN['longest'] = [*range(100)]
 IMAGES = [encode(draw(number, width=20, height=16), 'PNG') for number in range(16)]
 
 
 def features(number: int, **others: Feature) -> dict[str, Feature]:
     captions = [f'image {number}', f'the same, {number}']
-    return PLAIN | {'score': [0.5], 'image': [IMAGES[number % 16]], 'caption': captions, **others}
+    dropped = {'embedding': [*range(101)], 'mask': IMAGES[:1]}
+    return PLAIN | {'score': [0.5], 'image': [IMAGES[number % 16]], 'caption': captions, **dropped, **others}
 
 
 def records(numbers: Sequence[int], **others: Feature) -> list[bytes]:
@@ -114,7 +116,8 @@ def test_every_record_is_kept_or_named_with_its_reason(tmp_path: Path, count: in
     whole = stored[f'{names[-1]}/row-0']
     number = each * (len(names) - 1)
     assert whole['captions'] == [f'image {number}', f'the same, {number}']
-    assert (PLAIN | {'score': 0.5}).items() <= whole['metadata'].items()
+    measured = {'caption_length', 'perceptual_hash', 'source_height', 'source_width'}
+    assert {name: value for name, value in whole['metadata'].items() if name not in measured} == PLAIN | {'score': 0.5}
 
 
 def test_checksums_equal_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +129,9 @@ def test_checksums_equal_the_published_ones(tmp_path: Path, monkeypatch: pytest.
     # The second record alone begins like a gzip file.
     (tmp_path / 'a').write_bytes(record(content[1]))
     assert [*read_records(tmp_path / 'a')] == content[1:2] and (tmp_path / 'a').read_bytes()[:3] == b'\x1f\x8b\x08'
+    monkeypatch.setattr(tfrecord, 'MAX_CONTENT', 559_902)
+    with pytest.raises(tfrecord.DamagedRecords, match='too_large'):
+        next(read_records(tmp_path / 'a'))
     assert masked_crc32c(b'123456789') == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -157,8 +163,10 @@ VERSIONS = {
 @pytest.mark.parametrize(
     ('files', 'source', 'message'),
     [
-        ({'a.tfrecord': records(range(12))}, {'image_column': 'img'}, 'no feature img, only caption, .*; set --im'),
-        ({'a.tfrecord': records(range(12))}, {'caption_column': ['long']}, 'no feature long, only .*--caption-column'),
+        ({'a.tfrecord': records(range(10))}, {'image_column': 'img'}, 'no feature img, only caption, .*; set --im'),
+        ({'a.tfrecord': records(range(10))}, {'caption_column': ['long']}, 'no feature long, only .*--caption-column'),
+        ({'a.tfrecord': [without(n, 'image') for n in range(10)]}, {}, 'no feature image, jpg, .*, img, only caption,'),
+        ({'a.tfrecord': [without(n, 'caption') for n in range(10)]}, {}, 'no feature captions, caption, .*--caption-c'),
         ({'a.tfrecord': records(range(12), image=[])}, {'split': 'test'}, "has no split 'test'"),
         ({'a.png': [b'x']}, {}, r'has no TFRecord files \(.tfrecord, .*\), only a.png; for ArrayRecords, run `tfds'),
         (VERSIONS, {}, "is one of several datasets or versions: '1/', '2/'; give the folder of one"),
@@ -169,16 +177,32 @@ def test_mistake_is_reported(tmp_path: Path, files: dict[str, list[bytes]], sour
     folder = write_files(tmp_path / 'in', {name: b''.join(content) for name, content in files.items()})
     with pytest.raises(UserError, match=message):
         entries(settings_of(settings(str(folder), tmp_path / 'out', source=source)).open_source())
+    if len(files.get('a.tfrecord', ())) == 10:  # so few records may all be damaged
+        (folder / 'a.tfrecord').write_bytes(b''.join(files['a.tfrecord'][1:]))
+        assert len(entries(settings_of(settings(str(folder), tmp_path / 'out', source=source)).open_source())) == 9
+
+
+def test_other_fields_are_passed_over_and_wrong_ones_refused() -> None:
+    others = (
+        varint(9 * 8) + b'\xff' * 9 + b'\1' + varint(20 * 8 + 1) + bytes(8) + varint(29) + bytes(4) + field(16, b'x')
+    )
+    assert parse_example(others + example({'a': [7, -5], 'b': [b'']}) + others) == {'a': [7, -5], 'b': [b'']}
+    for wrong in (varint(11), varint(9) + bytes(7), varint(29) + bytes(3), field(2, b'x')[:-1], b'\x08' + b'\xff' * 11):
+        with pytest.raises(NotAnExample):
+            parse_example(others + wrong)
 
 
 def test_keys_that_are_not_text_and_damaged_starts_of_files_are_read(tmp_path: Path) -> None:
     found = (
-        [flipped(each, 60) for each in records(range(12))] + records([12], key=[b'caf\xe9']) + records([13], key=[7])
+        [flipped(each, 60) for each in records(range(12))]
+        + records([12], key=[b'caf\xe9'])
+        + records([13], key=[7])
+        + records([14], key=[])
     )
     write_files(tmp_path / 'in', {'a.tfrecord': b''.join(found)})
     report = report_of(settings(str(tmp_path / 'in'), tmp_path / 'out'))
     assert report.rejected['record_damaged'].count == 12
-    assert [sample['key'] for sample in samples(tmp_path / 'out/16px')] == ['a/caf\\xe9', 'a/7']
+    assert [sample['key'] for sample in samples(tmp_path / 'out/16px')] == ['a/caf\\xe9', 'a/7', 'a/row-14']
 
 
 def test_missing_files_are_in_the_report(tmp_path: Path) -> None:

@@ -75,7 +75,6 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
 
 def draw_loss_curve(metrics: Path, out: Path) -> None:
     """Draw the training loss over batches, raw and smoothed, and the validation losses, if any, to a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = read_metrics(metrics)
@@ -84,7 +83,6 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
         return
     steps, losses = zip(*train, strict=True)
     figure = Figure(figsize=(8, 4.5))  # use fixed margins: a computed layout would draw everything twice
-    FigureCanvasAgg(figure)
     axes = figure.add_axes((0.09, 0.12, 0.88, 0.79))
     axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color='tab:blue')
     axes.plot(steps, smoothed(losses), color='tab:blue', label='training loss, smoothed')

@@ -31,7 +31,6 @@ class BatchTimer:
     def __init__(self) -> None:
         self._begin: float | None = None
         self._end: float | None = None
-        self._gap = 0.0
         # Decayed sums, whose ratio is the average without the bias of an initial value.
         self._seconds = 0.0
         self._batches = 0.0
@@ -39,7 +38,7 @@ class BatchTimer:
     def begin(self, now: float) -> None:
         """Record the time, in seconds, at which the wait for a batch begins."""
         self._begin = now
-        self._gap = now - self._end if self._end is not None else 0.0
+        self._gap = now - (self._end or now)
 
     def end(self, now: float) -> None:
         """Record the time, in seconds, at which the batch's loss is known."""
@@ -74,8 +73,6 @@ class ConsoleLines(LoggerDestination):
         self.every_seconds = every_seconds
         self._timer = BatchTimer()
         self._loss = float('nan')
-        self._reported_at = 0.0
-        self._reported_batch = 0
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         # The batch ends here: the Trainer logs the loss right after the device has computed the batch. At BATCH_END,

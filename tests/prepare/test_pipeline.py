@@ -281,7 +281,7 @@ def test_part_with_a_permanent_read_error_fails_with_its_name(tmp_path: Path, mo
 def test_a_process_that_dies_is_known_by_the_image_it_reads_or_the_one_before(tmp_path: Path) -> None:
     notes: list[str] = []
     source = DrawnSource(1, 2)
-    PartJob(0, *source.parts(), source, settings(tmp_path / 'out'), tmp_path / 'part')(notes.append)
+    PartJob(0, source.parts()[0], source, settings(tmp_path / 'out'), tmp_path / 'part')(notes.append)
     expected = [f'{what} {key!r}' for key in ('image-0', 'image-1') for what in ('image', 'the entry after image')]
     assert notes == expected
 

@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.output_folders import FolderOutput
 from diffusion.prepare.source import Entry
 from diffusion.prepare.work_dir import WorkFolder
 
@@ -108,9 +109,14 @@ def test_same_command_again_does_nothing_unless_a_dataset_is_missing(tmp_path: P
         run(tmp_path / 'out', hold_out=3)
 
 
-def test_overwrite_replaces_both_datasets_and_nothing_else(tmp_path: Path) -> None:
+def test_overwrite_replaces_both_datasets_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / 'out'
     run(out, hold_out=3)
+    with monkeypatch.context() as patch:
+        patch.delattr(FolderOutput, 'put_in_place')  # as if the process were killed then
+        with pytest.raises(AttributeError):
+            run(out, DrawnSource(2, 6), hold_out=4, overwrite=True)
+    assert held_out(out).exists() and not out.exists(), 'it may have images that are held out now'
     run(out, DrawnSource(2, 6), hold_out=4, overwrite=True)
     run(tmp_path / 'new', DrawnSource(2, 6), hold_out=4)
     assert snapshot(out) == snapshot(tmp_path / 'new')

@@ -83,12 +83,8 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
             raise truncated
         return [content[offsets[each] - begin :][: sizes[each]] for each in range(*span)]
 
-    spans = list(pairwise(_cuts(offsets, sizes)))
-    if len(spans) == 1:
-        yield from read(spans[0])
-        return
     with ThreadPoolExecutor(REQUESTS) as threads:
-        for samples in threads.map(read, spans):
+        for samples in threads.map(read, pairwise(_cuts(offsets, sizes))):
             yield from samples
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture, write_images, write_settings
+from captioning.vlm_server import FAULTS, MODEL, VlmServer, caption_of, picture, sample, write_images, write_settings
 from commands import output_of, refusal
 from golden import check_golden
 from small_networks import write_clip
 
 from diffusion.captioning.caption_run import CaptionRun
 from diffusion.captioning.settings import load_settings
+from diffusion.captioning.shard_task import ShardTask
 from diffusion.cli import main
 from diffusion.config.load import load
+from diffusion.config.prompt_files import Prompt
 from diffusion.evaluation.metrics import TextImageScore
+from diffusion.language_models.engine import Answer
+from diffusion.prepare.image_hashes import exact_hash
 from diffusion.prepare.work_dir import Share
 from diffusion.storage import caption_tables
 from diffusion.storage.caption_tables import ROWS
@@ -182,7 +187,7 @@ def test_shares_caption_every_shard_once_and_the_last_lists_the_columns(
     output_of(capsys, 'caption', data, '--with', settings, '--share', '1/2', '--work', tmp_path / 'b')
     assert check_tables(data, 12) == 24
     assert set(server.good.values()) == {1}
-    assert (data / 'captions.json').exists()
+    assert (data / 'captions.json').exists() and (tmp_path / 'b/captions-work').exists(), 'another may need the folder'
 
 
 def test_ranks_divide_the_share_of_their_machine(
@@ -218,6 +223,38 @@ def test_new_shards_are_captioned_alone(server: VlmServer, tmp_path: Path, capsy
     output_of(capsys, 'caption', data, '--with', settings)
     assert server.good.total() == 24
     assert table_of(data, 'brief')['key'].to_pylist() == [f'p{index}' for index in range(100, 112)]
+
+
+def test_questions_have_the_first_caption_and_images_that_cannot_be_sent_are_rejected(tmp_path: Path) -> None:
+    prompt = Prompt('x', 1, 'Improve: {caption}', with_caption=True)
+    entry = {'raw_data': {'basename': 'shard.00000.mds', 'bytes': 9, 'hashes': {}}}
+    task = ShardTask(3, '', entry, {}, {'a': prompt}, {'a': {'model': 'm'}}, tmp_path)
+    png, bmp = (sample(index)['image'] for index in (1, 0))
+    samples = [
+        {'image': png, 'caption': 'old'},
+        {'image': bmp},
+        {'image': b'x'},
+        {'image': b'', 'problem': ('small', '9 px')},
+    ]
+    samples.append({'image': png, 'captions': ['one', 'two']})
+    questions = [*task.questions({'key': f'k{row}'} | each for row, each in enumerate(samples))]
+    asked = [(each.shard, each.row, each.column, each.instruction, each.media_type) for each in questions]
+    assert asked == [
+        (3, row, 'a', text, 'image/png') for row, text in ((0, 'Improve: old'), (1, 'Improve:'), (4, 'Improve: one'))
+    ]
+    assert questions[0].image == png != questions[1].image
+    hashes = [exact_hash(picture(1)), exact_hash(picture(0)), 0, 0, exact_hash(picture(1))]
+    assert task.images == [{'key': f'k{row}', 'pixel_hash': value} for row, value in enumerate(hashes)]
+    rejected = {row: (line['rejected'], line['answer'][:12], line['tokens']) for (row, _), line in task.found.items()}
+    assert rejected == {2: ('undecodable_image', 'the format i', 0), 3: ('small', '9 px', 0)}
+    assert not task.is_complete
+    for question in questions:
+        task.record(Answer(question, 'fine', None, 5, 90))
+        task.record(Answer(question, 'asked twice'))
+    assert task.is_complete and len(task.journal.read_text().splitlines()) == 5
+    again = replace(task, images=[], found={}, is_read=False)
+    assert again.read_journal() == 5 and not [*again.questions({'key': 'k', 'image': png} for _ in range(5))]
+    assert again.found == task.found and again.is_complete
 
 
 def test_another_model_or_prompt_needs_another_column(

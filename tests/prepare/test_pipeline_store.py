@@ -167,7 +167,7 @@ def test_damaged_part_is_made_again(tmp_path: Path, store: Store, expected: dict
 def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     store.bucket('mds')
     form = mds.ShardFormat({'key': 'str', 'image': 'bytes'}, 10**6)
-    encoded = [form.encode({'key': f'{number}', 'image': bytes([number]) * 1000}) for number in range(100)]
+    encoded = [form.encode({'key': f'{number:02}', 'image': bytes([number]) * 1000}) for number in range(100)]
     sizes = [len(each) for each in encoded]
     offsets = [sum(sizes[:number]) for number in range(100)]
     place = part_shards.ShardPlace(tmp_path, 's3://mds/parts/000000')
@@ -181,8 +181,8 @@ def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store
     assert not part_shards.fetch_tables(url, fetched, {mds.shard_name(0): 1}), 'a shard of another size'
     store.put(url, TABLES, b'damaged')
     assert not part_shards.fetch_tables(url, fetched, {}) and not list(fetched.iterdir())
-    monkeypatch.setattr(part_shards, 'GAP_BYTES', 2500)
-    monkeypatch.setattr(part_shards, 'SPAN_BYTES', 20_000)
+    monkeypatch.setattr(part_shards, 'GAP_BYTES', 2 * sizes[0])
+    monkeypatch.setattr(part_shards, 'SPAN_BYTES', 20 * sizes[0])
 
     def read(numbers: Sequence[int]) -> tuple[bool, int]:
         store.requests.clear()
@@ -192,7 +192,7 @@ def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store
 
     assert read([7]) == (True, 1)
     assert read([0, 3, 5, 50, 99]) == (True, 3), 'one for the samples that are near each other'
-    assert read(range(100)) == (True, 5), '20 samples at a time'
+    assert read(range(61)) == (True, 4), '20 samples at a time'
     store.put('s3://mds/parts/000000', mds.shard_name(0), b'short')
     with pytest.raises((DataError, ValueError)):
         read([99])

@@ -287,6 +287,7 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     others = [f'x{number:02}' for number in range(11)]
     printed = run(capsys, out, '--key', 'image-3', *others, status=2)
     assert f'{", ".join(others[:10])} and 1 more; correct' in printed and hashes(out) == before
+    assert ' more' not in run(capsys, out, '--key', *others[:10], status=2)
     assert 'would remove 1 samples from 1 shards' in run(capsys, out, '--key', 'image-3', '--dry-run')
     printed = run(capsys, out, '--key', 'image-3', 'image-x', '--missing-ok')
     assert printed.count(': removing 1 samples from 1 shards\n') == len(touched) and 'would' not in printed
@@ -296,10 +297,12 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     check_bucket_list(out)
     assert len([*out.rglob('captions/long/*.parquet')]) == len([*indexed(out)])
     (out / min(touched)).write_bytes(b'left by a removal that was killed')
+    (out / min(touched)).with_name('shard.00777.mds').touch()
     run(capsys, out, '--key', 'image-4', '--dry-run')
     assert set(hashes(out)) & touched == {min(touched)}
     run(capsys, out, '--key', 'image-x', '--missing-ok')
     assert not set(hashes(out)) & touched and set(before) - set(hashes(out)) == touched
+    assert len([*out.rglob('shard.00777.mds')]) == 1
     assert 'has no record of its images' in run(capsys, out, '--key', 'image-4', '--purge', status=2)
 
 

@@ -198,10 +198,12 @@ def test_keys_that_are_not_text_and_damaged_starts_of_files_are_read(tmp_path: P
         + records([12], key=[b'caf\xe9'])
         + records([13], key=[7])
         + records([14], key=[])
+        + records([15], image=[7])
     )
     write_files(tmp_path / 'in', {'a.tfrecord': b''.join(found)})
     report = report_of(settings(str(tmp_path / 'in'), tmp_path / 'out'))
-    assert report.rejected['record_damaged'].count == 12
+    counts = {reason: found.count for reason, found in report.rejected.items()}
+    assert counts == {'record_damaged': 12, 'no_image': 1}
     assert [sample['key'] for sample in samples(tmp_path / 'out/16px')] == ['a/caf\\xe9', 'a/7', 'a/row-14']
 
 

@@ -125,6 +125,7 @@ TARS: dict[str, bytes] = {
     'dots 4': dotted('a.jpg', 'a.mask.png', 'a.txt', 'b.jpg'),
     'dots 5': dotted('a.json', 'a.left.jpg', 'a.left.txt'),
     'dots 6': dotted('a.jpg', 'x.cls', 'a.txt', '1.5.jpg'),
+    'dots 7': dotted('a.jpg', 'ends.'),
     'a web page': b'<html>' * 1000,
     'nothing': b'',
     'no tar by gzip': gzip.compress(b'x' * 1000),

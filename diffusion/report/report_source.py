@@ -253,7 +253,7 @@ class TableSource:
     """
 
     def __init__(self, place: str, *, price: float | None, link: Callable[[str], str | None]) -> None:
-        self.place, self.price, self.link = place.rstrip('/') or place, price, link
+        self.place, self.price, self.link = place, price, link
         self.places = [self.place]
         self.title = f'Runs in {self.place}'
         self._readers: dict[str, RunReader] = {}

@@ -90,7 +90,7 @@ class RunReader:
     """
 
     def __init__(self, place: str, *, image_bytes: int = 0, price: float | None = None, curves: bool = True) -> None:
-        self.place, self.price, self._curves = place.rstrip('/') or place, price, curves
+        self.place, self.price, self._curves = place, price, curves
         self._files = files_of_run(self.place, PATIENT)
         self._metrics = MetricReader()
         self._metrics_version: FileVersion | tuple[int, int] | None = None

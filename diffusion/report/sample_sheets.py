@@ -101,7 +101,7 @@ class SheetReader:
                 found.encoded |= images
                 found.sheets = [Sheet(batch, figures) for batch, (figures, _) in sheets.items() if figures]
                 return
-            count = min(count - 1, count * 4 // 5)
+            count = count * 4 // 5
 
     def _encoded(
         self, name: str, version: FileVersion, side: int, notes: list[str]

@@ -58,6 +58,8 @@ def test_data_of_a_run_of_several_runs_and_of_a_table_are_the_reviewed_ones(tmp_
     for name in ('ba7', 'ba15.damaged'):
         (run / name).mkdir()
     (run / 'ba30' / 'receipt.json').write_text('{}')
+    receipt = (run / 'ba20' / 'receipt.json').read_text()
+    (run / 'ba20' / 'receipt.json').write_text(receipt.replace('128', '"many"', 1))
     (run / 'images' / 'ba000020.png').write_bytes(b'no image')
     results = json.loads((run / 'evaluations' / 'ba40.json').read_text())
     results['guidance'].reverse()  # the values of the checkpoint are those of the last setting
@@ -132,6 +134,7 @@ def test_hours_exclude_time_between_attempts_and_count_repeated_batches_once():
     assert batch_hours(records[:1]) is None
     many = [record(BEGIN, BEGIN + at, at - 1, BEGIN + at - 1, at, BEGIN + at) for at in range(1, 1000)]
     many += [record(BEGIN, BEGIN + 1000, True, BEGIN + 999, 2000, BEGIN - 1)]
+    many += [record(BEGIN, BEGIN + 1000, -1, BEGIN + 999, 2**53, BEGIN + 1000)]
     batches, hours = batch_hours(many) or ([], [])
     assert len(batches) == 400 and [*batches[:3], batches[-1]] == [0, 3, 5, 999]
     assert hours == [round(batch / hour, 6) for batch in batches]
@@ -200,6 +203,10 @@ def test_examples_are_small_images_of_the_last_evaluation_and_only_files_of_the_
     assert 0 < len(shown) < 35 and {each['width'] for each in shown} == {64}
     assert sum(map(len, small.images.encoded.values())) < 35_000
 
+    results['guidance'][0]['examples'] = {'clip_score': named, 'fid': named}
+    path.write_text(json.dumps(results))
+    assert [*read(run).evaluations[3]['examples']] == ['clip_score'], 'without benchmarks, those of one metric'
+
 
 def test_results_with_strange_values_show_what_can_be_shown(run):
     metrics = {'fid': 'low', 'kid': float('nan'), 'cmmd': 0.5, 'x': 10**400}
@@ -252,7 +259,7 @@ def test_secrets_in_a_recipe_are_hidden(run):
 
 def test_a_second_read_adds_what_is_new(run):
     reader = RunReader(str(run))
-    reader.read()
+    assert reader.read().images.total == 0, 'images are read only if they have a place'
     append_metrics(run, {'step': 400, 'loss/train/total': 0.5})
     assert reader.read().status.batch == 401
     (run / 'metrics.jsonl').write_text(json.dumps({'step': 3, 'loss/train/total': 0.25}) + '\n')
@@ -295,6 +302,7 @@ def test_points_are_shared_by_the_curves(tmp_path):
     content = RunReader(str(run)).read()
     few, many = (page_data([content], total_points=points)['runs'][0]['series'] for points in (10_000, 1_000_000))
     assert sum(len(each['x']) + len(each.get('mx', ())) for each in few.values()) < 12_000
+    assert (len(few['layer3']['x']), len(few['layer3']['mx'])) == (216, 108)
     assert len(many['layer3']['x']) == 2000 and len(many['layer3']['mx']) == 1000
     assert max(few['layer3']['y']) == 2999 * 3 and few['layer3']['count'] == 2960
     json.dumps([few, many], allow_nan=False)

@@ -1,5 +1,6 @@
 """Folders of images as one side of a comparison: matched with prompts by number, and read as browsers show them."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from composer.utils import dist
+from golden import check_golden, readable_json
 from PIL import Image, ImageCms, PngImagePlugin
 
 from diffusion.errors import UserError
@@ -95,6 +97,10 @@ def test_damaged_image_is_generated_again_and_ranks_of_a_sharded_model_take_part
     images = GeneratedImages(tmp_path, PROMPTS, Sampling(batch_size=1, seed=7), 'ba2')
     model, expected = Mock(generate=generate), [(range(i, i + 1), [[[7 + i] * 4] * 4] * 3) for i in range(3)]
     assert [(own, each[0].tolist()) for own, each in images.own_batches(model)] == expected and asked == [[7], [8], [9]]
+    below = GeneratedImages.below(tmp_path, PROMPTS, Sampling(guidance_scale=3, snr_shift=2.0), 'ba2').folder
+    files = {'images.json': (tmp_path / MANIFEST).read_text(), 'folder.txt': str(below.relative_to(tmp_path))}
+    files['image.txt'] = readable_json(dict(Image.open(images.path(1)).text))
+    check_golden(Path(__file__).parent / 'golden' / 'generated', files)
     content = bytearray(images.path(1).read_bytes())
     content[-20] ^= 255
     images.path(1).write_bytes(content)

@@ -9,7 +9,9 @@ from diffusion.storage.places import LocalPlace
 def results(batch: int, loss: float, fid: float, images: int = 2048, top1: float = 0.5, weights: str = 'ema') -> dict:
     guidance: list[dict] = [{'guidance_scale': scale, 'metrics': {'fid': fid + scale}} for scale in (3.0, 7.5)]
     guidance.append(
-        guidance[0] | {'guidance': {'name': 'interval', 'low': 0.1, 'high': 0.7}, 'noise_scheduler': 'ddpm'}
+        guidance[0]
+        | {'guidance': {'name': 'interval', 'low': 0.1, 'high': 0.7}, 'noise_scheduler': 'ddpm'}
+        | {'num_inference_steps': 10, 'snr_shift': 2.0}
     )
     return {
         **{'checkpoint': f'ba{batch}', 'batch': batch, 'weights': weights, 'images': images, 'prompts': 'own'},
@@ -34,8 +36,9 @@ def test_each_metric_has_its_direction_and_its_change_since_the_last_comparable_
         'fid                                 33.0000  lower is better, ↑ worse than 23.0000 at ba2',
         'retrieval_top1                       0.5000  higher is better, = equal to ba4',
         'guidance 7.5                     fid 37.5000',
-        'guidance 3 interval low=0.1 high=0.7 ddpm fid 33.0000',
+        'guidance 3 interval low=0.1 high=0.7 steps 10 ddpm shift 2.0 fid 33.0000',
     ]
+    assert [each['batch'] for each in earlier_results(LocalPlace(tmp_path), 21, 'ema')] == [20, 8, 4], 'of the last 5'
     first = results(9, 0.4, 10.0, top1=0.7)
     assert [line.partition(' is better, ')[2] for line in result_lines(first, [last])][:3] == [
         '↓ better than 0.6000 at ba8',

@@ -67,8 +67,9 @@ def test_a_rejected_answer_leaves_the_prompt_as_it_is(server: VlmServer, caplog:
     server.respond = lambda request, fault, text, model: respond(  # type: ignore[method-assign]
         request, fault, refused if text.endswith(PROMPTS[1]) else text, model
     )
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         found = rewritten(server, PROMPTS[:3])
+    assert f'asking {MODEL} to rewrite 3 prompts' in caplog.text
     assert found.texts == [f'Detailed: {PROMPTS[0]}', PROMPTS[1], f'Detailed: {PROMPTS[2]}']
     assert f'the prompt {PROMPTS[1]!r} is used as it is: refusal' in caplog.text
     with pytest.raises(UserError, match=r"no answer of tiny-vlm is usable \(refusal: I'm sorry"):
@@ -87,6 +88,13 @@ def test_a_rejected_answer_leaves_the_prompt_as_it_is(server: VlmServer, caplog:
 def test_settings_with_a_mistake_are_refused(server: VlmServer, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         rewritten(server, PROMPTS, **settings)
+
+
+def test_nothing_is_asked_if_answers_cannot_be_kept(server: VlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
+    with pytest.raises(UserError, match=r'rewrite: answers are kept below XDG_CACHE_HOME or ~/\.cache'):
+        rewritten(server, PROMPTS)
+    assert not server.good
 
 
 def texts_of(path: Path) -> dict[str, str]:

@@ -12,13 +12,25 @@ from unittest.mock import Mock
 import pytest
 import torch
 from composer import Trainer
+from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State
 from composer.loggers import LoggerDestination
 from torch.utils.data import DataLoader
 
 from diffusion.algorithms.ema import EMA
+from diffusion.callbacks.image_grid import ImageGrid
 from diffusion.models import batch_keys, stage_hooks
-from diffusion.profiling.breakdown import STAGES, WAITS, Breakdown, BreakdownReport, Recorder, Timeline, shares_of
+from diffusion.profiling.breakdown import (
+    STAGES,
+    WAITS,
+    Breakdown,
+    BreakdownReport,
+    Recorder,
+    Timeline,
+    hooks_of,
+    shares_of,
+    stage_of,
+)
 
 SLEEP_SECONDS = 0.04
 
@@ -152,6 +164,19 @@ def test_wrappers_and_listener_are_removed_after_fit(measured):
     assert measured.trainer.state.algorithms
     assert not any('apply' in vars(algorithm) for algorithm in measured.trainer.state.algorithms)
     assert stage_hooks._listener is None
+
+
+def test_only_methods_of_callbacks_that_do_something_are_timed_each_in_its_stage():
+    class Everything(RecordedMetrics):
+        def run_event(self, event: Any, state: State, logger: Any) -> None:
+            pass
+
+        batch_end = run_event
+
+    assert hooks_of(Slow()) == ['batch_start', 'after_loss', 'after_train_batch', 'batch_end', 'eval_batch_end']
+    assert hooks_of(RecordedMetrics()) == ['log_metrics'] and hooks_of(Everything()) == ['run_event', 'log_metrics']
+    kinds = (Slow, ImageGrid, CheckpointSaver)
+    assert [stage_of(kind.__new__(kind)) for kind in kinds] == ['logging', 'evaluation', 'checkpoint']
 
 
 def test_time_of_callbacks_data_averages_and_checkpoints_is_counted(fit, tmp_path, monkeypatch):

@@ -19,9 +19,10 @@ from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.profiling import advice
 from diffusion.profiling.advice import Kernel, ProfileMeasurements, largest_opportunities
-from diffusion.profiling.breakdown import BreakdownReport
+from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site
 from diffusion.profiling.profile import (
+    Phases,
     can_use_graphs,
     for_profiling,
     measured_by,
@@ -137,6 +138,8 @@ def test_files_of_a_profile_are_as_reviewed(write_recipe, monkeypatch):
 
 
 def test_profiled_batch_has_at_most_four_microbatches(tmp_path, write_recipe):
+    phases = Phases(Breakdown(window=3, skip=5, sampled=3), batches=3, on_gpu=False)
+    assert phases.length == 5 + 3 + 3 + 2, 'warm-up, breakdown, profiler and waits'
     recipe = load(write_recipe())
     for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
         requested = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
@@ -192,6 +195,8 @@ def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_pa
     assert any(event.get('name') == 'aten::native_group_norm' for event in events)
     assert not (tmp_path / 'runs').exists()
     assert not list(tmp_path.rglob('state.pt'))
+    [index] = (tmp_path / 'found' / 'data' / 'small').rglob('index.json')
+    assert sum(shard['samples'] for shard in json.loads(index.read_text())['shards']) == 64
 
 
 def test_profile_errors_name_the_setting(write_recipe, capsys):

@@ -80,7 +80,8 @@ def test_answers_are_written_one_file_per_person(site):
     assert parse_answers(content, 'file', COMPARISON, len(KEY.pairs)) == answers_of(KEY, 2)
 
 
-def test_later_answers_of_a_person_replace_fewer_or_as_many(site):
+def test_later_answers_of_a_person_replace_fewer_or_as_many(site, caplog):
+    caplog.set_level('INFO')
     path = site.folder / f'{rater_name(1)}.json'
     assert site.request('POST', WITH_TOKEN, answers_text(KEY, 1, pairs=3))[0] == 200
     assert site.request('POST', WITH_TOKEN, answers_text(KEY, 1))[0] == 200
@@ -90,6 +91,11 @@ def test_later_answers_of_a_person_replace_fewer_or_as_many(site):
     corrected = answers_text(KEY, 1, lambda *_: 'tie')
     assert site.request('POST', WITH_TOKEN, corrected)[0] == 200
     assert path.read_text() == corrected
+    logged = [
+        *(f'{rater_name(1)}: {count} of 12 answers' for count in (6, 12)),
+        f'refused a request of 127.0.0.1: {text}',
+    ]
+    assert caplog.messages == logged, 'the first and the last answers'
 
 
 @pytest.mark.parametrize(
@@ -140,6 +146,16 @@ def test_answers_that_cannot_be_written_are_not_reported_as_saved(site, monkeypa
     status, text = site.request('POST', WITH_TOKEN, answers_text(KEY, 1))
     assert status == 500 and text == 'the server could not write them (No space left on device)'
     assert 'cannot be written (No space left on device)' in caplog.text
+
+
+def test_a_closed_connection_is_no_error_of_the_server(tmp_path, capsys):
+    with make_server(PAGE, AnswerFolder(tmp_path, KEY), host='127.0.0.1', port=0) as server:
+        for error in (ConnectionResetError('reset'), ValueError('a mistake')):
+            try:
+                raise error
+            except (ConnectionError, ValueError):
+                server.handle_error(None, ('127.0.0.1', 1))
+    assert 'ValueError: a mistake' in (printed := capsys.readouterr().err) and 'reset' not in printed
 
 
 def test_link_in_the_folder_of_answers_is_not_followed(site):

@@ -171,7 +171,7 @@ def test_only_methods_of_callbacks_that_do_something_are_timed_each_in_its_stage
         def run_event(self, event: Any, state: State, logger: Any) -> None:
             pass
 
-        batch_end = run_event
+        batch_end: Any = run_event
 
     assert hooks_of(Slow()) == ['batch_start', 'after_loss', 'after_train_batch', 'batch_end', 'eval_batch_end']
     assert hooks_of(RecordedMetrics()) == ['log_metrics'] and hooks_of(Everything()) == ['run_event', 'log_metrics']

@@ -99,7 +99,8 @@ def test_damaged_image_is_generated_again_and_ranks_of_a_sharded_model_take_part
     assert [(own, each[0].tolist()) for own, each in images.own_batches(model)] == expected and asked == [[7], [8], [9]]
     below = GeneratedImages.below(tmp_path, PROMPTS, Sampling(guidance_scale=3, snr_shift=2.0), 'ba2').folder
     files = {'images.json': (tmp_path / MANIFEST).read_text(), 'folder.txt': str(below.relative_to(tmp_path))}
-    files['image.txt'] = readable_json(Image.open(images.path(1)).info)
+    with Image.open(images.path(1)) as image:
+        files['image.txt'] = readable_json(image.info)
     check_golden(Path(__file__).parent / 'golden' / 'generated', files)
     content = bytearray(images.path(1).read_bytes())
     content[-20] ^= 255

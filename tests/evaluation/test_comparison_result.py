@@ -164,8 +164,6 @@ def test_people_who_fail_attention_checks_are_excluded():
     assert result.excluded.keys() == {rater_name(8), rater_name(9)}
     assert result.excluded[rater_name(8)] == 1
     assert result.preferences['quality'].share == 1, 'their answers do not count'
-    text = result_text(result, 0.05)
-    assert f'Excluded for failed attention checks: {rater_name(8)} (100% failed), {rater_name(9)}' in text
 
 
 def test_one_slip_in_six_checks_does_not_exclude():
@@ -181,7 +179,6 @@ def test_people_who_saw_no_check_count_and_are_counted():
     answers = answers_of(KEY, 1) + answers_of(KEY, 2, pairs=first_check)
     result = analyze_answers(KEY, answers)
     assert (result.raters, result.unchecked) == (2, 1)
-    assert '1 person stopped before an attention check; their answers count.' in result_text(result, 0.05)
 
 
 @pytest.mark.parametrize(

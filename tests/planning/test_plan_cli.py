@@ -26,15 +26,26 @@ def as_json(capsys, *words):
     return json.loads(planned(capsys, *words, '--json'))
 
 
-def test_plans_of_the_published_recipe_and_with_frequent_failures_are_the_reviewed_ones(capsys):
-    both = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2')
-    words = [str(YAMLS / 'phase1-latents.yaml'), '--gpus', '16', '--price', '2.5', 'trainer.save_interval=30m']
-    words += ['--mtbf', '0.8', '--stall', '60', '--restart', '240', '--samples', '3000000', '--stored', 'latents']
-    texts = {'published.txt': both, 'failures.txt': planned(capsys, *words)}
-    texts['failures.json'] = readable_json(
-        json.loads(planned(capsys, *words, '--json'), parse_float=lambda text: float(f'{float(text):.6g}'))
-    )
-    check_golden(Path(__file__).parent / 'golden' / 'options', texts)
+SHORT = 'trainer.max_duration=40ba global_batch=8 trainer.save_interval=20ba --samples 36'
+OPTIONS = {
+    'published': 'phase1 phase2 --gpu a100-80gb --gpus 128 --price 2',
+    'failures': 'phase1-latents --gpus 16 --price 2.5 --mtbf 0.8 --stall 60 --restart 240 --samples 3000000 '
+    '--stored latents trainer.save_interval=30m',
+    'seconds on 36 images': f'quickstart {SHORT} --gpu a100-80gb --gpus 1 --price 2',
+    'minutes on 36 images': 'finetune --samples 36 --gpu h200 --gpus 8 --stall 10 --price 3.84',
+    'too large': 'phase2 --gpu a10g --gpus 8 device_train_microbatch_size=64 --price 1',
+    'unknown price': 'phase1 phase2 --gpu b200 --gpus 8 --torch 2.9',
+    'impossible speed': 'phase1 --gpu a100-80gb --images-per-second 4000 --gpus 8 --price 1',
+}
+
+
+def test_plans_with_options_are_the_reviewed_ones(capsys):
+    paths = {path.stem: str(path) for path in YAMLS.glob('*.yaml')}
+    words = {name: [paths.get(word, word) for word in text.split()] for name, text in OPTIONS.items()}
+    texts = {f'{name}.txt': planned(capsys, *each) for name, each in words.items()}
+    printed = planned(capsys, *words['failures'], '--json')
+    content = json.loads(printed, parse_float=lambda text: float(f'{float(text):.6g}'))
+    check_golden(Path(__file__).parent / 'golden' / 'options', texts | {'failures.json': readable_json(content)})
 
 
 @pytest.mark.parametrize(
@@ -162,30 +173,10 @@ def test_plan_takes_under_three_seconds_without_torch():
     assert after.children_user + after.children_system - before.children_user - before.children_system < 3
 
 
-def test_totals_are_sums_over_phases(capsys):
-    plan = as_json(capsys, *BOTH, '--gpus', '64')
-    for unit in ('hours', 'days', 'gpu_hours', 'usd'):
-        assert plan['total'][unit] == pytest.approx(sum(phase['training'][unit] for phase in plan['phases']))
-        assert plan['expected'][unit] > plan['total'][unit]
-    one = as_json(capsys, BOTH[1], '--gpus', '64')
-    expected = {**plan['phases'][1]['training'], 'training_flop': 850_000 * 2048 * 3 * 804.26e9}
-    assert one['total'] == pytest.approx(expected, rel=1e-4)
-
-
 def test_overrides_apply_to_every_recipe_in_any_position(capsys):
     batch, gpus = 'global_batch=1024', ('--gpus', '64')
     for words in ([*BOTH, *gpus, batch], [BOTH[0], batch, *gpus, BOTH[1]]):
         assert [phase['global_batch'] for phase in as_json(capsys, *words)['phases']] == [1024, 1024]
-
-
-def test_json_has_finite_numbers_and_all_strategies_and_encodings(capsys):
-    plan = as_json(capsys, *BOTH, '--gpu', 'b200', '--gpus', '8', '--torch', '2.9')
-    assert plan['total']['usd'] is None and 'the price of the b200 is unknown' in plan['warnings'][0]
-    phase = plan['phases'][0]
-    assert [fit['strategy'] for fit in phase['memory']] == ['fsdp2 SHARD_GRAD_OP', 'ddp', 'fsdp2 FULL_SHARD']
-    assert [data['encoding'] for data in phase['data']] == ['pictures', 'latents', 'latents+text']
-    assert phase['checkpoint_bytes']['weights'] == 4 * 865_910_724
-    assert 'NaN' not in json.dumps(plan) and 'Infinity' not in json.dumps(plan)
 
 
 def test_gpu_without_kernels_in_torch_is_refused_with_the_way_out(capsys):
@@ -205,20 +196,9 @@ def test_old_price_warns_unless_price_is_given(capsys, monkeypatch):
 
 def test_recipe_that_does_not_fit_gets_settings_that_do(capsys):
     words = [BOTH[1], '--gpu', 'a10g', '--gpus', '8', 'device_train_microbatch_size=64']
-    plan = as_json(capsys, *words)
-    assert not plan['phases'][0]['memory'][0]['fits']
-    message = 'phase2 does not fit: needs 60.4 GiB of 22.0 GiB at microbatch 64; use device_train_microbatch_size=8, or'
-    out = ' '.join(planned(capsys, *words).split())
-    assert message in out and 'largest microbatch 8 of 256 does not fit none does not fit 8 of 256 does not fit' in out
-    smaller = next(way for way in plan['phases'][0]['ways_out'] if way.startswith('device_train_microbatch_size='))
+    ways_out = as_json(capsys, *words)['phases'][0]['ways_out']
+    smaller = next(way for way in ways_out if way.startswith('device_train_microbatch_size='))
     assert as_json(capsys, *words[:-1], smaller)['phases'][0]['memory'][0]['fits']
-
-
-def test_launch_bound_model_and_impossible_speed_warn(capsys):
-    out = planned(capsys, str(YAMLS / 'quickstart.yaml'))
-    assert 'is faster than kernels can be launched' in out and '8 x h100-sxm (one node)' in out
-    out = planned(capsys, BOTH[0], '--gpu', 'a100-80gb', '--images-per-second', '4000', '--gpus', '8')
-    assert 'phase1: 138% of the peak is not possible' in out and 'is faster than kernels' not in out
 
 
 @pytest.mark.parametrize(
@@ -296,20 +276,6 @@ def test_amounts_have_the_unit_that_fits_their_size():
         (plan_table._gb, {1e9: '1.00', 1e8: '0.1'}),
     ):
         assert {each: form(each) for each in expected} == expected
-
-
-def test_small_run_is_planned_in_units_that_fit(capsys):
-    """A run of some seconds, shorter than its saves, on 36 images."""
-    words = ['trainer.max_duration=40ba', 'global_batch=8', 'trainer.save_interval=20ba', '--samples', '36']
-    out = planned(capsys, str(YAMLS / 'quickstart.yaml'), *words, '--gpu', 'a100-80gb', '--gpus', '1')
-    assert out.startswith('As written: at least ')
-    assert 'seconds, under $0.01.' in out.splitlines()[0]
-    for text in ('36 distinct images', ' 320 ', 'under 0.01  under $0.01', 'mostly saves', '(short run)', ' ms'):
-        assert text in out
-    for text in ('0.00 days', '0.0 M', ' 0.0 s', 'goodput 0.', 'Goodput of save strategies', '(x 1.00)'):
-        assert text not in out
-    out = planned(capsys, YAMLS / 'finetune.yaml', '--samples', '36', '--gpu', 'h200', '--gpus', '8', '--stall', '10')
-    assert out.startswith('As written: 9.6 minutes, $5.14.') and '36 distinct images' in out and '  10 s  ' in out
 
 
 @pytest.mark.parametrize('path', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)

@@ -49,16 +49,6 @@ def test_replicas_gather_within_a_group_and_reduce_shards_across_groups():
         assert sent == pytest.approx(reductions * (within + ring_bytes(16, 4 * SD2 / 8, passes=2)))
 
 
-def test_ddp_is_recommended_where_it_fits_with_the_settings_to_change():
-    found = advice(fits_of(A100), A100)
-    assert found is not None
-    assert found.startswith('recommended strategy: ddp, which fits in 20.9 of 79.1 GiB and sends 6.9 GB per GPU')
-    assert found.endswith(
-        'sends 6.9 GB per GPU and batch, and runs no hooks in Python during forward and backward pass; set '
-        'parallelism.strategy=ddp parallelism.checkpoints=whole (written by rank 0 alone, so saves take longer)'
-    )
-
-
 def test_sharding_is_recommended_where_ddp_does_not_fit():
     gpu = find_gpu('v100-16gb', GPUS)
     fits = fits_of(gpu, overrides=['trainer.precision=amp_fp16'])

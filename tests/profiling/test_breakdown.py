@@ -152,8 +152,6 @@ def test_every_window_is_reported_as_metrics_and_log_line(measured):
     metrics = reports[-1]
     assert sum(metrics[f'time_share/{stage}'] for stage in STAGES) == pytest.approx(1)
     assert metrics['throughput/samples_per_sec'] == pytest.approx(8 * metrics['throughput/batches_per_sec'])
-    assert metrics['throughput/device/samples_per_sec'] == metrics['throughput/samples_per_sec']
-    assert metrics['throughput/slowest_rank_step_seconds'] == metrics['throughput/step_seconds']
     assert metrics['throughput/device/mfu'] == pytest.approx(metrics['throughput/device/flops_per_sec'] / 1e9)
     first, _ = [line for line in measured.lines if 'images/s' in line]
     assert first.startswith('batch 4: ') and 'MFU' in first and 'backward' in first and 'per device' not in first
@@ -311,7 +309,4 @@ def test_line_includes_the_slowest_rank_only_if_it_is_slower():
     assert fast.line() == f'{line} to the device 1%'
     slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
     assert '100 ms/step (slowest rank 200)' in slow.line() and slow.line().endswith('; forward 100%')
-    metrics = {'samples_per_sec': 640, 'batches_per_sec': 10, 'step_seconds': 0.1, 'slowest_rank_step_seconds': 0.101}
-    metrics |= {'device/samples_per_sec': 320, 'device/flops_per_sec': 2e12, 'device/mfu': 2}
-    assert {name: fast.metrics()[f'throughput/{name}'] for name in metrics} == pytest.approx(metrics)
     assert 'throughput/device/mfu' not in slow.metrics()

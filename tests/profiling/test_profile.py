@@ -55,8 +55,6 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
 @pytest.mark.parametrize(
     ('measured', 'share', 'setting'),
     [
-        (with_share(data_wait=0.2), 0.2, 'loader.num_workers'),
-        (with_share(encode=0.3), 0.3, 'task=precompute'),
         (replace(with_share(optimizer=0.2), off=['fused_optimizer']), 0.1, 'speed.fused_optimizer=true'),
         (with_share(optimizer=0.1, ema=0.1), 0.1, 'update_interval'),
         (replace(with_share(optimizer=0.2), on_gpu=False, off=['fused_optimizer']), 0.1, 'a step has few samples'),
@@ -68,11 +66,7 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
         (with_kernel('void cudnn::engines::nchwToNhwcKernel<bf16>', 0.1, off=['channels_last']), 0.1, 'channels_last'),
         (with_kernel('vectorized_elementwise_kernel<silu>', 0.2, off=['compile']), 0.1, 'speed.compile=true'),
         (replace(GOOD, precision='fp32'), 0.49, 'amp_bf16'),
-        (replace(GOOD, waits={'my/callback.py:3 (batch_end)': 1}), 0.01, 'my/callback.py:3'),
-        (with_share(logging=0.1), 0.1, 'log less often'),
         (with_kernel('ncclDevKernel_ReduceScatter', 0.3, off=['reduce_once'], microbatches=4), 0.3, 'reduce_once'),
-        (with_kernel('ncclDevKernel_ReduceScatter', 0.3, off=['reduce_once']), 0.3, 'gradients: try parallelism.resh'),
-        (with_share(other=0.3), 0.3, 'outside of all stages'),
     ],
 )
 def test_advice_gives_the_possible_gain_and_the_setting(measured, share, setting):

@@ -1,14 +1,17 @@
 """Model builders: exact configurations, pretrained parts from local folders, errors without access to the Hub."""
 
+import inspect
 import json
 import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from model_batches import shapes_of, size_of
+from golden import check_golden
+from model_batches import size_of
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.config import registry
@@ -16,41 +19,66 @@ from diffusion.errors import UserError
 from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.cost_counting import build_empty
 from diffusion.models.families.sd2.builder import sd2, sd2_tokenizers, tiny
+from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.vae import latent_statistics
 
-# https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, as published
-PUBLISHED_UNET = json.loads(
-    """{"act_fn": "silu", "attention_head_dim": [5, 10, 20, 20], "block_out_channels": [320, 640, 1280, 1280],
-    "center_input_sample": false, "cross_attention_dim": 1024, "down_block_types": ["CrossAttnDownBlock2D",
-    "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"], "downsample_padding": 1,
-    "dual_cross_attention": false, "flip_sin_to_cos": true, "freq_shift": 0, "in_channels": 4, "layers_per_block": 2,
-    "mid_block_scale_factor": 1, "norm_eps": 1e-05, "norm_num_groups": 32, "out_channels": 4, "sample_size": 64,
-    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
-    "use_linear_projection": true}"""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {'pretrained': None}) for name in ('sd2', 'sdxl', 'mmdit', 'prx', 'i1')},
+    'mmdit of 3': (
+        'mmdit',
+        {'pretrained': None, 't5': False, 'dual_attention_blocks': 0, 'qk_norm': False, 'pos_embed_max_size': 192},
+    ),
+    'prx on pixels': (
+        'prx',
+        {'pretrained': None, 'resolution': 512, 'vae': 'pixels', 'patch_size': 32, 'bottleneck_size': 256},
+    ),
+    'i1 3b grouped': ('i1', {'pretrained': None, 'size': '3b', 'vae_layout': 'grouped'}),
+    **{name: (name, {}) for name in ('tiny', 'tiny_sdxl', 'tiny_mmdit', 'tiny_prx', 'tiny_i1')},
+}
+TEXT_SETTINGS = (
+    *('vocab_size', 'hidden_size', 'intermediate_size', 'd_ff', 'd_kv', 'num_hidden_layers', 'num_attention_heads'),
+    *('num_key_value_heads', 'max_position_embeddings', 'hidden_act', 'feed_forward_proj', 'dropout_rate'),
+    *('layer_norm_eps', 'projection_dim', 'bos_token_id', 'eos_token_id', 'pad_token_id'),
 )
 
 
-def test_sd2_is_stable_diffusion_2_base():
-    with torch.device('meta'):
-        model = sd2(pretrained=None)
-        published: Any = UNet2DConditionModel.from_config(PUBLISHED_UNET)
-    sizes = [size_of(module) for module in (model.denoiser, model.vae, model.text)]
-    assert sizes == [865_910_724, 83_653_863, 340_387_840]
-    assert shapes_of(model.denoiser) == shapes_of(published)
-    assert not {key for key in PUBLISHED_UNET if model.denoiser.config[key] != published.config[key]}
+def changed(settings: Mapping[str, Any], of: Any) -> dict[str, Any]:
+    """Return the settings that differ from the defaults of a class."""
+    defaults = {name: each.default for name, each in inspect.signature(of).parameters.items()}
+    return {key: value for key, value in settings.items() if key in defaults and value != defaults[key]}
 
 
-def test_miniatures_have_the_documented_sizes():
-    names = [f'tiny{each}' for each in ('', '_sdxl', '_prx', '_i1', '_mmdit')]
-    models: list[Any] = [build_empty(name, {}) for name in names]
-    assert [size_of(each.denoiser) for each in models] == [16_744_720, 16_049_552, 5_175_760, 7_593_232, 9_971_984]
-    assert [size_of(each.text) for each in models] == [6_723_072, 6_530_560, 6_723_072, 6_723_072, 7_977_984]
-    others = [(each.latent_size, each.text.token_length, each.train_text_encoder) for each in models]
-    assert others == [(8, 16, True)] * 4 + [(8, 24, True)]
-    for name, model in zip(names, models, strict=True):
-        alone: Any = registry.resolve('model', name).tokenizers()  # type: ignore[attr-defined]
-        assert [each.model_max_length for each in alone] == [each.model_max_length for each in model.text.tokenizers]
+def description(name: str, settings: dict[str, Any]) -> str:
+    """Return the sizes and settings of a model, one a line."""
+    model: Any = build_empty(name, settings)
+    tokenizers: Any = registry.resolve('model', name).tokenizers  # type: ignore[attr-defined]
+    alone = tokenizers(**{key: value for key, value in settings.items() if key in ('pretrained', 't5')})
+    vae = getattr(model.vae, 'autoencoder', model.vae)
+    parts = [(each, changed(each.config, type(each))) for each in (model.denoiser, vae)]
+    for each in model.text.encoders:
+        found = {key: getattr(each.config, key, None) for key in TEXT_SETTINGS}
+        parts.append((each, {key: value for key, value in found.items() if value is not None}))
+    lines = []
+    for part, values in parts:
+        lines.append(f'{type(part).__name__}, {size_of(part):,} parameters')
+        lines += [f'    {key}: {json.dumps(value)}' for key, value in values.items()]
+    for each, other in zip(model.text.tokenizers, alone, strict=True):
+        assert (each.model_max_length, each.pad_token) == (other.model_max_length, other.pad_token)
+        lines.append(
+            f'tokenizer: {each.model_max_length} of {len(each)} tokens, {each.pad_token} on the {each.padding_side}'
+        )
+    lines.append(f'objective: {json.dumps(changed(vars(model.objective), Objective))}')
+    names = ('denoiser_sizes', 'latent_grid', 'mask_padding', 'train_text_encoder', 'caption_dropout_mode')
+    lines += [f'{each}: {getattr(model, each)}' for each in names]
+    names = ('length', 'token_length', 'width', 'pooled_width', 'output')
+    lines += [f'text.{each}: {getattr(model.text, each)}' for each in names]
+    return '\n'.join([*lines, f'encoder_dtype: {model.vae.dtype}', ''])
+
+
+def test_models_have_the_published_sizes_and_settings():
+    """The files were compared with the published configurations, and those of miniatures with the documentation."""
+    check_golden(Path(__file__).parent / 'golden', {f'{each}.txt': description(*MODELS[each]) for each in MODELS})
 
 
 def test_sd2_loads_its_frozen_parts_from_a_folder(tmp_path, small_vae, monkeypatch):

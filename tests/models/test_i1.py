@@ -20,7 +20,6 @@ from diffusion.config.load import load
 from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.cost_counting import build_empty
 from diffusion.models.families.i1.builder import SIZES, i1, tiny_i1
 from diffusion.models.families.i1.transformer_i1 import I1Transformer2DModel
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -349,12 +348,6 @@ def test_stored_text_keeps_the_padding_that_the_adapter_reads(build):
     stored[batch_keys.TEXT_MASK] = model.text.padding_mask(batch[batch_keys.INPUT_IDS])
     with pytest.raises(UserError, match='stored without padding, but this model attends to padding'):
         model(batch | stored)
-
-
-def test_untrained_i1_has_the_parts_of_the_published_one():
-    model: Any = build_empty('i1', {'pretrained': None, 'vae_layout': 'grouped'})
-    assert (size_of(model.text), model.text.token_length, size_of(model.vae)) == (2_614_341_888, 256, 84_046_115)
-    assert (model.latent_size, model.denoiser.config['patch_size']) == (16, 1), 'groups of 2x2 cells'
 
 
 def test_encoder_of_t5gemma_is_read_from_the_whole_model(tmp_path, small_vae, monkeypatch):

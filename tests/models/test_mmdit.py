@@ -8,15 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from model_batches import CAPTIONS, assert_same_loss_and_gradients, batch_of, shapes_of, size_of
+from model_batches import CAPTIONS, assert_same_loss_and_gradients, batch_of
 
 from diffusion.config.recipe import Component
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.activation_memory import blocks_of
-from diffusion.models.cost_counting import build_empty
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit import builder as mmdit_builder
 from diffusion.models.families.mmdit.builder import mmdit, sd3_objective, tiny_mmdit
@@ -39,21 +36,6 @@ def model(small_vae) -> LatentDiffusion:
 
 def stock(model: LatentDiffusion) -> StableDiffusion3Pipeline:
     return adapter_of(model.denoiser).pipeline(model)
-
-
-def test_published_number_of_parameters():
-    model: Any = build_empty('mmdit', {'pretrained': None})
-    published = {'pos_embed_max_size': 384, 'qk_norm': 'rms_norm', 'dual_attention_layers': tuple(range(13))}
-    with torch.device('meta'):
-        sizes = {'num_layers': 24, 'num_attention_heads': 24, 'caption_projection_dim': 1536, 'sample_size': 128}
-        theirs = SD3Transformer2DModel(**sizes, **published)  # type: ignore[arg-type]
-    assert size_of(model.denoiser) == 2_243_171_520
-    assert shapes_of(model.denoiser) == shapes_of(theirs)
-    assert len(blocks_of(model.denoiser)) == 24
-    text: Any = model.text
-    assert (text.length, text.token_length, text.width, text.pooled_width) == (77 + 256, 256, 4096, 2048)
-    assert [size_of(encoder) for encoder in text.encoders] == [123_650_304, 694_659_840, 4_762_310_656]
-    assert model.latent_size == 128
 
 
 def test_default_objective_shifts_timesteps_in_proportion_to_the_side():

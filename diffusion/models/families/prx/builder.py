@@ -46,18 +46,6 @@ from diffusion.models.vae import SIXTEEN_CHANNEL_VAE, Vae, latent_channels, obje
 PRETRAINED = 'Photoroom/prx-256-t2i'
 TEXT_LENGTH = 256
 
-TRANSFORMER: dict[str, Any] = {
-    'in_channels': 16,
-    'patch_size': 2,
-    'context_in_dim': 2304,
-    'hidden_size': 1792,
-    'mlp_ratio': 3.5,
-    'num_heads': 28,
-    'depth': 16,
-    'axes_dim': [32, 32],
-}
-"""The published 1.2 B latent model, 1,170,691,648 parameters."""
-
 VAE: dict[str, Any] = SIXTEEN_CHANNEL_VAE | {'scaling_factor': 0.3611, 'shift_factor': 0.1159}
 """The autoencoder of FLUX.1, with 16 channels."""
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
@@ -207,7 +195,7 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
             f'hidden_size: {hidden_size} does not divide into {num_heads} heads of a multiple of 4 channels, which '
             f'the rotary embedding needs; use a multiple of {4 * num_heads}'
         )
-    settings = TRANSFORMER | {'in_channels': channels, 'context_in_dim': text_width, **sizes}
+    settings = {'in_channels': channels, 'context_in_dim': text_width, 'mlp_ratio': 3.5, **sizes}
     # Half of a head's channels encode the row, and the other half the column.
     settings |= {'hidden_size': hidden_size, 'num_heads': num_heads, 'axes_dim': [per_head // 2] * 2}
     return PRXTransformer2DModel(**settings)

@@ -87,7 +87,7 @@ class Objective:
         # Quantiles below the uniform fraction give uniform times; the others are stretched to [0, 1) for the
         # logit-normal.
         share = self.uniform_fraction
-        rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
+        rest = (quantiles - share) / (1 - share)
         # Stay away from 0 and 1, whose normal quantiles are infinite.
         normal = torch.special.ndtri(rest.clamp(2.0**-33, 1 - 2.0**-33))
         times = self._shifted(torch.sigmoid(self.logit_mean + self.logit_std * normal))

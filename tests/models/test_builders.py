@@ -78,7 +78,9 @@ def description(name: str, settings: dict[str, Any]) -> str:
 
 def test_models_have_the_published_sizes_and_settings():
     """The files were compared with the published configurations, and those of miniatures with the documentation."""
-    check_golden(Path(__file__).parent / 'golden', {f'{each}.txt': description(*MODELS[each]) for each in MODELS})
+    check_golden(
+        Path(__file__).parent / 'golden' / 'models', {f'{each}.txt': description(*MODELS[each]) for each in MODELS}
+    )
 
 
 def test_sd2_loads_its_frozen_parts_from_a_folder(tmp_path, small_vae, monkeypatch):

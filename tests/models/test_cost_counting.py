@@ -3,12 +3,14 @@
 import io
 import json
 import operator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from golden import check_golden
 from model_batches import size_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -45,16 +47,29 @@ def test_facts_of_tiny_match_the_built_model():
     assert lora['frozen_parameters'] == facts['frozen_parameters'], 'of VAE and text encoder'
     sizes = [size_of(each) for each in blocks_of(built.denoiser)]
     assert (facts['block_parameters'], facts['largest_block_parameters']) == (sum(sizes), max(sizes))
-    names = ('latent_channels', 'pixels_per_cell', 'pixels_per_patch', 'token_width', 'token_blocks')
-    assert [facts[name] for name in names] == [16, 8, 8, 0, 0]
     layers: list[Any] = [layer for block in blocks_of(built.denoiser) for layer in block.modules()]
     for name, kinds in (('linears', nn.Linear), ('all', nn.Linear | nn.Conv2d)):
         shapes = [sorted(each.weight.flatten(1).shape) for each in layers if isinstance(each, kinds)]
         # X X^T, its square, and a product with X.
         expected = sum(2 * (2 * small * small * large + small**3) for small, large in shapes)
         assert facts[f'newton_schulz_flops_{name}_split'] == facts[f'newton_schulz_flops_{name}_whole'] == expected
-    prx = ModelCounter(build_empty('tiny_prx', {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'patch_size': 2}))
-    assert [prx.facts()[name] for name in names] == [16, 8, 16, 32, 3]
+
+
+@pytest.mark.parametrize(
+    ('name', 'settings', 'routes'),
+    [
+        ('tiny_sdxl', {'block_out_channels': [32, 64], 'train_text_encoder': False}, []),
+        ('tiny_mmdit', {'depth': 3, 'dual_attention_blocks': 1}, ['96x64 tread=0:2:0.5']),
+        ('tiny_prx', {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'patch_size': 2}, ['96x64 tread=1:3:0.25']),
+        ('tiny_i1', {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'max_length': 8}, ['96x64 tread=1:2:0.75']),
+    ],
+)
+def test_facts_and_flops_of_each_family_are_the_reviewed_ones(name, settings, routes, capsys):
+    request = {'imports': [], 'name': name, 'kwargs': settings, 'flops': ['96x64', *routes]}
+    found = answer(request | {'activations': []})
+    folder = Path(__file__).parent / 'golden' / 'costs' / name
+    check_golden(folder, {'costs.json': json.dumps(found['facts'] | found['flops'], indent=2) + '\n'})
+    assert capsys.readouterr().out == ''
 
 
 def test_empty_model_is_built_without_reading_weights(small_vae, tmp_path):

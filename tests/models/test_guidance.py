@@ -8,7 +8,7 @@ import torch
 from diffusion.errors import UserError
 from diffusion.models.guidance import guidance_of
 from diffusion.models.objective import Objective, space_coefficients
-from diffusion.models.sampler import inference_scheduler, rescaled
+from diffusion.models.sampler import guided_denoiser, inference_scheduler, rescaled
 
 SCALE = 4.0
 
@@ -130,6 +130,17 @@ def test_sampled_latents_of_a_flow_follow_the_equations(make_model, monkeypatch,
             velocity = guided_velocity(settings, divisor, step, x, p, q, state)
         x = x + (after - time) * velocity
     torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
+
+
+def test_interval_begins_above_its_lower_end():
+    flow = Objective(path='flow', prediction_type='velocity')
+    interval = guidance_of({'name': 'interval', 'low': 0.25, 'high': 0.5}, flow=True)
+    strong, weak = (lambda *_, each=each: torch.full((1, 1, 1, 1), each) for each in (3.0, 1.0))
+    scheduler: Any = inference_scheduler('euler', flow)
+    condition: Any = None
+    denoise = guided_denoiser(strong, condition, scheduler, flow, guidance=interval, scale=SCALE, weak=weak)
+    times = torch.tensor([250.0, 251.0, 500.0, 501.0])
+    assert [denoise(torch.zeros(1, 1, 1, 1), time).item() for time in times] == [3, 1 + SCALE * 2, 1 + SCALE * 2, 3]
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import torch
 from model_batches import batch_of
 
 from diffusion.models import batch_keys
+from diffusion.models.frozen_parts import weights_hash
 from diffusion.models.objective import Objective
 
 BFLOAT16 = {'device_type': 'cpu', 'dtype': torch.bfloat16}
@@ -47,6 +48,17 @@ def test_frozen_encoders_are_not_affected_by_autocast(model):
     with torch.autocast(**BFLOAT16):
         assert torch.equal(model.encode(images), moments)
         assert torch.equal(model.embed(ids).embeds, embeds)
+
+
+def test_hash_of_weights_depends_on_their_names_types_shapes_and_values():
+    layers = [torch.nn.Linear(2, 3, bias=False) for _ in range(4)]
+    for layer in layers:
+        torch.nn.init.ones_(layer.weight)
+    others = layers[1].half(), torch.nn.Sequential(layers[0]), torch.nn.Linear(3, 2, bias=False)
+    torch.nn.init.ones_(others[2].weight)
+    torch.nn.init.zeros_(layers[2].weight)
+    assert len({weights_hash(each) for each in (*layers, *others)}) == 5
+    assert weights_hash(layers[0]) == weights_hash(layers[3])
 
 
 def test_latents_stored_in_float16_are_normalized_in_float32(model):

@@ -271,12 +271,22 @@ def test_batch_without_ids_uses_torchs_generator(shared_model):
     assert not torch.equal(first, second)
 
 
+def test_a_step_draws_its_random_numbers_together(make_model, monkeypatch):
+    """Each draw would take the launch of a kernel."""
+    model, layouts = make_model(objective=Objective(offset_noise=0.5)), []
+    layout = Draws._layout
+    monkeypatch.setattr(Draws, '_layout', lambda self, counts: layouts.append(dict(counts)) or layout(self, counts))
+    model(batch_of(model))
+    normals = {Purpose.NOISE: 4 * 8 * 8, Purpose.POSTERIOR: 4 * 8 * 8, Purpose.OFFSET_NOISE: 4}
+    assert layouts == [dict.fromkeys([Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT], 4) | normals]
+
+
 def test_offset_noise_shifts_whole_channels(make_model, shared_model):
     plain, offset = shared_model, make_model(objective=Objective(offset_noise=0.5))
     batch = batch_of(plain)
     difference = offset(batch).target - plain(batch).target
-    assert difference.std(dim=(2, 3)).max() < 1e-5
-    assert difference.abs().max() > 0.01
+    expected = 0.5 * draws_of(plain, batch).normal(Purpose.OFFSET_NOISE, (4, 1, 1))
+    torch.testing.assert_close(difference, expected.expand_as(difference), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('mode', ['empty', pytest.param('zeros', marks=pytest.mark.slow)])
@@ -399,7 +409,10 @@ def pixels() -> torch.Tensor:
         (lambda m: m({'image': pixels(), 'input_ids': ['a']}), 'batch: input_ids is a list; use a tensor'),
         (lambda m: m({'image': pixels(), 'input_ids': m._tokens(['a', 'b'])}), '1 samples in image, but 2 in'),
         (lambda m: m({'image': pixels(), 'input_ids': m._tokens(['a']).float()}), 'input_ids: dtype torch.float32'),
-        (lambda m: m.text.check_vocabulary(torch.full((1, 1, 16), 49408)), '49408 is not in .* which has 49408 tokens'),
+        (
+            lambda m: m._check_captions(torch.full((1, 1, 16), 49408), 'prompts'),
+            '49408 is not in .* which has 49408 tokens',
+        ),
         (lambda m: m.text.check_vocabulary(torch.full((1, 1, 16), -1)), 'input_ids: -1 is not in the vocabulary'),
         (lambda m: m({'latent_moments': pixels(), 'input_ids': m._tokens(['a'])}), 'latent_moments: shape .* mean, '),
         (lambda m: m.text(torch.zeros(1, 2, 16, dtype=torch.long)), r'input_ids: shape \(1, 2, 16\); expected'),

@@ -180,6 +180,7 @@ def test_stored_features_in_half_precision_give_the_loss_of_images(make_prx, rou
     batch[batch_keys.IMAGE_FEATURES] = model.image_features(images).half()
     encoder_flops = model.flops_per_batch({**batch, batch_keys.IMAGE: images}) - model.flops_per_batch(batch)
     model.use_stored_features()
+    assert model.image_encoder is None
     found = model(batch).alignment
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)

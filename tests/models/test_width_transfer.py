@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.models.block_matrices import is_matrix
 from diffusion.models.families.prx.builder import at_width, tiny_prx, transformer
 from diffusion.models.width_transfer import scale_for_width
 from diffusion.training.components import build_optimizer, width_groups
@@ -44,6 +45,12 @@ def test_initial_weights_and_learning_rates_are_those_of_table_3():
     assert all(
         torch.equal(one, other) for one, other in zip(same.parameters(), of_width(BASE).parameters(), strict=True)
     )
+
+
+def test_matrices_have_several_rows_and_columns():
+    shapes = [(2, 2), (1, 2), (2, 1), (2,), (2, 1, 1, 2), (2, 1, 1)]
+    assert [is_matrix(each) for each in shapes] == [True, False, False, False, True, False]
+    assert [is_matrix(each, convolutions=False) for each in shapes] == [True] + [False] * 5
 
 
 def sizes_after_steps(width: int, *, mup: bool, lr: float = 0.02, steps: int = 4) -> Tensor:

@@ -33,6 +33,19 @@ def test_prompts_and_sizes_reach_prx_as_they_are(name):
     assert settings == expected | cleaning
 
 
+def test_prx_on_pixels_gets_scaled_noise_of_one_image_at_a_time_and_returns_values_around_zero():
+    class PRXPixelPipeline:
+        config = Mock(noise_scale=3.0)
+
+        def __call__(self, prompts, *, latents, generator, **settings):
+            assert (prompts, len(generator), settings) == (['a'], 1, {'output_type': 'pt', 'return_dict': False})
+            return (latents,)
+
+    noise = torch.tensor([-0.6, -0.1, 0.2, 0.5]).view(2, 1, 1, 2)
+    found = PRX().draw(PRXPixelPipeline(), ['a', 'a'], noise=noise, generators=[torch.Generator()] * 2)
+    torch.testing.assert_close(found.flatten(), torch.tensor([0.0, 0.35, 0.8, 1.0]))
+
+
 @pytest.mark.parametrize(('first', 'second'), [('euler', 'dpm++'), ('dpm++', 'euler'), ('euler', 'unipc')])
 def test_other_scheduler_of_a_flow_has_the_noise_levels_of_training(first, second):
     objective = Objective(path='flow', prediction_type='velocity', snr_shift=3.0)

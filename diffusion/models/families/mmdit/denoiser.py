@@ -106,12 +106,12 @@ class MMDiT(DenoiserAdapter):
         # the position embeddings, which are stored with the weights.
         transformer = copy.copy(model.denoiser)
         transformer.register_to_config(sample_size=model.latent_size)
-        tokenizers = [*text.tokenizers, None][:3]
+        tokenizers = [*text.tokenizers, None]
         if text.t5 is None:
             # `diffusion generate` reads this key from the tokenizer: models' configurations accept no additional keys.
             tokenizers[0] = copy.copy(text.tokenizers[0])
             tokenizers[0].init_kwargs = tokenizers[0].init_kwargs | {T5_LENGTH: text.t5_length}
-        encoders = [*text.encoders, None][:3]
+        encoders = [*text.encoders, None]
         return Pipeline(
             transformer=transformer,
             scheduler=export_scheduler(model.objective),

@@ -1,12 +1,15 @@
-"""Versions of diffusers and GPUs that this package or the installed torch does not support are refused at the start."""
+"""Versions of diffusers and GPUs that are refused at the start, and differences between versions of torch."""
 
 import importlib.metadata
+import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from diffusion.compatibility import check_diffusers
-from diffusion.compatibility.torch_versions import kernels_problem
+from diffusion.compatibility.diffusers_versions import without_own_deprecations
+from diffusion.compatibility.torch_versions import average_by_summing, ignore_views_of_fsdp2, kernels_problem
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.preflight import __main__ as preflight
@@ -47,6 +50,29 @@ def test_run_stops_before_its_model_is_built(gpus, monkeypatch):
     monkeypatch.setenv('LOCAL_RANK', '1')
     with pytest.raises(UserError, match=r'has no kernels for NVIDIA B200.*use torch 2\.9 or newer'):
         check_device(recipe)
+
+
+def test_warnings_that_a_user_cannot_avoid_are_hidden():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        ignore_views_of_fsdp2()
+        with without_own_deprecations():
+            for message in ('The `local_dir_use_symlinks` argument is deprecated', '`LoraLoaderMixin` is deprecated'):
+                warnings.warn(message, FutureWarning, stacklevel=1)
+        warnings.warn('FSDP2-wrapped module PRX returned a view tensor', UserWarning, stacklevel=1)
+        warnings.warn('another', UserWarning, stacklevel=1)
+    assert [str(each.message) for each in seen] == ['another']
+
+
+def test_torch_without_the_setting_divides_sums_of_gradients_itself():
+    old, new = Mock(spec=['set_all_reduce_hook']), Mock()
+    for module in (old, new):
+        average_by_summing(module, 4)
+    new.set_force_sum_reduction_for_comms.assert_called_once_with(True)
+    (divide,) = old.set_all_reduce_hook.call_args.args
+    for dtype, expected in ((torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 8)):
+        divide(gradients := torch.full((1,), 8.0, dtype=dtype))
+        assert gradients.item() == expected
 
 
 @pytest.mark.parametrize('version', ['0.39.0', '0.39.0rc1', '0.42.1'])

@@ -143,6 +143,15 @@ def test_interval_begins_above_its_lower_end():
     assert [denoise(torch.zeros(1, 1, 1, 1), time).item() for time in times] == [3, 1 + SCALE * 2, 1 + SCALE * 2, 3]
 
 
+@pytest.mark.parametrize(('name', 'divisor'), [('euler', 0.05), ('heun', 0.01)])
+def test_predicted_latents_become_velocities_near_time_zero(name, divisor):
+    objective = Objective(path='flow', prediction_type='sample')
+    cfg, condition, scheduler = guidance_of(None, flow=True), None, inference_scheduler(name, objective)
+    predict: Any = lambda *_: torch.full((1, 1, 1, 1), 3.0)  # noqa: E731
+    denoise = guided_denoiser(predict, condition, scheduler, objective, guidance=cfg, scale=1.0)  # type: ignore[arg-type]
+    assert denoise(torch.ones(1, 1, 1, 1), torch.tensor(10.0)).item() == pytest.approx(-2 / divisor)
+
+
 @torch.no_grad()
 def test_projected_guidance_of_diffusion_works_on_clean_latents(make_model, monkeypatch):
     model = make_model().eval()

@@ -173,7 +173,8 @@ def test_fine_tune_and_lora_start_from_a_file_and_export_to_one(write, weights, 
     exported = content['model']
     assert {name: tuple(each.shape) for name, each in exported.items()} == shapes()
     config = {'input_size': 4, 'image_resolution': 32, 'hidden_size': WIDTH, 'depth': BLOCKS, 'num_heads': HEADS}
-    assert config.items() <= content['config'].items()
+    config |= {'in_channels': 4, 'patch_size': PATCH, 'text_embed_dim': TEXT, 'text_num_tokens': LENGTH}
+    assert content['config'] == config | {'mlp_ratio': 4.0, 'rope_theta': 10000.0}
     changed = [name for name, each in exported.items() if not torch.equal(each, weights[name])]
     rebuilt = [name for name in changed if name.startswith(('t_embedder', 'pos_embed', 'rope_embedder'))]
     assert all(not exported[name].any() for name in rebuilt if name.startswith('t_'))
@@ -182,8 +183,10 @@ def test_fine_tune_and_lora_start_from_a_file_and_export_to_one(write, weights, 
         assert trained and all(name.endswith('attn.qkv_image.weight') for name in trained)
         return
     assert not trained, 'without a learning rate, every bit comes back'
-    angles = torch.arange(2.0)[:, None] * 8 / 10000 ** (torch.arange(0, 6, 2) / 6)
-    torch.testing.assert_close(exported['rope_embedder.sin_tables.1'], angles.sin())
+    for axis, (positions, channels) in enumerate([(torch.arange(LENGTH + 1), 12), *[(torch.tensor([0, 8]), 6)] * 2]):
+        angles = positions[:, None] / 10000 ** (torch.arange(0, channels, 2) / channels)
+        torch.testing.assert_close(exported[f'rope_embedder.sin_tables.{axis}'], angles.sin())
+        torch.testing.assert_close(exported[f'rope_embedder.cos_tables.{axis}'], angles.cos())
 
 
 @pytest.mark.parametrize(

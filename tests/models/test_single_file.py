@@ -291,9 +291,29 @@ def test_v_prediction_is_marked_in_half_precision_and_other_schedules_are_warned
     sd_file(pipeline_of('sd2', objective), objective)
     unrecorded = 'beta_schedule cosine, prediction_type sample'
     assert f'trained with {unrecorded}, which a single file does not record' in caplog.text
+    caplog.clear()
     with caplog.at_level(logging.INFO):
-        sd3_file(pipeline_of('sd3', FLOW), replace(FLOW, snr_shift=1.5))
-    assert 'programs sample single files of Stable Diffusion 3 with shift 3' in caplog.text
+        content = sd3_file(pipeline_of('sd3', FLOW), replace(FLOW, snr_shift=1.5))
+        sd3_file(pipeline_of('sd3', FLOW), objective)
+    shift, path_of_diffusion = caplog.messages
+    assert 'snr_shift 1.5; programs sample single files of Stable Diffusion 3 with shift 3' in shift
+    assert 'trained with path diffusion and prediction_type sample, but programs sample every' in path_of_diffusion
+    content.save(path, dtype=torch.float32, title='t', objective=FLOW, resolution=64)
+    header, names = header_of(path)
+    assert 'modelspec.prediction_type' not in header and len(names) == len(content.tensors), (
+        "with T5's shared embedding"
+    )
+
+
+def test_text_encoder_of_stable_diffusion_2_gets_its_unused_layer_back(caplog):
+    objective = Objective(prediction_type='v_prediction')
+    pipeline = pipeline_of('sd2', objective)
+    pipeline.text_encoder = CLIPTextModel(clip_config(OPEN_CLIP, hidden_size=32, num_hidden_layers=23))
+    content = sd_file(pipeline, objective)
+    layers = {int(name.split('.')[4]) for name in content.tensors if '.resblocks.' in name}
+    assert (layers, content.architecture) == ({*range(24)}, 'stable-diffusion-v2-768-v')
+    (message,) = caplog.messages
+    assert 'does not tell every program that the model predicts v; choose v-prediction in the program' in message
 
 
 def test_other_scale_of_latents_is_folded_into_the_vae():

@@ -101,7 +101,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 def export_scheduler(objective: Objective) -> Any:
     """Return the scheduler of a pipeline that can sample flows: Euler's for velocities, else one for any prediction."""
     # FlowMatchEulerDiscreteScheduler only supports velocities.
-    takes_velocity = objective.is_flow and objective.prediction_type == 'velocity'
+    takes_velocity = objective.prediction_type == 'velocity'
     return inference_scheduler('euler' if takes_velocity else 'dpm++' if objective.is_flow else 'ddim', objective)
 
 

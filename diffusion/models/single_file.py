@@ -114,7 +114,7 @@ def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
     tensors |= _prefixed('text_encoders.clip_g.transformer.', second.state_dict())
     if pipeline.text_encoder_3 is not None:
         tensors |= _prefixed('text_encoders.t5xxl.transformer.', pipeline.text_encoder_3.state_dict())
-    if not (objective.is_flow and objective.prediction_type == 'velocity'):
+    if objective.prediction_type != 'velocity':
         log.warning(
             'export: trained with path %s and prediction_type %s, but programs sample every single file of '
             'Stable Diffusion 3 as a flow that predicts the velocity',

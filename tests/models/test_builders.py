@@ -115,6 +115,13 @@ def test_latent_statistics_for_each_form_of_configuration(config, mean, std):
     torch.testing.assert_close(ours[1], torch.full((4,), std))
 
 
+@pytest.mark.parametrize('sizes', [(3, 4), (4, 3)])
+def test_statistics_of_another_number_of_channels_are_refused(sizes):
+    statistics = dict(zip(('latents_mean', 'latents_std'), ([1.0] * each for each in sizes), strict=True))
+    with pytest.raises(UserError, match=f'have {sizes[0]} and {sizes[1]} values for 4 channels; give one value per'):
+        latent_statistics(AutoencoderKL(block_out_channels=(32,), **statistics))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ('build', 'settings', 'message'),
     [

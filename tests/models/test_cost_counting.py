@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig
 
 from diffusion.config import registry
-from diffusion.config.image_shapes import Shape, square
+from diffusion.config.image_shapes import square
 from diffusion.config.recipe import LoraConfig
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of, count_activations
@@ -47,19 +47,13 @@ def test_facts_of_tiny_match_the_built_model():
     assert lora['frozen_parameters'] == facts['frozen_parameters'], 'of VAE and text encoder'
     sizes = [size_of(each) for each in blocks_of(built.denoiser)]
     assert (facts['block_parameters'], facts['largest_block_parameters']) == (sum(sizes), max(sizes))
-    layers: list[Any] = [layer for block in blocks_of(built.denoiser) for layer in block.modules()]
-    for name, kinds in (('linears', nn.Linear), ('all', nn.Linear | nn.Conv2d)):
-        shapes = [sorted(each.weight.flatten(1).shape) for each in layers if isinstance(each, kinds)]
-        # X X^T, its square, and a product with X.
-        expected = sum(2 * (2 * small * small * large + small**3) for small, large in shapes)
-        assert facts[f'newton_schulz_flops_{name}_split'] == facts[f'newton_schulz_flops_{name}_whole'] == expected
 
 
 @pytest.mark.parametrize(
     ('name', 'settings', 'routes'),
     [
         ('tiny_sdxl', {'block_out_channels': [32, 64], 'train_text_encoder': False}, []),
-        ('tiny_mmdit', {'depth': 3, 'dual_attention_blocks': 1}, ['96x64 tread=0:2:0.5']),
+        ('tiny_mmdit', {'depth': 3, 'dual_attention_blocks': 3}, ['96x64 tread=0:2:0.5']),
         ('tiny_prx', {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'patch_size': 2}, ['96x64 tread=1:3:0.25']),
         ('tiny_i1', {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'max_length': 8}, ['96x64 tread=1:2:0.75']),
     ],
@@ -111,13 +105,6 @@ def test_training_the_text_encoder_adds_its_flops_and_memory(training):
     assert memory[1]['kept'] > 0
 
 
-def test_costs_depend_on_the_image_shape(training):
-    counter = training
-    wide, tall, large = (counter.flops(shape) for shape in (Shape(96, 48), Shape(48, 96), square(128)))
-    assert wide == tall
-    assert large['image_encoder'] == 4 * counter.flops(square(64))['image_encoder']
-
-
 class Pixels(ComposerModel):
     """Third-party model that is trained on images, with a frozen teacher and no latents."""
 
@@ -146,6 +133,8 @@ def test_third_party_model_is_counted(monkeypatch):
     assert found['flops'] == {'64x32': {'trained': 2 * 16 * 27 * pixels, 'image_encoder': 2 * 16 * 3 * pixels}}
     assert found['activations']['64x32 float32']['kept'] == 4 * 3 * pixels  # the input of the convolution
     assert found['activations']['64x32 half']['kept'] == 2 * 3 * pixels
+    with pytest.raises(ModuleNotFoundError, match='no_such_module'):
+        answer(request | {'imports': ['no_such_module'], 'activations': []})
     memory = {'kept_inside': 0, 'copies_inside': 0, 'largest_encoder_elements': 0, 'largest': 4 * 16 * pixels}
     assert memory.items() <= found['activations']['64x32 float32'].items()
     assert found['activations']['64x32 half']['copies'] == 2 * 16 * 27

@@ -152,30 +152,6 @@ def test_predicted_latents_become_velocities_near_time_zero(name, divisor):
     assert denoise(torch.ones(1, 1, 1, 1), torch.tensor(10.0)).item() == pytest.approx(-2 / divisor)
 
 
-@torch.no_grad()
-def test_projected_guidance_of_diffusion_works_on_clean_latents(make_model, monkeypatch):
-    model = make_model().eval()
-    monkeypatch.setattr(model, 'decode', lambda latents: latents)
-    x = start = torch.randn(2, 4, 8, 8)
-    found = model.generate(
-        ['one', 'two'], guidance={'name': 'apg'}, guidance_scale=SCALE, latents=start, num_inference_steps=3
-    )
-    scheduler = inference_scheduler('ddim', model.objective)
-    scheduler.set_timesteps(3)
-    conditions = [model._condition(model._tokens(captions)) for captions in (['one', 'two'], ['', ''])]
-    state: list[Any] = []
-    for timestep in scheduler.timesteps.tolist():
-        alpha = float(model.objective.alpha_bars()[timestep])
-        p, q = (model._predict(x, torch.full((2,), timestep), each) for each in conditions)
-        # With time 1 and x = 0, the velocity is minus the clean latents.
-        clean = [(x - (1 - alpha) ** 0.5 * each) / alpha**0.5 for each in (p, q)]
-        zero = torch.zeros_like(x)
-        guided = -guided_velocity({'name': 'apg'}, 1.0, 0, zero, *(-each for each in clean), state)
-        noise = (x - alpha**0.5 * guided) / (1 - alpha) ** 0.5
-        x = scheduler.step(noise, timestep, x).prev_sample
-    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [

@@ -64,29 +64,6 @@ def test_loss_on_stored_latents_equals_plain_pytorch(make_model, prediction_type
     torch.testing.assert_close(model.loss(model(batch), batch), expected, rtol=1e-5, atol=1e-6)
 
 
-def flow_reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the loss on the velocity of a flow with shift 3 and logit-normal times, written out."""
-    draws, unet = draws_of(model, batch), model.denoiser
-    latents = model.latents_of(batch, draws)
-    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
-    plain = torch.sigmoid(torch.special.ndtri(draws.uniform(Purpose.TIMESTEP)))
-    time = (3 * plain / (1 + 2 * plain)).float()[:, None, None, None]
-    noisy = (1 - time) * latents + time * noise
-    embeds = model.text.encoders[0](batch[batch_keys.INPUT_IDS][:, 0]).last_hidden_state
-    predicted = unet(noisy, 1000 * time.flatten(), encoder_hidden_states=embeds).sample
-    if model.objective.prediction_type == 'sample':
-        predicted = (noisy - predicted) / time
-    return functional.mse_loss(predicted, noise - latents)
-
-
-@pytest.mark.parametrize('prediction_type', ['velocity', pytest.param('sample', marks=pytest.mark.slow)])
-def test_loss_and_gradients_of_a_flow_equal_plain_pytorch(make_model, prediction_type):
-    flow = Objective(path='flow', prediction_type=prediction_type, timesteps='logit_normal', snr_shift=3.0)
-    model = make_model(objective=flow, caption_dropout=0.0)
-    batch = batch_of(model)
-    assert_same_loss_and_gradients(model, batch, flow_reference_loss(model, batch), rtol=1e-2, atol=1e-5)
-
-
 def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
     model = make_model(objective=Objective(path='flow', prediction_type='velocity'))
     batch = batch_of(model)

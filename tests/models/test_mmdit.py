@@ -136,6 +136,7 @@ def test_encoders_that_do_not_fit_together_are_refused(model):
         return Sd3TextConditioner(clips, t5, tokenizers, width=width, t5_length=t5_length)
 
     assert (conditioner(clips, t5, tokenizers).width, model.text.output) == (128, 'penultimate+pooled+t5')
+    assert conditioner(clips, None, tokenizers[:2], width=64).width == 64
     with pytest.raises(UserError, match='T5 has width 128 and a tokenizer of length 24; expected 256 and 24'):
         conditioner(clips, t5, tokenizers, width=256)
     with pytest.raises(UserError, match=r'2 CLIP models with tokenizers of lengths \[16, 12\]; use two'):

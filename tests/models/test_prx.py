@@ -193,6 +193,12 @@ def test_transformer_also_trains_diffusion(small_vae):
     assert model.generate(['a'], size=(32, 32), num_inference_steps=2).shape == (1, 3, 32, 32)
 
 
+@pytest.mark.parametrize(('width', 'heads'), [(28, 2), (44, 5)])
+def test_heads_of_other_sizes_are_refused(width, heads):
+    with pytest.raises(UserError, match=f'hidden_size: {width} does not divide into {heads} .*multiple of {4 * heads}'):
+        tiny_prx(hidden_size=width, num_heads=heads)
+
+
 def test_denoiser_of_no_known_family_is_refused():
     with pytest.raises(UserError, match='denoiser: Linear belongs to no known family; use .*UNet2DConditionModel, or'):
         adapter_of(torch.nn.Linear(1, 1))

@@ -1,6 +1,7 @@
 """Stable Diffusion XL: the published architecture, its conditions, and the loss against diffusers alone."""
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import model_batches
@@ -13,7 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from diffusion.data.latents import manifest_of
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.adapter import adapter_of, check_parts
 from diffusion.models.families.sdxl.builder import UNET, sdxl, sdxl_tokenizers, tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import clip_tokenizer
@@ -146,6 +147,8 @@ def test_errors_name_the_way_out(frozen_text):
     without_pooled = TextConditioner([CLIPTextModel(config)] * 2, model.text.tokenizers, layer='penultimate')
     with pytest.raises(UserError, match='takes pooled text of width 32, but the text encoders give None; use the text'):
         LatentDiffusion(model.denoiser, model.vae, without_pooled)
+    with pytest.raises(UserError, match='4 input and 8 output channels, but the VAE has 4 latent channels'):
+        check_parts(replace(model.denoiser_sizes, out_channels=8), model.vae, model.text)
     with pytest.raises(UserError, match=r'mask_padding: true, but a UNet2DConditionModel takes no mask'):
         LatentDiffusion(model.denoiser, model.vae, model.text, mask_padding=True)
 

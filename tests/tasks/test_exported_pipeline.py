@@ -16,6 +16,7 @@ from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit.builder import tiny_mmdit
 from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.families.prx.denoiser import PRX
+from diffusion.models.families.sdxl.denoiser import SDXLUNet
 from diffusion.models.objective import Objective
 from diffusion.models.sampler import inference_scheduler
 from diffusion.tasks.argument_checks import lora_file
@@ -31,6 +32,9 @@ def test_prompts_and_sizes_reach_prx_as_they_are(name):
     cleaning = {'skip_text_cleaning': True} if name == 'PRXPipeline' else {}
     expected = {'guidance_scale': 1.0, 'use_resolution_binning': False, 'negative_prompt': 'blur'}
     assert settings == expected | cleaning
+    for negative, passed in (('blur', 'blur'), ('', None)):
+        settings = SDXLUNet().call_arguments(None, negative=negative, guidance=0.5)
+        assert settings == {'guidance_scale': 0.5, 'negative_prompt': passed}
 
 
 def test_prx_on_pixels_gets_scaled_noise_of_one_image_at_a_time_and_returns_values_around_zero():

@@ -42,7 +42,7 @@ class Condition:
         """Concatenate two conditions along the batch, this one first, as guidance needs it."""
 
         def joined(first: Any, second: Any) -> Any:
-            return None if first is None or second is None else torch.cat([first, second])
+            return None if first is None else torch.cat([first, second])
 
         return Condition(*(joined(first, second) for first, second in zip(self._all(), other._all(), strict=True)))
 

@@ -199,7 +199,7 @@ class OriginalFile:
 
     def save(self, path: Path, *, dtype: torch.dtype, title: str, objective: Objective, resolution: int) -> None:
         """Write the file, for images of `resolution` px; UserError if i1's code cannot sample this model."""
-        if not objective.is_flow or objective.prediction_type != 'velocity' or objective.noise_scale != 1:
+        if objective.prediction_type != 'velocity' or objective.noise_scale != 1:
             raise UserError(
                 f'export: the code of i1 samples a flow of velocities from standard normal noise, but {title} has path '
                 f'{objective.path}, prediction_type {objective.prediction_type} and noise_scale '

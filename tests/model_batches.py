@@ -1,9 +1,13 @@
 """Batches of a latent diffusion model, as its data loader would make them, and comparisons of models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
+from composer import Trainer
+from composer.loggers import InMemoryLogger
+from torch.utils.data import DataLoader
 
 from diffusion.models import batch_keys
 
@@ -23,6 +27,22 @@ def batch_of(
         batch_keys.EPOCH: torch.full((size,), 2),
         batch_keys.BATCH_INDEX: torch.full((size,), 7),
     }
+
+
+def fit(model: Any, batch: Mapping[str, torch.Tensor], *, batch_size: int = 4, **settings: Any) -> InMemoryLogger:
+    """Train the samples of a batch, in batches, for one batch by default; return what was logged."""
+    samples: Any = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    defaults: dict[str, Any] = {'loggers': [logger := InMemoryLogger()], 'max_duration': '1ba', 'progress_bar': False}
+    trainer = Trainer(
+        model=model,
+        train_dataloader=DataLoader(samples, batch_size=batch_size),
+        optimizers=torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-3),
+        device='cpu',
+        **(defaults | settings),
+    )
+    with closing(trainer):
+        trainer.fit()
+    return logger
 
 
 def size_of(module: torch.nn.Module) -> int:

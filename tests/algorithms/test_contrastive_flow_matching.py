@@ -1,23 +1,17 @@
 """Contrastive flow matching against the paper's formula, and the cycle of negatives."""
 
-import contextlib
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import model_batches
 import pytest
 import torch
-from composer import Trainer
 from composer.core import Event
-from composer.loggers import InMemoryLogger
-from torch.utils.data import DataLoader
 
 from diffusion.algorithms import contrastive_flow_matching
 from diffusion.algorithms.contrastive_flow_matching import ContrastiveFlowMatching, contrastive_error, negatives_of
-from diffusion.config.device_checks import check_devices
-from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import Denoised
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import draws_for
@@ -83,81 +77,40 @@ def test_batch_of_copies_of_one_sample_has_no_negatives():
     assert contrastive_error(outputs, negatives, exists) == 0
 
 
-def samples(model, count: int = 8):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            batch_keys.IMAGE: torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=generator),
-            batch_keys.INPUT_IDS: model._tokens([f'image {i}'])[0],
-            batch_keys.SAMPLE_ID: torch.tensor(i),
-        }
-        for i in range(count)
-    ]
-
-
-def trained_loss(model, *, algorithms=(), batch_size: int = 4, microbatch: int | None = None) -> float:
-    logger = InMemoryLogger()
-    trainer = Trainer(
-        model=model,
-        algorithms=list(algorithms),
-        train_dataloader=DataLoader(samples(model, batch_size), batch_size=batch_size),  # type: ignore[arg-type]
-        optimizers=torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-3),
-        max_duration='1ba',
-        device='cpu',
-        device_train_microbatch_size=microbatch,
-        loggers=[logger],
-        progress_bar=False,
-    )
-    with contextlib.closing(trainer):
-        trainer.fit()
-    return float(logger.data['loss/train/total'][0][1])
+def batch_of(model, count: int = 4) -> dict[str, torch.Tensor]:
+    return model_batches.batch_of(model, [f'image {i}' for i in range(count)], width=32, height=32)
 
 
 def test_trainer_subtracts_the_term_from_the_loss(make_model):
     model = make_model(objective=FLOW)
-    batch = torch.utils.data.default_collate(samples(model, 4))
+    batch = batch_of(model)
     with torch.no_grad():
         outputs = model(batch)
         plain = float(model.loss(outputs, batch))
         term = contrastive_error(outputs, *negatives_of(outputs.target, model.draws_of(batch)))
-    with_term = trained_loss(model, algorithms=[ContrastiveFlowMatching(0.2)])
+    logged = model_batches.fit(model, batch, algorithms=[ContrastiveFlowMatching(0.2)])
+    with_term = float(logged.data['loss/train/total'][0][1])
     assert with_term == pytest.approx(plain - 0.2 * float(term), rel=1e-5)
     assert plain - with_term > 0.1
 
 
 def test_microbatches_and_single_samples_are_refused(make_model):
-    for settings, message in (
-        ({'microbatch': 2}, "device_train_microbatch_size: .* a device's 4 samples are divided into microbatches of 2"),
-        ({'batch_size': 1}, 'a global_batch of 1 has no other sample'),
+    model = make_model(objective=FLOW)
+    for count, microbatch, message in (
+        (4, 2, "device_train_microbatch_size: .* a device's 4 samples are divided into microbatches of 2"),
+        (1, 1, 'a global_batch of 1 has no other sample'),
     ):
+        settings = {'algorithms': [ContrastiveFlowMatching()], 'device_train_microbatch_size': microbatch}
         with pytest.raises(UserError, match=message):
-            trained_loss(make_model(objective=FLOW), algorithms=[ContrastiveFlowMatching()], **settings)
+            model_batches.fit(model, batch_of(model, count), **settings)
 
 
-def test_only_velocities_of_a_flow_have_the_term(make_model, write_recipe):
-    algorithms = {'contrastive_flow_matching': {'weight': 0.1}}
-    objectives: list[dict[str, Any]] = [{}, {'path': 'flow', 'prediction_type': 'sample'}]
-    for objective in objectives:
-        own = Objective(**objective)
+def test_only_velocities_of_a_flow_have_the_term(make_model):
+    for own in (Objective(), Objective(path='flow', prediction_type='sample')):
         state: Any = SimpleNamespace(model=make_model(objective=own))
         with pytest.raises(UserError, match=f'path: {own.path} and prediction_type: {own.prediction_type}'):
             ContrastiveFlowMatching().apply(Event.INIT, state, None)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=r'algorithms\.contrastive_flow_matching: needs a flow'):
-            load(write_recipe(model={'name': 'tiny', 'objective': objective}, algorithms=algorithms))
-    load(write_recipe(model={'name': 'tiny_prx'}, algorithms=algorithms))
-    with pytest.raises(UserError, match='no denoiser'):
-        load(write_recipe(model={'name': 'autoencoder'}, algorithms=algorithms))
+    with pytest.raises(UserError, match='a SimpleNamespace has no denoiser; remove the algorithm'):
+        ContrastiveFlowMatching().apply(Event.INIT, SimpleNamespace(model=state), None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r'contrastive_flow_matching\.weight: 1.0 is not in \(0, 1\)'):
         ContrastiveFlowMatching(1.0)
-    with pytest.raises(UserError, match=r'contrastive_flow_matching\.weight: 0 is not in \(0, 1\)'):
-        load(write_recipe(model={'name': 'tiny_prx'}, algorithms={'contrastive_flow_matching': {'weight': 0}}))
-
-
-def test_microbatches_are_refused_where_the_number_of_devices_is_known(write_recipe):
-    path = write_recipe(
-        small=True, algorithms={'contrastive_flow_matching': None}, global_batch=8, device_train_microbatch_size=2
-    )
-    recipe = load(path)
-    assert not check_devices(recipe, 4)
-    (problem,) = check_devices(recipe, 2)
-    assert problem.where == 'device_train_microbatch_size' and 'use 4' in problem.what

@@ -1,17 +1,15 @@
 """Diffusion-DPO against the paper's formula in plain PyTorch, and its use in recipes."""
 
-import contextlib
 import copy
 import shutil
 
+import model_batches
 import pytest
 import torch
-from composer import Callback, Trainer
-from composer.loggers import InMemoryLogger
+from composer import Callback
 from ranks import assert_same_weights, largest_difference, read_losses
 from recipe_files import write_yaml
 from shards import draw_image
-from torch.utils.data import DataLoader
 
 from diffusion.algorithms.diffusion_dpo import DiffusionDPO, both_images
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
@@ -35,18 +33,9 @@ OBJECTIVES = {
 BETA = 300.0
 
 
-def pairs(model, count: int = 4) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (count, 2, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return [
-        {
-            batch_keys.IMAGE: both[0],
-            batch_keys.REJECTED_IMAGE: both[1],
-            batch_keys.INPUT_IDS: model._tokens([f'image {index}'])[0],
-            batch_keys.SAMPLE_ID: torch.tensor(index),
-        }
-        for index, both in enumerate(images)
-    ]
+def pairs_of(model) -> dict[str, torch.Tensor]:
+    batch = model_batches.batch_of(model, [f'image {index}' for index in range(4)], width=32, height=32)
+    return batch | {batch_keys.REJECTED_IMAGE: batch[batch_keys.IMAGE].flip(0, 2)}
 
 
 def trainable(model) -> dict[str, torch.Tensor]:
@@ -79,21 +68,8 @@ class Gradients(Callback):
 
 def one_step(model, *, microbatch: int | None = None) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Train one batch of pairs; return what was logged, and the gradients."""
-    logger, gradients = InMemoryLogger(), Gradients()
-    trainer = Trainer(
-        model=model,
-        algorithms=[DiffusionDPO(BETA)],
-        train_dataloader=DataLoader(pairs(model), batch_size=4),  # type: ignore[arg-type]
-        optimizers=torch.optim.SGD(trainable(model).values(), lr=0.0),
-        max_duration='1ba',
-        device='cpu',
-        device_train_microbatch_size=microbatch,
-        callbacks=[gradients],
-        loggers=[logger],
-        progress_bar=False,
-    )
-    with contextlib.closing(trainer):
-        trainer.fit()
+    settings = {'algorithms': [DiffusionDPO(BETA)], 'callbacks': [gradients := Gradients()]}
+    logger = model_batches.fit(model, pairs_of(model), device_train_microbatch_size=microbatch, **settings)
     return {name: float(values[0][1]) for name, values in logger.data.items()}, gradients.values
 
 
@@ -141,7 +117,7 @@ def papers_loss(model, plain, batch, objective: Objective) -> tuple[torch.Tensor
 def test_loss_and_gradients_equal_the_papers_formula(make_model, objective, lora):
     model = make_model(objective=OBJECTIVES[objective], caption_dropout=0.0, layers_per_block=0)
     plain = moved_from_reference(model, lora=lora)
-    batch = torch.utils.data.default_collate(pairs(model))
+    batch = pairs_of(model)
     loss, right = papers_loss(model, plain, batch, OBJECTIVES[objective])
     expected = dict(zip(trainable(model), torch.autograd.grad(loss, [*trainable(model).values()]), strict=True))
     logged, gradients = one_step(model, microbatch=2)
@@ -229,26 +205,12 @@ def test_resumed_run_equals_uninterrupted(content, tmp_path, lora):
     assert not any('reference' in name for name in weights_of(find_checkpoint(tmp_path / 'whole'), 'training')[0])
 
 
-def test_recipes_without_pairs_or_reference_are_refused(write_recipe):
-    pairs = {'algorithms': {'diffusion_dpo': None}, 'dataset': {'name': 'preference_pairs'}, 'init_from': 'org/x'}
-    for sections, message in (
-        ({'dataset': {'name': 'image_text'}}, r'dataset.name: image_text has no pairs'),
-        ({'dataset': {'name': 'latents'}}, r'dataset.name: latents has no pairs'),
-        ({'algorithms': {}}, r'dataset.name: preference_pairs is for algorithms.diffusion_dpo'),
-        ({'init_from': None}, r'algorithms.diffusion_dpo: keeps the model close to its initial weights; set init_from'),
-        ({'algorithms': {'diffusion_dpo': None, 'tread': None}}, 'cannot be combined with tread'),
-        ({'algorithms': {'diffusion_dpo': {'beta': 0}}}, r'diffusion_dpo.beta: 0 is not greater than 0'),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(write_recipe(**{'small': True} | pairs | sections))
-
-
 def test_trainers_without_reference_or_pairs_are_refused(make_model):
     with pytest.raises(UserError, match=r'diffusion_dpo: has no reference; call keep_reference\(\)'):
         one_step(make_model())
     model = make_model()
     model.keep_reference()
-    batch = torch.utils.data.default_collate(pairs(model))
+    batch = pairs_of(model)
     del batch[batch_keys.REJECTED_IMAGE]
     with pytest.raises(UserError, match='batch: has no rejected_image, but diffusion_dpo trains on pairs'):
         both_images(model, batch)

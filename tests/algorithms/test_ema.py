@@ -21,9 +21,11 @@ def assert_equal(some, others):
     ('start', 'interval', 'first', 'step'),
     [('4ba', '2ba', 4, 2), ('0.5dur', '1ba', 6, 1), pytest.param('1ep', '1ba', 6, 1, marks=pytest.mark.slow)],
 )
-def test_average_equals_a_float64_loop(start, interval, first, step):
+def test_average_equals_a_float64_loop(caplog, start, interval, first, step):
+    caplog.set_level('INFO')
     ema, recorder = EMA(start, smoothing=0.7, update_interval=interval), Recorder()
     make_trainer(ema, callbacks=(recorder,)).fit()
+    assert f'EMA starts at batch {first} and averages 5 tensors' in caplog.messages
     for name in ema.average.tensors:
         average = recorder.weights[first - 1][name].double()
         for batch in range(first + 1, 13):

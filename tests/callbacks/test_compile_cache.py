@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Fault, active
 
 from diffusion.callbacks import compile_cache
 from diffusion.callbacks.compile_cache import CompileCache, file_name, load
@@ -96,6 +97,21 @@ def test_code_is_saved_after_a_batch_that_compiled_nothing_and_at_the_end(tmp_pa
     ends = [saves(cache.fit_end, *counts) for counts in ((2, 1), (3, 1), (4, 0))]
     assert (batches, ends) == ([False, False, True, False], [False, True, False]), 'a graph from the cache is not saved'
     assert not caplog.text, 'there is no file yet'
+    caplog.set_level('INFO')
+    assert saves(cache.fit_end, 5)
+    assert f'{cache.path}: compiled code saved, 0.0 MB' in caplog.text
+    cache.path.write_bytes(b'damaged')
+    load(cache.path)
+    assert f'{cache.path}: is damaged, so the blocks are compiled again' in caplog.text
+    with active(tmp_path / 'met', Fault('open', r'gpu0\.bin', 'EIO'), Fault('create', r'gpu0\.bin', 'EIO')):
+        load(cache.path)
+        cache._save()
+    assert f'{cache.path}: cannot be read, so the blocks are compiled again: ' in caplog.text
+    assert 'compiled code was not saved, so a restart compiles it again: ' in caplog.text
+    monkeypatch.setattr(compile_cache.dist, 'get_node_rank', lambda: 1)
+    caplog.clear()
+    cache._save()
+    assert not caplog.text, 'only the first node saves'
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can give a file to another user')

@@ -1,11 +1,15 @@
 """Results of evaluations elsewhere reach the loggers of the training, once, and change nothing else."""
 
 import json
+import re
+from unittest.mock import Mock
 
-import pytest
+from faults import Fault, active
 from ranks import read_losses
+from waiting import wait_until
 
 from diffusion.callbacks import evaluation_results
+from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.config.load import load
 from diffusion.training.train import train
 
@@ -23,9 +27,8 @@ def results(run, batch: int, fid: float, finished: float) -> None:
     (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize('how', [pytest.param('while it trains', marks=pytest.mark.slow), 'at the end'])
-def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
-    monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
+def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 600.0)
     train(load(write_recipe('plain', small=True), ['trainer.max_duration=4ba'])).close()
     path = write_recipe('watched', small=True)
     run = tmp_path / 'runs' / 'watched'
@@ -52,16 +55,27 @@ def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, mon
     assert read_losses(run) == read_losses(tmp_path / 'runs' / 'plain')
 
 
-@pytest.mark.slow
-def test_results_of_a_run_in_a_bucket_are_logged_once(write_recipe, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 600.0)
-    monkeypatch.setenv('DIFFUSION_WORKING_FOLDER', str(tmp_path))
-    store.bucket('bucket')
-    path = write_recipe('watched', runs_dir='s3://bucket/runs', small=True)
-    result = b'{"batch": 1, "metrics": {"fid": 7.5}, "finished": 1.0}'
-    store.put('s3://bucket/runs/watched/evaluations', 'ba1.json', result)
-    recipe = load(path, TWO_BATCHES)
-    train(recipe).close()
-    assert logged(recipe.run_dir) == [{'evaluation/batch': 1, 'evaluation/fid': 7.5}]
-    train(load(path, ['trainer.max_duration=4ba'])).close()
-    assert len(logged(recipe.run_dir)) == 1
+def test_results_that_cannot_be_read_are_logged_later_by_one_checkpoint_per_batch(tmp_path, store, monkeypatch, caplog):
+    """In the run's folder and at its URL, while the run trains; not again after a restart."""
+    monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.01)
+    url = store.bucket('bucket') + '/runs/watched'
+    (tmp_path / 'evaluations').mkdir()
+    results(tmp_path, 2, 31.5, 1.0)
+    store.put(f'{url}/evaluations', 'ba1.json', b'{"batch": 1, "metrics": {"fid": 40.0}, "finished": 2.0}')
+    callback, again, logger = EvaluationResults(tmp_path, url), EvaluationResults(tmp_path, url), Mock()
+    callback.log_now(logger)  # not before the run starts
+    with active(tmp_path / 'met', Fault('list', 'evaluations$', 'EIO', times=1)):
+        callback.fit_start(Mock(), logger)
+        wait_until(lambda: 'runs/watched/evaluations/logged.json' in store.objects('bucket'))
+    assert re.search(
+        r'evaluations: cannot be read \(.*Input/output error.*\); the results are logged later', caplog.text
+    )
+    callback.close(Mock(), logger)
+    callback._thread.join(30)  # type: ignore[union-attr]
+    again.fit_start(Mock(), logger)
+    again.close(Mock(), logger)
+    again.fit_end(Mock(), logger)
+    assert not logger.log_metrics.called
+    for count in (1, 2, 2):
+        callback.batch_end(Mock(), logger)
+        assert [each.args[0]['evaluation/fid'] for each in logger.log_metrics.mock_calls] == [40.0, 31.5][:count]

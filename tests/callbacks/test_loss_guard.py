@@ -11,7 +11,7 @@ import pytest
 import torch
 from composer.algorithms import GradientClipping
 from composer.core import Precision
-from composer.loggers import LoggerDestination
+from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from guarded_run import Recorder, Regression, make_data, make_trainer, run_to_end, weights_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,14 +28,8 @@ BAD = 121
 """ID of a sample of batch 2."""
 
 
-class InMemory(LoggerDestination):
-    def __init__(self, name: str = 'loss_guard/skipped_updates') -> None:
-        self.name = name
-        self.values: list[float] = []
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        if self.name in metrics:
-            self.values.append(metrics[self.name])
+def values(logger: InMemoryLogger, name: str) -> list[float]:
+    return [float(value) for _, value in logger.data[name]]
 
 
 def lines(folder) -> list[dict[str, Any]]:
@@ -78,7 +72,7 @@ def test_run_saves_and_resumes_although_its_first_batches_were_skipped(tmp_path,
     settings: dict[str, Any] = {'action': 'skip', 'max_skips': 1, 'folder': str(tmp_path)}
     trainer = make_trainer(make_data(bad=[100, 108]), [LossGuard(**settings)], folder=tmp_path)
     assert_stops(trainer, 'batch 1: loss is nan, after 1 skipped updates .*ba1.pt')
-    assert 'batch 0: loss is nan; update skipped' in caplog.text
+    assert 'batch 0: loss is nan; update skipped, sample 100' in caplog.messages
     assert len(run_to_end(make_trainer(make_data(), [], load_path=str(tmp_path / 'ba1.pt')))) == 4
 
 
@@ -163,9 +157,9 @@ def test_resumed_run_skips_the_same_updates_as_the_uninterrupted_run(tmp_path):
 @pytest.mark.parametrize('microbatch', [8, 3])
 def test_checked_loss_equals_the_loss_that_composer_logs(tmp_path, microbatch):
     guard = LossGuard(window=10, folder=str(tmp_path))
-    logged = InMemory('loss/train/total')
+    logged = InMemoryLogger()
     run_to_end(make_trainer(make_data(), [guard], loggers=[logged], device_train_microbatch_size=microbatch))
-    assert guard.history == pytest.approx(logged.values[-10:])
+    assert guard.history == pytest.approx(values(logged, 'loss/train/total')[-10:])
 
 
 @pytest.mark.parametrize(
@@ -176,6 +170,17 @@ def test_models_without_sample_losses_and_batches_without_ids(tmp_path, keep_sam
     settings = {'keep_sample_losses': keep_sample_losses, 'device_train_microbatch_size': 4}
     trainer = make_trainer(make_data(bad=[BAD], ids=ids), [LossGuard(folder=str(tmp_path))], **settings)
     assert_stops(trainer, f'batch 2: loss is nan; {message}')
+
+
+def test_losses_of_composers_models_are_summed_and_stand_for_each_sample():
+    ids, parts = torch.tensor([5, 6]), {'a': torch.tensor([1.0, 3.0]), 'b': torch.tensor(0.5)}
+    for loss, expected in ((parts, 2.5), (tuple(parts.values()), 2.5), (parts | {'total': torch.tensor(4.0)}, 4.0)):
+        found = loss_guard.record_microbatch(loss, {'sample_id': ids}, None)
+        assert (found.loss, found.sample_losses.tolist(), found.sample_ids) == (expected, [expected] * 2, ids)
+    assert loss_guard.record_microbatch(parts, {'sample_id': ids}, torch.ones(3)).sample_losses.tolist() == [2.5] * 2
+    without_ids = loss_guard.record_microbatch(parts, (ids,), None)
+    assert without_ids.sample_losses.tolist() == [2.5] and without_ids.sample_ids is None
+    assert loss_guard.record_microbatch(parts, (ids,), torch.ones(3)).sample_losses.tolist() == [1.0] * 3
 
 
 def test_error_refers_to_the_file_for_more_samples(tmp_path):
@@ -190,37 +195,30 @@ def test_explosion_limit_requires_a_positive_median():
     assert loss_guard.explosion_limit([1.0, 2.0, 9.0], 20.0, 8) == math.inf
 
 
-def test_gradients_of_any_kind_are_checked():
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_gradient_check_detects_one_bad_value_in_gradients_of_any_kind_and_changes_nothing(dtype):
     dist.initialize_dist('cpu')
     mesh = init_device_mesh('cpu', (1,))
-    good: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(0)]
-    assert summarize_gradients(good).finite
-    assert float(summarize_gradients(good).squared_norm) == pytest.approx(7)
-    assert summarize_gradients([None]).finite
-    for value in (math.inf, -math.inf, math.nan):
-        bad = distribute_tensor(torch.tensor([1.0, value]), mesh, [Shard(0)])
-        assert not summarize_gradients([*good, bad]).finite
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_gradient_check_detects_one_bad_value_and_changes_nothing(dtype):
-    large, ones = torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100), torch.ones(5).to(dtype)
-    before = [large.clone(), ones.clone()]
-    assert summarize_gradients([large, ones]).finite
-    assert all_equal([large, ones], before)
+    large, half = torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100), torch.ones(5).bfloat16()
+    good, before = [large, half, None, torch.zeros(0)], [large.clone(), half.clone()]
+    assert summarize_gradients(good).finite and summarize_gradients([None]).finite
+    assert all_equal([large, half], before)
     expected = sum(float(each.double().square().sum()) for each in before)
-    assert float(summarize_gradients([large, ones]).squared_norm) == pytest.approx(expected, rel=1e-5)
+    assert float(summarize_gradients(good).squared_norm) == pytest.approx(expected, rel=1e-5)
     for value in (math.inf, -math.inf, math.nan):
-        large[6, 99] = value
-        assert not summarize_gradients([large, ones]).finite
+        sharded = distribute_tensor(torch.tensor([1.0, value]), mesh, [Shard(0)])
+        assert not summarize_gradients([*good, sharded]).finite
+        changed = large.clone()
+        changed[6, 99] = value
+        assert not summarize_gradients([half, changed]).finite
 
 
 @pytest.mark.parametrize('microbatch', [8, 3])
 def test_logged_gradient_norm_is_that_before_clipping(tmp_path, microbatch):
     settings: dict[str, Any] = {'duration': '1ba', 'device_train_microbatch_size': microbatch}
-    settings |= {'loggers': [logged := InMemory('grad_norm/total')], 'algorithms': [GradientClipping('norm', 1e-3)]}
+    settings |= {'loggers': [logged := InMemoryLogger()], 'algorithms': [GradientClipping('norm', 1e-3)]}
     run_to_end(make_trainer(make_data(), [LossGuard(folder=str(tmp_path))], **settings))
-    assert logged.values == [pytest.approx(reference_norm(), rel=1e-6)]
+    assert values(logged, 'grad_norm/total') == [pytest.approx(reference_norm(), rel=1e-6)]
 
 
 def reference_norm() -> float:
@@ -236,8 +234,8 @@ def test_hook_gets_a_description_of_a_skipped_batch_and_skips_are_logged(tmp_pat
     guard = LossGuard(action='skip', folder=str(tmp_path))
     messages: list[str] = []
     guard.on_bad_batch = messages.append
-    run_to_end(make_trainer(make_data(bad=[BAD]), [guard], loggers=[metrics := InMemory()]))
-    assert metrics.values == [1, 2], 'batches 2 and 8'
+    run_to_end(make_trainer(make_data(bad=[BAD]), [guard], loggers=[metrics := InMemoryLogger()]))
+    assert values(metrics, 'loss_guard/skipped_updates') == [1, 2], 'batches 2 and 8'
     assert messages[:1] == ['batch 2: loss is nan; update skipped; sample 121']
 
 

@@ -43,6 +43,16 @@ def test_run_stops_after_the_batch_and_names_its_samples(tmp_path, value, keep_s
     assert (json.loads(line)['batch'], json.loads(line)['action']) == (2, 'stop')
 
 
+def test_run_without_checkpoints_or_before_the_first_says_so(tmp_path):
+    for folder, message in ((None, 'nothing is saved: there is no'), (tmp_path, 'nothing is saved yet, since this')):
+        trainer = make_trainer(make_data(bad=[100, 101]), [NaNGuard(folder=str(tmp_path))], folder=folder)
+        with pytest.raises(BadLoss, match=f'batch 0: loss is nan; samples 100, 101; {message}'):
+            trainer.fit()
+        trainer.close()
+    lines = (tmp_path / 'bad_batches.jsonl').read_text().splitlines()
+    assert [(json.loads(line)['batch'], json.loads(line)['epoch']) for line in lines] == [(0, 0), (0, 0)]
+
+
 def test_check_of_the_loss_can_be_turned_off(tmp_path):
     trainer = make_trainer(make_data(bad=[BAD]), [NaNGuard(check_loss=False, folder=str(tmp_path))], duration='4ba')
     assert not any(weight.isfinite().all() for weight in run_to_end(trainer))

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 from waiting import wait_until
 
-from diffusion.callbacks import node_health
+from diffusion.callbacks import node_health, stragglers
 from diffusion.callbacks.node_health import NodeHealth, Xids, query_metrics, worst_of_rows
-from diffusion.callbacks.stragglers import HostTimer, slowest
+from diffusion.callbacks.stragglers import slowest
 from diffusion.config.load import load
+from diffusion.data.loader import BucketedLoader
 from diffusion.exit_codes import BAD_HARDWARE
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.tasks import run_recipe
@@ -166,28 +169,56 @@ def test_run_without_gpus_logs_no_health(write_recipe):
 
 
 def test_slowest_rank_is_compared_with_the_median():
-    assert slowest([2.0, 2.0, 6.0, 2.0]) == (2, 3.0)
-    assert slowest([2.0, 1.0]) == (0, 2.0)
-    assert slowest([0.0, 0.0]) == (0, 1.0)
+    found = [slowest(seconds) for seconds in ([2.0, 2.0, 6.0, 2.0], [2.0, 1.0], [0.0, 0.0])]
+    assert found == [(2, 3.0), (0, 2.0), (0, 1.0)]
 
 
-def test_host_timer_ignores_a_stop_without_a_start(monkeypatch):
-    now = iter([1.0, 4.0, 10.0, 10.5])
-    monkeypatch.setattr('diffusion.callbacks.stragglers.time.perf_counter', lambda: next(now))
-    timer = HostTimer()
-    timer.start()
+def test_time_without_waiting_for_others_is_compared_at_intervals(monkeypatch):
+    """The first batch does not count. Batch n takes n seconds up to the first sharded module, and its data 0.25 s."""
+    now, loader, sharded = [0.0], Mock(spec=BucketedLoader, wait_seconds=9.0), nn.Identity()
+    monkeypatch.setattr(stragglers, 'fsdp_modules', lambda model: [sharded])
+    monkeypatch.setattr(stragglers, 'EVERY', 2)
+    monkeypatch.setattr(stragglers.time, 'perf_counter', lambda: now[0])
+    monkeypatch.setattr(stragglers.dist, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(stragglers.dist, 'all_gather', lambda own: [own, torch.tensor([3.0])])
+    callback, state, logger = stragglers.Stragglers(), Mock(train_dataloader=loader), Mock()
+    state.device.tensor_to_device = lambda tensor: tensor
+    callback.fit_start(state, logger)
+    for batch in range(1, 6):
+        state.timestamp.batch.value = batch
+        callback.before_forward(state, logger)
+        now[0] += batch
+        sharded(now)
+        now[0] += 100
+        callback.after_forward(state, logger)
+        callback.fit_start(state, logger)  # a second call of fit() keeps the times
+        loader.wait_seconds += 0.25
+        callback.batch_end(state, logger)
+    expected = [(1.0, 3 / 2.25), (0.0, 7.5 / 3)]
+    assert [tuple(each.args[0].values()) for each in logger.log_metrics.mock_calls] == expected
+    assert [*logger.log_metrics.mock_calls[0].args[0]] == ['straggler/slowest_rank', 'straggler/slowest_factor']
+
+
+def test_gpu_timer_sums_the_milliseconds_between_events_and_waits_for_the_last(monkeypatch):
+    events: list[Mock] = []
+    make = lambda *, enable_timing: events.append(Mock(timed=enable_timing)) or events[-1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, 'Event', make)
+    timer = stragglers.CudaTimer()
     timer.stop()
-    timer.stop()
-    timer.start()
-    timer.stop()
-    assert timer.take() == 3.5 and timer.take() == 0.0
+    for milliseconds in (250.0, 500.0):
+        timer.start()
+        timer.stop()
+        timer.stop()
+        events[-2].elapsed_time.side_effect = {events[-1]: milliseconds}.__getitem__
+    assert timer.take() == 0.75 and timer.take() == 0
+    assert [each.timed and each.record.call_count for each in events] == [1] * 4
+    assert [each.synchronize.call_count for each in events] == [0, 0, 0, 1]
 
 
-@pytest.mark.slow
-def test_slow_rank_is_logged(ranks, write_recipe, tmp_path):
-    # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
-    ranks.run(2, write_recipe(imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'}))
-    metrics = read_metrics(tmp_path / 'runs' / 'run' / 'metrics.jsonl')
-    assert list(metrics['straggler/slowest_rank']) == [4, 8]
-    assert metrics['straggler/slowest_rank'][8] == 1.0
-    assert metrics['straggler/slowest_factor'][8] > 1.2
+def test_gpu_is_monitored_if_there_is_one_and_its_driver_is_found(monkeypatch, caplog):
+    assert node_health.current_gpu() is None and not caplog.text
+    driver, cuda = Driver(), Mock(current_device=lambda: 3, get_device_properties=lambda index: Mock(uuid=index))
+    monkeypatch.setattr(torch, 'cuda', cuda)
+    monkeypatch.setattr(node_health, 'load_nvml', Mock(side_effect=[driver, None]))
+    assert [node_health.current_gpu() for _ in range(2)] == [(driver, 'GPU-3'), None]
+    assert "NVML is not available; this GPU's health is not monitored" in caplog.text

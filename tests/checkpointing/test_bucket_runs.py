@@ -1,25 +1,28 @@
 """Runs whose home is an object store: they save, resume, fall back, copy small files and end as runs in a folder do."""
 
-import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer, relative_distance
+from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer, relative_distance
 from composer.core import Event
+from faults import Fault, active
 from object_store import ALWAYS, Store
 from ranks import Job, Ranks, free_port
 from waiting import wait_until
 
-from diffusion.checkpointing import checkpointer
-from diffusion.checkpointing.bucket_checkpoints import published_batches
-from diffusion.checkpointing.bucket_storage import _as_storage_fault
+from diffusion.checkpointing import bucket_storage, checkpointer
+from diffusion.checkpointing.bucket_checkpoints import published_batches, read_checked_receipt
+from diffusion.checkpointing.bucket_storage import BucketStorage, _as_storage_fault, files_of_rank
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_store import FileRecord
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
-from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror
+from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror, try_to_push
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.evaluation_claims import EvaluationClaims
@@ -71,11 +74,16 @@ def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path
     path = write('moved', runs_dir=bucket)
     train(load(path, ['trainer.max_duration=4ba'])).close()
     shutil.rmtree(tmp_path / 'node0')
-    store.put(f'{bucket}/moved/ba4', 'state.pt', b'nothing')
+    content = bytearray(store.objects('bucket')['runs/moved/ba4/state.pt'])
+    content[len(content) // 2] ^= 1
+    store.put(f'{bucket}/moved/ba4', 'state.pt', bytes(content))
     use_node(1, tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=r'moved/ba4/state\.pt: the content has changed since it was written'):
+        find_checkpoint(f'{bucket}/moved')
     with caplog.at_level('INFO'):
         recipe = load(path)
         train(recipe).close()
+    assert 'damaged checkpoint, trying an earlier one: ' in caplog.text
     assert 'moved/ba4: damaged, its receipt is renamed to receipt.damaged.json' in caplog.text
     assert re.search(r'moved/ba2: 0 files from the local disk, 2 \(\S+ GB\) downloaded', caplog.text)
     assert_same_end(recipe.run_dir, undisturbed, recipe.run_place)
@@ -88,47 +96,6 @@ def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path
     assert [path.name for path in recipe.run_dir.glob('*ba*')] == ['ba8'], 'one local copy, for a quick restart'
 
 
-@pytest.mark.slow
-def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
-    path = write('local', runs_dir=bucket)
-    train(load(path, ['trainer.max_duration=4ba'])).close()
-    copy = load(path).run_dir / 'ba4' / 'state.pt'
-    content = bytearray(copy.read_bytes())
-    content[len(content) // 2] ^= 1
-    for expected in ('2 files from the local disk, 0', '1 files from the local disk, 1'):
-        caplog.clear()
-        with caplog.at_level('INFO'):
-            trainer = build_trainer(load(path))
-        trainer.close()
-        assert trainer.state.timestamp.batch.value == 4
-        assert expected in caplog.text
-        copy.write_bytes(content)
-
-
-@pytest.mark.slow
-@pytest.mark.cpu_seconds(15)
-def test_damaged_checkpoint_is_skipped(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
-    path = write('flipped', runs_dir=bucket)
-    train(load(path, ['trainer.max_duration=4ba'])).close()
-    content = bytearray(store.objects('bucket')['runs/flipped/ba4/state.pt'])
-    content[len(content) // 2] ^= 1
-    store.put(f'{bucket}/flipped/ba4', 'state.pt', bytes(content))
-    use_node(1, tmp_path, monkeypatch)
-    with pytest.raises(UserError, match='flipped/ba4'):
-        find_checkpoint(f'{bucket}/flipped')
-    recipe = load(path, ['trainer.max_duration=4ba'])
-    trainer = build_trainer(recipe)
-    assert trainer.state.timestamp.batch.value == 2
-    assert 'damaged checkpoint, trying an earlier one' in caplog.text
-    objects = store.objects('bucket')
-    assert 'runs/flipped/ba4/receipt.damaged.json' in objects and 'runs/flipped/ba4/receipt.json' not in objects
-    assert objects['runs/flipped/latest'] == b'ba2'
-    trainer.fit()
-    trainer.close()
-    assert published_batches(recipe.run_place) == [4, 2]
-    assert_same_tensors(recipe.run_place, undisturbed / 'ba4')
-
-
 def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, store):
     path = write('lost', runs_dir=bucket)
     train(load(path, ['trainer.max_duration=2ba'])).close()
@@ -137,6 +104,8 @@ def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, st
     with pytest.raises(UserError, match='all 1 checkpoints are damaged: .*ba2/state.pt: 7 bytes, expected'):
         build_trainer(load(path))
     assert published_batches(f'{bucket}/lost') == [2]
+    with pytest.raises(UserError, match='ba2: it belongs to another run .*init_from: s3://'):
+        read_checked_receipt(f'{bucket}/lost/ba2', 'other')
 
 
 @pytest.mark.slow
@@ -181,6 +150,7 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     store.fail('PUT ba2/state.pt', 403)
     store.fail('PUT ba4/receipt.json', 500)
     store.fail('PUT ba6/state.pt', 'SlowDown', times=1)
+    store.fail('PUT latest', 403, times=1)
     # The receipt is written, but no answer says so: the save counts as failed, and is tried again.
     store.fail('PUT ba8/receipt.json', 'done 500', times=4)
     trainer = build_trainer(recipe)
@@ -189,12 +159,17 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     assert published_batches(recipe.run_place) == [8, 6]
     assert 'ba2: not saved, ' in caplog.text and 'the store refuses access (403)' in caplog.text
     assert 'ba4: not saved, ' in caplog.text and 'cannot be written, tried 4 times' in caplog.text
+    assert 'ba6: is saved, but latest still names an older checkpoint (' in caplog.text
     assert_same_end(recipe.run_dir, undisturbed, recipe.run_place)
     store.faults.clear()
     upload = store.client.create_multipart_upload(Bucket='bucket', Key='runs/down/ba9/state.pt')
     store.client.upload_part(Bucket='bucket', Key=upload['Key'], UploadId=upload['UploadId'], PartNumber=1, Body=b'1')
-    trainer = build_trainer(load(path, ['trainer.max_duration=9ba']))
+    copy = recipe.run_dir / 'ba8' / 'state.pt'
+    copy.write_bytes(bytes(copy.stat().st_size))
+    with caplog.at_level('INFO'):
+        trainer = build_trainer(load(path, ['trainer.max_duration=9ba']))
     trainer.close()
+    assert re.search(r'down/ba8: 1 files from the local disk, 1 \(\S+ GB\) downloaded', caplog.text), 'if intact'
     assert not [key for key in store.objects('bucket') if '/ba2/' in key or '/ba4/' in key], 'incomplete saves'
     assert 'Uploads' not in store.client.list_multipart_uploads(Bucket='bucket'), 'left by a killed process'
 
@@ -219,17 +194,6 @@ def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbe
     assert {key.split('/')[2] for key in store.objects('bucket') if '/ba' in key} == {'ba8'}, 'nothing is left behind'
 
 
-@pytest.mark.slow
-def test_checkpoint_of_another_run_is_refused(write, bucket, store):
-    path = write('mixed', runs_dir=bucket)
-    recipe = load(path)
-    train(load(path, ['trainer.max_duration=2ba'])).close()
-    receipt = json.loads(store.objects('bucket')['runs/mixed/ba2/receipt.json'])
-    store.put(f'{recipe.run_place}/ba2', 'receipt.json', json.dumps(receipt | {'run': 'f' * 32}).encode())
-    with pytest.raises(UserError, match='ba2: it belongs to another run .*init_from: s3://'):
-        build_trainer(recipe)
-
-
 def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, bucket, store):
     path = write('evaluated', runs_dir=bucket, checkpointing={'keep': {'last': 1}})
     recipe = load(path, ['trainer.max_duration=3ba', 'trainer.save_interval=1ba', 'checkpointing.asynchronous=false'])
@@ -248,11 +212,39 @@ def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, buck
     trainer.close()
     assert [*seen, published_batches(url)] == [[2, 1], [3]]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba3'}
+    storage = BucketStorage(url)
+    files = {'recipe.yaml': FileRecord(5, ''), 'state.pt': FileRecord(7, '')}
+    for what in ('does not exist', 'has 3 of 5 bytes'):
+        with pytest.raises(OSError, match=f'ba9/recipe.yaml {what} after it was uploaded'):
+            storage.publish(Path(), 9, files, {})
+        store.put(f'{url}/ba9', 'recipe.yaml', b'123')
+    store.put(url, 'ba3.pinned', b'')
+    (info,) = storage._infos(KeepConfig(hourly=1))
+    assert info.claimed and 0 <= time.time() - (info.saved or 0.0) < 100
     # A full disk of the node is freed of the copies of checkpoints in the store.
-    storage = next(each.storage for each in trainer.state.callbacks if isinstance(each, checkpointer.Checkpointer))
     assert [path.name for path in recipe.run_dir.glob('ba*')] == ['ba3']
     assert storage.make_room(None, 4) and not [*recipe.run_dir.glob('ba*')]
     assert not storage.make_room(None, 4), 'nothing is left to remove'
+
+
+@pytest.mark.parametrize(
+    ('about', 'expected'),
+    [
+        ({'kind': 'whole'}, ['02sr', '13m', '02sr', '13m']),
+        # Each node needs what its ranks have written, and the files of all ranks.
+        ({'kind': 'sharded', 'world_size': 4}, ['0msr', '1', '02msr', '3']),
+        # Which shards a rank reads is not known yet.
+        ({'kind': 'sharded', 'world_size': 2}, ['0msr', '1', '2msr', '3']),
+    ],
+)
+def test_ranks_divide_the_files_of_a_checkpoint(monkeypatch, about, expected):
+    names = {'s': 'state.pt', 'r': 'recipe.yaml', 'm': '.metadata'} | {each: f'__{each}_0.distcp' for each in '0123'}
+    files = {names[letter]: FileRecord(size, '') for size, letter in enumerate('rms3210')}
+    monkeypatch.setattr(bucket_storage.dist, 'get_world_size', lambda: 4)
+    for rank, letters in enumerate(expected):
+        monkeypatch.setattr(bucket_storage.dist, 'get_global_rank', lambda rank=rank: rank)
+        found = files_of_rank({'files': files, **about}, [0, 1] if rank < 2 else [2, 3])
+        assert found == {names[letter]: files[names[letter]] for letter in letters}
 
 
 @pytest.fixture
@@ -263,20 +255,42 @@ def mirror(store: Store, tmp_path) -> RunMirror:
     return RunMirror(tmp_path, store.bucket('bucket') + '/run')
 
 
-def test_checkpoint_that_is_being_removed_is_not_uploaded(store, mirror):
-    for name in ('ba4', '.ba6.unfinished', 'ba2.unfinished-0123'):
-        (mirror.folder / name).mkdir()
-        (mirror.folder / name / 'state.pt').write_bytes(b'many bytes')
-    mirror.push()
-    assert set(store.objects('bucket')) == {f'run/images/{number}.png' for number in range(5)}
-
-
 def test_store_that_does_not_answer_is_asked_for_one_file_only(store, mirror, monkeypatch):
     monkeypatch.setattr(retry, 'FIRST_PAUSE_SECONDS', 0.01)
     store.fail('PUT', 500)
     with pytest.raises(retry.GaveUp):
         mirror.push(MIRROR_RETRY)
     assert len([request for request in store.requests if request.startswith('PUT /bucket/run')]) == MIRROR_RETRY.tries
+
+
+def test_changes_of_two_nodes_meet(store, mirror, tmp_path, caplog):
+    for name in ('ba4', '.ba6.unfinished', 'ba2.unfinished-0123'):  # not uploaded
+        (mirror.folder / name).mkdir()
+        (mirror.folder / name / 'state.pt').write_bytes(b'many bytes')
+    mirror.push()
+    assert set(store.objects('bucket')) == {f'run/images/{number}.png' for number in range(5)}
+    other = RunMirror(tmp_path / 'other', mirror.url)
+    other.pull(['images'])
+    own, theirs = ([each / 'images' / f'{number}.png' for number in range(5)] for each in (tmp_path, other.folder))
+    assert [path.read_bytes() for path in theirs] == [b'image'] * 5 and not caplog.text
+    for path in (*theirs[:2], *own[1:3]):
+        path.write_text(f'of {path.parent.parent.name}')
+    other.push(since=time.time() + 60)
+    assert set(store.objects('bucket').values()) == {b'image'}, 'everything is older'
+    with active(tmp_path / 'met', Fault('open', r'other/images/0\.png', 'EIO', times=1)):
+        try_to_push(other)
+    assert f'{mirror.url}: not all files of {other.folder} could be uploaded (' in caplog.text
+    assert [*store.objects('bucket').values()] == [b'image', b'of other', *[b'image'] * 3]
+    other.push()
+    again = RunMirror(tmp_path, mirror.url)  # as after a restart of this node
+    again.pull(['images'])
+    assert [path.read_bytes() for path in own[:3]] == [b'of other'] * 2 + [own[2].read_bytes()]
+    assert own[2].read_text().startswith('of test_') and own[3].read_bytes() == b'image'
+    assert f'{own[1]}: replaced by the newer {mirror.url}/images/1.png, which another node has' in caplog.text
+    assert caplog.text.count('replaced by') == 1
+    requests = len(store.requests)
+    again.pull(['images'])
+    assert not [each for each in store.requests[requests:] if '.png' in each], 'nothing has changed'
 
 
 class UnauthorizedSSOTokenError(Exception):

@@ -140,6 +140,10 @@ def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claim
     with claimed_checkpoint(run, 'test') as checkpoint:
         assert checkpoint == run / 'ba40'
     assert found == ['ba30', 'ba40'] and claim_files(run) == []
+    monkeypatch.setattr(checkpoint_lookup, 'still_exists', lambda checkpoint: False)
+    with pytest.raises(UserError, match='/run was removed by its run 5 times in a row; name another checkpoint'):
+        claimed_checkpoint(run, 'test').__enter__()
+    assert len(found) == 2 + 5 and not checkpoint_lookup._counts(run / '.claim-ba30-0.json'), 'it is released'
 
 
 @pytest.fixture(scope='module')

@@ -4,21 +4,25 @@ import errno
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 import xxhash
 from checkpointing.run_folders import records_of, write
 from faults import Fault, active, met
+from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing import checkpoint_store, checkpoint_weights, run_storage
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.checkpointing.checkpoint_store import SaveAbandoned, WriteProgress
-from diffusion.checkpointing.sharded_state import ShardedWrite
+from diffusion.checkpointing.sharded_state import ShardedWrite, read_all_tensors, read_tensors
 from diffusion.errors import UserError
+from diffusion.runs.run_id import read_run_id
 
 
 def has_same_records(receipt, other):
@@ -65,32 +69,10 @@ def test_every_flipped_bit_is_detected(tmp_path):
     checkpoint_weights.verify_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ('damage', 'message'),
-    [
-        (lambda folder: os.truncate(folder / 'state.pt', 3), r'state\.pt: 3 bytes, expected 7'),
-        (lambda folder: (folder / 'state.pt').unlink(), r'state\.pt: the file does not exist'),
-        (lambda folder: (folder / 'receipt.json').unlink(), r'receipt\.json is missing'),
-        (lambda folder: (folder / 'receipt.json').write_text('{}'), r'receipt\.json: not a valid receipt'),
-        (lambda folder: (folder / 'receipt.json').write_bytes(b'\xff\xfe'), r'receipt\.json: not a valid receipt'),
-    ],
-)
-def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, caplog, damage, message):
-    write(tmp_path, 5)
-    newest = write(tmp_path, 10)
-    damage(newest)
-    with pytest.raises(ValueError, match=message):
-        checkpoint_weights.verify_checkpoint(newest)
-    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba5'
-    assert 'ba10' in caplog.text
-    damage(tmp_path / 'ba5')
-    with pytest.raises(ValueError, match='all 2 checkpoints are damaged.*restore one from a backup'):
-        run_storage.newest_intact(tmp_path)
-
-
 def test_permission_error_is_raised_at_once_and_is_no_damage(tmp_path, monkeypatch, caplog):
     write(tmp_path, 5)
-    monkeypatch.setattr(checkpoint_store, 'hash_file', raise_permission_error)
+    denied = PermissionError(errno.EACCES, 'Permission denied', 'state.pt')
+    monkeypatch.setattr(checkpoint_store, 'hash_file', Mock(side_effect=denied))
     with pytest.raises(PermissionError):
         run_storage.newest_intact(tmp_path)
     assert not caplog.records and (tmp_path / 'ba5').is_dir()
@@ -98,15 +80,20 @@ def test_permission_error_is_raised_at_once_and_is_no_damage(tmp_path, monkeypat
         checkpoint_weights.weights_of(tmp_path / 'ba5')
 
 
-def raise_permission_error(path):
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+def test_file_that_cannot_be_mapped_is_a_fault_of_storage(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', ())
+    torch.save({}, tmp_path / 'state.pt')
+    for message, kind, found in (
+        ('mapping: stale (116)\nmore', OSError, 'Stale.*state.pt'),
+        ('a bug', RuntimeError, 'a bug'),
+    ):
+        monkeypatch.setattr(torch, 'load', Mock(side_effect=RuntimeError(message)))
+        with pytest.raises(kind, match=found):
+            checkpoint_weights.read_pickle(tmp_path / 'state.pt')
 
 
 def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch):
-    def scandir(path):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
-    monkeypatch.setattr(os, 'scandir', scandir)
+    monkeypatch.setattr(os, 'scandir', Mock(side_effect=OSError(errno.ESTALE, 'Stale file handle')))
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0,))
     with pytest.raises(OSError, match='Stale'):
         run_storage.newest_intact(tmp_path)
@@ -169,7 +156,7 @@ def test_large_file_is_hashed_in_order(tmp_path, monkeypatch):
 
 
 def rename(folder):
-    return folder.rename(folder.with_name('ba20'))
+    return folder.rename(folder.with_name(f'{folder.name}0'))
 
 
 def edit(change):
@@ -188,22 +175,32 @@ RECORD = {'bytes': 0, 'xxh3_128': '99aa06d3014798d86001c324468d497f'}
 
 
 @pytest.mark.parametrize(
-    ('change', 'message'),
+    ('damage', 'message'),
     [
+        (lambda folder: os.truncate(folder / 'state.pt', 3), r'state\.pt: 3 bytes, expected 7'),
+        (lambda folder: (folder / 'state.pt').unlink(), r'state\.pt: the file does not exist'),
+        (lambda folder: (folder / 'receipt.json').unlink(), r'receipt\.json is missing'),
+        (lambda folder: (folder / 'receipt.json').write_text('{}'), r'receipt\.json: not a valid receipt'),
+        (lambda folder: (folder / 'receipt.json').write_bytes(b'\xff\xfe'), r'receipt\.json: not a valid receipt'),
         (edit(lambda receipt: receipt['files'].clear()), r'does not list state\.pt, which every checkpoint of its'),
         (edit(lambda receipt: receipt['files'].update({'../../etc/passwd': RECORD})), r"lists '\.\./\.\./etc/passwd'"),
         (edit(lambda receipt: receipt['files'].update({'..': RECORD})), r"lists '\.\.', which is not the name of a"),
         (edit(lambda receipt: receipt.update(kind='sharded')), r'does not list \.metadata, which every checkpoint'),
         (edit(lambda receipt: receipt.update(files=[])), 'not a valid receipt'),
-        (rename, r'belongs to batch 10, but the folder is named ba20; rename it'),
+        (rename, r'belongs to batch 10, but the folder is named ba100; rename it'),
     ],
 )
-def test_receipt_that_cannot_be_right_counts_as_damage(tmp_path, change, message):
+def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, caplog, damage, message):
     write(tmp_path, 5)
-    checkpoint = change(write(tmp_path, 10))
+    damage(write(tmp_path, 10))
+    newest = checkpoint_store.list_checkpoints(tmp_path)[0]
     with pytest.raises(checkpoint_store.DamagedCheckpoint, match=message):
-        checkpoint_weights.verify_checkpoint(checkpoint)
+        checkpoint_weights.verify_checkpoint(newest)
     assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba5'
+    assert newest.name in caplog.text
+    damage(tmp_path / 'ba5')
+    with pytest.raises(ValueError, match='all 2 checkpoints are damaged.*restore one from a backup'):
+        run_storage.newest_intact(tmp_path)
 
 
 def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(tmp_path):
@@ -222,11 +219,32 @@ def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(t
         checkpoint_weights.verify_checkpoint(checkpoint)
 
 
+def test_faults_while_shards_are_read_are_retried(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0))
+    save = ShardedWrite({'model.a': torch.arange(3.0), 'other': torch.ones(2)}, tmp_path)
+    save.write_index([save.write()])
+    assert torch.equal(read_all_tensors(tmp_path, 'model.')['a'], torch.arange(3.0))
+    fetched, found = [], {'model.a': torch.zeros(3)}
+    with active(tmp_path, Fault('open', r'\.distcp', 'EIO', times=2)):
+        read_tensors(found, tmp_path, lambda folder, names: fetched.extend([folder, *names]))
+    assert torch.equal(found['model.a'], torch.arange(3.0)) and fetched == [tmp_path, '__0_0.distcp']
+    assert len(re.findall(rf'{tmp_path}: .*Input/output error.*; retrying in 0 s', caplog.text)) == 2
+    with active(tmp_path, Fault('open', r'\.distcp', 'EIO')):
+        with pytest.raises(CheckpointException, match='Input/output error'):
+            read_tensors(found, tmp_path)
+        with pytest.raises(OSError, match='Input/output error'):
+            read_all_tensors(tmp_path, 'model.')
+    for name, problem in (('model.a', r'is \(3,\), expected \(4,\)'), ('b', 'is missing')):
+        with pytest.raises(UserError, match=f'tensor {name} {problem}; use the model and optimizer that were saved'):
+            read_tensors({name: torch.zeros(4)}, tmp_path)
+
+
 def test_checkpoint_of_another_run_is_refused_and_one_without_id_passes(tmp_path):
     write(tmp_path, 5)
     assert run_storage.newest_intact(tmp_path, 'own') == tmp_path / 'ba5'
     write(tmp_path, 10, run='own')
     assert run_storage.newest_intact(tmp_path, 'own') == tmp_path / 'ba10'
+    assert run_storage.open_run_folder(tmp_path) == read_run_id(tmp_path) == 'own', 'as the newest checkpoint has it'
     write(tmp_path, 15, run='sibling')
     with pytest.raises(
         UserError, match=r'ba15: it belongs to another run \(id sibling, .* move it out .* init_from: .*/ba15'
@@ -288,6 +306,11 @@ def test_evaluation_and_export_use_the_checkpoint_that_resuming_uses(tmp_path):
         newest = run_storage.newest_intact(tmp_path)
         assert find_checkpoint(tmp_path) == find_checkpoint(latest) == newest == tmp_path / 'ba10'
     assert find_checkpoint(tmp_path / 'ba5') == tmp_path / 'ba5', 'a checkpoint that is named is used'
+    composers = tmp_path / 'composer' / 'latest-rank0.pt'
+    composers.parent.mkdir()
+    composers.with_name('ba7.pt').touch()
+    composers.symlink_to('ba7.pt')
+    assert find_checkpoint(composers) == composers.with_name('ba7.pt')
 
 
 def test_recipe_of_a_checkpoint_is_its_own_or_that_of_its_run(tmp_path):

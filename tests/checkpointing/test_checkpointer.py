@@ -3,15 +3,19 @@
 import json
 import re
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
+from callbacks.guarded_run import At, make_data, make_trainer, run_to_end
 from checkpointing.saved_runs import SHARDED, recipe_writer, relative_distance
 from composer import Trainer
+from composer.core import Event, Time, Timestamp, TimeUnit
 from ranks import largest_difference, read_losses
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, verify_checkpoint, weights_of
+from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.run_id import read_run_id
@@ -132,6 +136,39 @@ def test_composer_alone_loads_an_unsharded_checkpoint(uninterrupted):
     weights = weights_of(find_checkpoint(reference), 'training')[0]
     assert distance(dict(trainer.state.model.state_dict()), weights) == 0
     trainer.close()
+
+
+@pytest.mark.filterwarnings('ignore:No batches were trained')
+def test_resumed_run_draws_the_random_numbers_of_an_uninterrupted_one(tmp_path):
+    """It is stopped within an epoch of 6 batches, and at its end."""
+
+    def draws(name: str, *durations: str) -> list[float]:
+        found: list[float] = []
+        draw = [At(Event.AFTER_LOSS, batch, lambda: found.append(float(torch.rand(())))) for batch in range(7)]
+        for duration in durations:
+            saver = Checkpointer(tmp_path / name, save_interval='auto', resume='auto')
+            run_to_end(make_trainer(make_data(), [saver, *draw], duration=duration))
+            assert saver._timed._duration > 0  # type: ignore[union-attr]
+        return found
+
+    whole = draws('whole', '7ba')
+    assert draws('stopped', '3ba', '6ba', '7ba') == whole and len({*whole}) == 7
+
+
+@pytest.mark.parametrize(('choice', 'expected'), [('finish', ['ba2']), ('both', ['ba2', 'ba3']), ('replace', ['ba3'])])
+def test_stopping_run_completes_the_saves_that_the_notice_allows(tmp_path, monkeypatch, choice, expected):
+    saver, state = Checkpointer(tmp_path / 'run'), Mock(timestamp=Timestamp(batch=3))
+    running = saver._running = Mock(batch=Time(2, TimeUnit.BATCH), stall_seconds=0.0, choose=Mock(return_value=choice))
+    running.save.name, own = 'ba2', Mock()
+    own.name = 'ba3'
+    monkeypatch.setattr(saver, '_write', lambda state, in_background: own)
+    saver.save_in_time(state, Mock(), 6.0)
+    running.choose.assert_called_once_with(6.0, None)
+    assert saver.saved_checkpoints == expected and running.abandon.called == (choice == 'replace')
+    saver._running = Mock(batch=Time(3, TimeUnit.BATCH), stall_seconds=0.0)
+    saver.last_checkpoint_batch = None
+    saver.save_in_time(state, Mock(), 6.0)
+    assert len(saver.saved_checkpoints) == len(expected) + 1, 'a running save of this batch is the one'
 
 
 CHECK_SHARED = """

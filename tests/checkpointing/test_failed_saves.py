@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 import subprocess
 import traceback
 from collections.abc import Callable
@@ -13,14 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from callbacks.guarded_run import At
+from callbacks.guarded_run import At, make_data, make_trainer, run_to_end
 from checkpointing.saved_runs import assert_same_end, recipe_writer, the_checkpointer
 from composer import Trainer
 from composer.core import Event
-from composer.models import ComposerClassifier
 from faults import Fault, active, met
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils.data import DataLoader
 
 from diffusion.checkpointing import checkpoint_writer, checkpointer
 from diffusion.checkpointing.checkpoint_store import read_receipt
@@ -28,6 +25,7 @@ from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.checkpoint_writer import SaveFailed
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.rank_agreement import storage_fault
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.loggers.metrics_file import read_metrics
@@ -101,24 +99,25 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
     assert 'ba8: not saved, Input/output error' in caplog.text and 'trying again' in caplog.text
 
 
-@pytest.mark.slow
-def test_three_failed_saves_in_a_row_end_the_run_which_resumes(write, undisturbed, tmp_path):
-    path = write('row', EACH_BATCH)
-    run = load(path).run_dir
-    trainer = build_trainer(load(path))
-    counts = tmp_path / 'counts'
+def test_three_failed_saves_in_a_row_end_the_run_which_resumes(tmp_path):
+    run, counts = tmp_path / 'run', tmp_path / 'counts'
+
+    def trainer() -> Trainer:
+        return make_trainer(make_data(), [Checkpointer(run, save_interval='1ba', resume='auto')], duration='6ba')
+
+    failed = trainer()
     with (
         active(counts, Fault('mkdir', r'\.ba[2-9]\.unfinished', 'ESTALE', times=99)),
         pytest.raises(SaveFailed, match=r'ba4: not saved, Stale .*\(3 saves in a row have failed\); newest') as end,
     ):
-        trainer.fit()
-    trainer.close()
+        failed.fit()
+    failed.close()
     assert end.value.errno == errno.ESTALE
     assert f'newest checkpoint: {run}/ba1; check the storage of the run and start' in str(end.value)
     assert met(counts) == 2 + 3, 'the last one is tried three times'
-    assert the_checkpointer(trainer).last_checkpoint_batch == 1, 'a batch that is not saved is not called saved'
-    train(load(path)).close()
-    assert_same_end(run, undisturbed)
+    assert the_checkpointer(failed).last_checkpoint_batch == 1, 'a batch that is not saved is not called saved'
+    ours, theirs = run_to_end(trainer()), run_to_end(make_trainer(make_data(), [], duration='6ba'))
+    assert all(map(torch.equal, ours, theirs)) and checkpoints(run) == {f'ba{batch}' for batch in range(1, 7)}
 
 
 def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
@@ -130,22 +129,16 @@ def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
     trainer.close()
 
 
-def test_failed_save_that_ends_after_the_last_batch_is_tried_again(tmp_path):
+def test_failed_save_that_ends_after_the_last_batch_is_tried_again(tmp_path, monkeypatch, caplog):
     """Use a save interval of one's own, which does not ask for a save at the end of training."""
-    model = ComposerClassifier(torch.nn.Linear(8, 2), num_classes=2)
     interval = lambda state, event: event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 3  # noqa: E731
-    trainer = Trainer(
-        model=model,
-        optimizers=torch.optim.AdamW(model.parameters()),
-        train_dataloader=DataLoader([(torch.zeros(8), 0)] * 4),  # type: ignore[arg-type]
-        max_duration='4ba',
-        callbacks=[Checkpointer(tmp_path / 'run', save_interval=interval, asynchronous=True)],  # type: ignore[arg-type]
-        progress_bar=False,
-    )
+    keep = KeepConfig(last=1)
+    saver = Checkpointer(tmp_path / 'run', save_interval=interval, keep=keep, asynchronous=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(saver.storage, 'prune', Mock(side_effect=OSError('stale')))
     with active(tmp_path / 'faults', Fault('create', r'\.ba3\.unfinished/state\.pt', 'EIO', sleep=1.0, times=1)):
-        trainer.fit()
-    trainer.close()
+        run_to_end(make_trainer(make_data(), [saver], duration='4ba'))
     assert checkpoints(tmp_path / 'run') == {'ba4'}
+    assert f'{tmp_path}/run: old checkpoints are not removed (stale)' in caplog.text
 
 
 MIXED = """
@@ -223,41 +216,6 @@ def mount(*arguments: str | Path) -> None:
     done = subprocess.run(['mount', *map(str, arguments)], capture_output=True, check=False, text=True)
     if done.returncode:
         pytest.skip(f'this machine does not allow mounts: {done.stderr.strip()}')
-
-
-@pytest.mark.slow
-def test_full_file_system_makes_room_and_recovers(write, undisturbed):
-    """It has room for 2.6 checkpoints, of which the run keeps two; a save needs the room of one more."""
-    path = write('full', EACH_BATCH | {'save_num_checkpoints_to_keep': 2}, checkpointing=BLOCKING)
-    run = load(path).run_dir
-    run.mkdir(parents=True)
-    size = sum(file.stat().st_size for file in (undisturbed / 'ba8').iterdir())
-    mount('-t', 'tmpfs', '-o', f'size={int(2.6 * size)}', 'tmpfs', run)
-    messages: list[str] = []
-    seen: list[set[str]] = []
-
-    def fill() -> None:
-        seen.append(checkpoints(run))
-        shutil.rmtree(run / 'ba5')
-        (run / 'filler').write_bytes(bytes(size))
-
-    def free() -> None:
-        seen.append(checkpoints(run))
-        (run / 'filler').unlink()
-
-    try:
-        trainer = build_trainer(load(path))
-        the_checkpointer(trainer).failed_saves.on_failure = messages.append
-        trainer.state.callbacks += [At(Event.BATCH_START, 6, fill), At(Event.BATCH_START, 7, free)]
-        trainer.fit()
-        trainer.close()
-        assert seen == [{'ba5', 'ba6'}, {'ba6'}], 'a full disk costs the checkpoint to be replaced, never the newest'
-        assert checkpoints(run) == {'ba6', 'ba8'}
-        assert_same_end(run, undisturbed)
-        (message,) = messages
-        assert re.search(r'ba7: not saved, no space left on \S+/full: 0\.\d\d GiB needed, 0\.\d\d GiB free', message)
-    finally:
-        subprocess.run(['umount', '-l', run], check=True)
 
 
 def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undisturbed, tmp_path):

@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,17 +68,7 @@ def test_killed_script_resumes_from_the_memory_of_the_node(run, tmp_path):
 
 
 def test_second_job_at_the_same_place_is_refused(tmp_path):
-    code = 'import sys; from pathlib import Path; from diffusion.runs.run_lock import hold_run_lock\n'
-    code += 'with hold_run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()'
-    other = subprocess.Popen(
-        [sys.executable, '-c', code, tmp_path / 'run'], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert other.stdout is not None
-    other.stdout.readline()
-    try:
-        with pytest.raises(UserError, match='trains this run'):
-            exec(script(str(tmp_path / 'run')), {})
-    finally:
-        other.communicate()
+    with hold_run_lock(tmp_path / 'run'), pytest.raises(UserError, match='trains this run'):
+        exec(script(str(tmp_path / 'run')), {})
     with hold_run_lock(tmp_path / 'run'):
         pass

@@ -1,17 +1,27 @@
 """Save intervals in seconds: fixed, and chosen from the duration of saves and the run's failures."""
 
 import datetime
+import errno
 import itertools
 import json
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from composer.core import Event, Time, Timestamp, TimeUnit
 
+from diffusion.checkpointing import save_policy
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
-from diffusion.checkpointing.save_policy import AutoInterval, TimedInterval, timed_interval
+from diffusion.checkpointing.checkpoint_writer import SaveFailed
+from diffusion.checkpointing.save_policy import (
+    AutoInterval,
+    FailedSaves,
+    TimedInterval,
+    make_room_after,
+    timed_interval,
+)
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.planning.checkpoints import chosen_interval, default_mtbf_hours
@@ -29,6 +39,7 @@ def due_batches(
             timestamp=stamp, max_duration=Time(batches, TimeUnit.BATCH), dataloader_len=Time(10**6, TimeUnit.BATCH)
         )
         saved = 0.0
+        assert not interval(state, Event.BATCH_END)
         if interval(state, Event.BATCH_CHECKPOINT):
             found.append(batch)
             interval.saved(stall, max(stall, duration))
@@ -61,7 +72,7 @@ def test_interval_leaves_time_for_a_save_in_the_background(tmp_path):
     assert interval.seconds == pytest.approx(2 * 300, rel=0.01)
 
 
-def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):
+def test_failures_of_the_run_make_the_interval_shorter(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     interval = AutoInterval(tmp_path)
     interval._choose()
@@ -73,6 +84,24 @@ def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):
     assert interval._mtbf_hours() == pytest.approx((24 + 12) / 3, rel=1e-2)
     assert interval.seconds == pytest.approx(chosen_interval(stall=30, mtbf=12 * 3600), rel=1e-2)
     assert 'checkpoints every 26.' in caplog.text and 'a failure is expected every 12 hours' in caplog.text
+    monkeypatch.setattr(save_policy, 'read_attempts', Mock(side_effect=OSError('stale')))
+    assert interval._mtbf_hours() == default_mtbf_hours(1)
+    assert f'{tmp_path}: the failures of this run cannot be read (stale)' in caplog.text
+
+
+def test_room_is_made_only_after_a_full_disk(caplog):
+    storage: Any = Mock(place='runs/a', make_room=Mock(side_effect=[OSError('stale'), True, False]))
+    full, stale = SaveFailed(errno.ENOSPC, 'full'), SaveFailed(errno.ESTALE, 'stale')
+    assert [make_room_after(each, storage, None, 3) for each in (full, full, stale, full)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert 'runs/a: old checkpoints are not removed (stale)' in caplog.text
+    assert storage.make_room.mock_calls == [call(None, 3)] * 3
+    ending = FailedSaves(print).end_after(full, Mock(), 'ba2')
+    assert str(ending) == 'full; newest checkpoint: ba2; free some space and start the same command again'
 
 
 def write_attempts(folder, causes):

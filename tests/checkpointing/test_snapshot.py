@@ -120,6 +120,11 @@ def test_memory_is_used_again_and_grows_with_the_state():
     assert buffers.nbytes == 0 and grown['average'][0] == 7
 
 
+def test_memory_that_the_kernel_refuses_is_reported(caplog):
+    assert not SnapshotBuffers().reserve(2**62)
+    assert '4294967296.00 GiB of memory for snapshots cannot be allocated (' in caplog.text
+
+
 @pytest.mark.parametrize('available', [8000, 8889, None])
 def test_snapshots_that_do_not_fit_into_memory_are_not_taken(monkeypatch, caplog, available):
     caplog.set_level(logging.WARNING)

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
+from composer.core import Timestamp
 from shards import streams_of
 
 from diffusion.callbacks.run_recipe import SameRun
@@ -106,7 +108,9 @@ def test_resume_with_same_data_logs_nothing_and_with_unknown_data_a_warning(capl
     callback.load_state_dict(SAVED)
     assert caplog.text == ''
     callback.load_state_dict({})
-    assert 'the checkpoint does not record its seed and data; they cannot be compared' in caplog.text
+    for batch in (0, 3):
+        same_run().after_load(Mock(timestamp=Timestamp(batch=batch)), Mock())
+    assert caplog.text.count('the checkpoint does not record its seed and data; they cannot be compared') == 2
 
 
 @pytest.mark.parametrize('allow', [True, False])

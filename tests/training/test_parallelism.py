@@ -8,15 +8,16 @@ import torch
 from composer.core.state import _create_device_mesh
 from composer.devices import DeviceCPU
 from composer.utils.parallelism import FSDP2Config
-from ranks import largest_difference, read_losses
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffusion.callbacks import reduce_once
 from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.models.activation_memory import blocks_of
-from diffusion.training.parallelism import in_order_of_use, parallelism_config
+from diffusion.training.parallelism import in_order_of_use, parallelism_config, settle_buckets
 from diffusion.training.train import build_trainer
 
 
@@ -45,26 +46,6 @@ def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     stages = ['conv_in', 'time_embedding', 'down_blocks', 'mid_block', 'up_blocks', 'conv_norm_out', 'conv_out']
     assert [*dict.fromkeys(used)] == stages
     trainer.close()
-
-
-@pytest.mark.slow
-def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp_path):
-    """Use gradient clipping, which reveals gradients of another scale; Adam's updates hide them."""
-    sections = {
-        'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
-        'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},
-    }
-    sharded, losses = {'strategy': 'fsdp2'}, []
-    for name, count, size, parallelism in (
-        ('plain', 1, 8, {}),
-        ('microbatches', 1, 2, {}),
-        ('recomputed', 2, 4, sharded | {'activation_checkpointing': True}),
-        ('sharded', 2, 2, sharded),
-    ):
-        path = write_recipe(name, **sections, parallelism=parallelism, device_train_microbatch_size=size)
-        ranks.run(count, path, 'trainer.max_duration=4ba')
-        losses.append(read_losses(tmp_path / 'runs' / name))
-        assert largest_difference(losses[0], losses[-1]) < 1e-5, name
 
 
 def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):
@@ -137,6 +118,17 @@ def test_gradients_are_reduced_after_the_last_microbatch_only(monkeypatch):
             callback.before_forward(state, state)
     expected = [call(last, recurse=False) for last in [False, False, True] * 2]
     assert module.set_requires_gradient_sync.mock_calls == module.set_reshard_after_backward.mock_calls == expected
+
+
+def test_buckets_of_ddp_have_their_final_order_before_the_first_batch(alone):
+    torch.distributed.init_process_group('gloo')
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    module = model.module
+    settle_buckets(model)
+    assert model.module is module and model.require_forward_param_sync
+    assert not any(weight.grad is not None for weight in model.parameters())
+    model(torch.ones(1, 2))
+    assert model._has_rebuilt_buckets
 
 
 def test_fsdp2_averages_gradients_over_two_ranks(ranks):

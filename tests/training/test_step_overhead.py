@@ -4,29 +4,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from composer import Trainer
+from callbacks.guarded_run import make_data, make_trainer
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger, LoggerDestination
-from composer.models import ComposerModel
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from diffusion.training.performance import reduce_step_overhead
 
 CALLS: list[tuple[str, str]] = []
-
-
-class Regression(ComposerModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.layer(batch)
-
-    def loss(self, outputs: Tensor, batch: Tensor) -> Tensor:
-        return outputs.square().mean()
 
 
 class One(Callback):
@@ -67,16 +51,12 @@ class Replaced(Callback):
 def calls_of_a_run(*, fast: bool, algorithms: bool = True) -> list[tuple[str, str]]:
     CALLS.clear()
     replaced = Replaced()
-    trainer = Trainer(
-        model=Regression(),
-        train_dataloader=DataLoader([torch.ones(2)] * 4, batch_size=2),  # type: ignore[arg-type]
-        optimizers=torch.optim.SGD(Regression().parameters(), lr=0.1),
-        max_duration='2ep',
+    trainer = make_trainer(
+        make_data()[:16],
+        [One(), Every(), replaced, Two()],
+        duration='2ep',
         algorithms=[Applied()] if algorithms else None,
-        callbacks=[One(), Every(), replaced, Two()],
         loggers=[Destination()],
-        device='cpu',
-        progress_bar=False,
     )
     if fast:
         reduce_step_overhead(trainer)

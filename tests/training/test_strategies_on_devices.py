@@ -28,7 +28,7 @@ CASES = [
     pytest.param('cpu', 'fsdp2', marks=[pytest.mark.cpu_form, pytest.mark.slow]),
     *(pytest.param('cuda', name, marks=pytest.mark.gpu) for name in STRATEGIES),
 ]
-"""Strategies by device; on a CPU, test_parallelism.py has them all."""
+"""Strategies by device; on a CPU, test_performance.py and test_same_curve.py compare the others."""
 
 
 def sections(device: str) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 """Program of two ranks that exchange files of a folder through `peers`, and write down what happened."""
 
 import json
+import logging
+import shutil
 import sys
 from pathlib import Path
 
 from composer.utils import dist
+from faults import Fault, active
 
 from diffusion.checkpointing.checkpoint_store import FileRecord, hash_file
 from diffusion.checkpointing.tiers import peers
+from diffusion.checkpointing.tiers.node_tier import NodeTier
 from diffusion.checkpointing.tiers.peers import Peers, exchange_files, new_group, receive_file, send_file
+from diffusion.checkpointing.tiers.tier_restore import newest_in_tiers
 
 
 class GivenUp(Exception):
@@ -16,6 +21,7 @@ class GivenUp(Exception):
 
 
 def main(root: Path) -> None:
+    logging.basicConfig(level='INFO', format='%(message)s')
     peers.CHUNK_BYTES = 1000
     dist.initialize_dist('cpu')
     rank = dist.get_global_rank()
@@ -66,6 +72,41 @@ def main(root: Path) -> None:
         else:
             target = root / case
             found[case] = attempt(lambda target=target, expected=expected: receive_file(target, expected, 0, group))
+    # Each of the two nodes has one rank. The second loses a file, has a damaged one, and then loses the whole folder.
+    tier = NodeTier('memory', root / f'node{rank}' / 'user' / 'run', 'run', replicate=True)
+    tier.folder.parent.parent.mkdir()
+    tier.open(begun=False)
+    found['kept'] = str(tier.kept_bytes([100, 7]))
+    work = tier.work_folder(5)
+    tier.begin(5, every_rank=True)
+    (work / f'__{rank}_0.distcp').write_bytes(bytes([rank]) * 1500)
+    if rank == 0:
+        (work / 'state.pt').write_bytes(b'state')
+    records = {path.name: hash_file(path) for path in work.iterdir()}
+    tier.upload(work, records, 5, lambda: None)
+    every = {name: each for rank_records in dist.all_gather_object(records) for name, each in rank_records.items()}
+    if rank == 0:
+        (work / '.metadata').write_bytes(b'index')
+        index = {'.metadata': hash_file(work / '.metadata')}
+        tier.upload(work, index, 5, lambda: None)
+        tier.publish(work, 5, every | index, {'run': 'run', 'batch': 5, 'kind': 'sharded', 'world_size': 2})
+    tier.finish(work, 5)
+    checkpoint = tier.folder / 'ba5'
+    found['files'] = ' '.join(sorted(path.name for path in checkpoint.iterdir()))
+    for tier.recipe_text in ('', 'changed'):
+        if rank == 1:
+            (checkpoint / 'state.pt').write_bytes(b'STATE')
+            (checkpoint / '__1_0.distcp').unlink()
+            if tier.recipe_text:
+                shutil.rmtree(checkpoint)
+        dist.barrier()
+        assert newest_in_tiers([tier], [], at_least=5) == checkpoint
+        assert {path.name for path in checkpoint.iterdir()} == {*every, '.metadata', 'receipt.json'}
+        assert all(hash_file(checkpoint / name) == record for name, record in every.items())
+    # A fault of one node concerns both.
+    with active(root, Fault('create', r'node1/.*receipt\.json', 'ENOSPC')):
+        assert newest_in_tiers([tier], [], at_least=5) is None
+    tier.close()
     (root / f'result-{rank}.json').write_text(json.dumps(found))
 
 

@@ -1,6 +1,7 @@
 """Exchange of files between two ranks over gloo, with faults on either side, after which neither waits."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ PROGRAM = Path(__file__).with_name('exchange_program.py')
 
 @pytest.fixture(scope='module')
 def exchanged(ranks, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
-    """Folder of the program, and what happened on each rank by case."""
+    """Folder of the program, and what happened on each rank by case, with its log."""
     root = tmp_path_factory.mktemp('exchange')
-    ranks.start_program(2, PROGRAM, root).end()
-    return root, [json.loads((root / f'result-{rank}.json').read_text()) for rank in range(2)]
+    logs = ranks.start_program(2, PROGRAM, root).end()
+    return root, [json.loads((root / f'result-{rank}.json').read_text()) | {'log': logs[rank]} for rank in range(2)]
 
 
 @pytest.mark.parametrize('case', ['equal', 'again'])
@@ -56,6 +57,20 @@ def test_faults_are_errors_on_the_ranks_that_they_concern(exchanged, case, sende
     assert not (root / 'wrong').exists() and (root / 'sent').read_bytes() == bytes([0]) * 3500
     if case not in ('abandoned', 'sent', 'wrong'):
         assert (root / f'{case}-0' / 'a1').read_bytes() == bytes([1]) * 3500, 'the other direction is not affected'
+
+
+def test_nodes_have_the_files_of_each_other_and_restore_what_one_has_lost(exchanged):
+    root, (first, second) = exchanged
+    assert first['kept'] == second['kept'] == '107'
+    assert first['files'] == second['files'] == '.metadata __0_0.distcp __1_0.distcp receipt.json state.pt'
+    damage = f'memory tier, ba5: another node has this file: {root}/node1/user/run/ba5/state.pt: does not match its'
+    assert damage in first['log'] and damage not in second['log']
+    restored = r'memory tier, ba5: complete on 2 nodes and verified; (\d) files \((\S+) GB\) came from other nodes; '
+    assert re.findall(restored, first['log']) == [('2', '1.5e-06'), ('4', '3.01e-06')]
+    assert re.search(
+        r'ba5: not used, its files could not be copied to all nodes \(\S+/node1/\S+: .*No space', first['log']
+    )
+    assert 'verified' not in second['log'] and 'not used' not in second['log']
 
 
 @given(domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9), per_node=st.integers(1, 3))

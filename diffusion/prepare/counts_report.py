@@ -53,7 +53,7 @@ class PrepareReport:
     """Images converted although their files contain stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Skipped files by suffix or another reason, such as `split test`, and images that the dataset had already."""
-    inputs: int | None = None
+    inputs: int = 0
     """Number of inputs (images, captions, rows or files): kept, rejected and skipped."""
     notes: list[str] = field(default_factory=list)
     """Further messages, for example about a filter for a column that no image has."""

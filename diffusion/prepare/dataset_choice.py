@@ -99,7 +99,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
     try:
         # YAML aliases could expand to gigabytes, and no card needs them.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
-            raise UserError(f'{where}: its YAML header has aliases; remove them in a local copy')
+            raise yaml.YAMLError('it has aliases; remove them in a local copy')
         content = yaml.safe_load(header)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f'{where}: its YAML header is not valid ({" ".join(str(error).split())})') from error

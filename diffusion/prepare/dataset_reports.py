@@ -98,7 +98,7 @@ def merged_report(
         details=summed_details(report.details for report in reports),
         repaired=summed_counts({'': report.repaired} for report in reports)[''],
         passed_over=summed_counts(report.passed_over for report in reports),
-        inputs=sum(report.inputs or 0 for report in reports),
+        inputs=sum(report.inputs for report in reports),
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
         statistics=_merged_statistics([report.statistics for report in reports]),
         fingerprint=first.fingerprint if len(reports) == 1 and not removed else None,

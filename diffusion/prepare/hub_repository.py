@@ -88,8 +88,8 @@ class Hub:
         api, url = f'{endpoint()}/api/datasets/{name}', f'{PREFIX}{name}'
         where = '' if revision is None else f'/revision/{quote(revision, safe="")}'
         info = _ask(lambda: self._get_json(f'{api}{where}')[0], url, name, revision)
-        commit = info.get('sha') if isinstance(info, dict) else None
-        if not isinstance(commit, str) or not re.fullmatch(r'[0-9a-f]{40}', commit):
+        commit = str(info.get('sha')) if isinstance(info, dict) else ''
+        if not re.fullmatch(r'[0-9a-f]{40}', commit):
             raise DataError(f'{url}: the answer of {api} has no commit; check that HF_ENDPOINT is a Hub, not a proxy')
         found: list[File] = []
         query: str | None = 'recursive=true&expand=false'

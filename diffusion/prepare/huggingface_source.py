@@ -79,7 +79,7 @@ class HuggingFaceSource:
         """Return the source pinned to the commit in the plan of an earlier start, given the parts in that plan."""
         places = (place for part in parts for place in (part['where'], *part['where'].get('pictures', ())))
         planned = next((parse_name(place['url']) for place in places if place.get('url', '').startswith('hf://')), None)
-        wanted = None if planned is None or os.path.exists(self.location) else parse_name(self.location)
+        wanted = None if os.path.exists(self.location) else parse_name(self.location)
         if planned is None or wanted is None or planned.repository != wanted.repository:
             return self
         return replace(self, commit=planned.revision)

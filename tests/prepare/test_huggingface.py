@@ -1,7 +1,6 @@
 """Datasets of the Hugging Face Hub, served on localhost, and snapshots of them in folders: one split, never mixed."""
 
 import json
-import random
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -27,7 +26,9 @@ from prepare.hub_datasets import (
 
 from diffusion import cli as command
 from diffusion.errors import DataError, GaveUp, UserError
+from diffusion.prepare import dataset_choice
 from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.hub_repository import Hub
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
@@ -143,6 +144,12 @@ def test_stopped_preparation_resumes_at_its_commit(hub: HubServer, tmp_path: Pat
     dataset.revisions['earlier'], dataset.files = dataset.files, {'train.parquet': parquet_of(rows('test'))}
     with pytest.raises(UserError, match=rf'settings.source.location: {name} at the start, org/tars now'):
         prepared('org/tars', out)
+    plan = tmp_path / 'out.work/plan.json'
+    content = plan.read_text()
+    plan.write_text(content[:-1])
+    with pytest.raises(UserError, match='plan.json is damaged'):
+        prepared(name, out)
+    plan.write_text(content)
     report = prepared(name, out)
     assert (out / 'captions.txt').read_text().splitlines() == expected('train')
     assert report is not None and report.notes == [f'{name} at commit {commit}, split train']
@@ -152,8 +159,6 @@ def test_hub_copies_as_parquet_have_configurations(hub: HubServer) -> None:
     files = {f'{config}/{split}/0000.parquet': parquet_of(rows(split)) for config in 'ab' for split in NUMBERS}
     hub.datasets['org/parquet'].revisions['refs/convert/parquet'] = files
     location = 'hf://datasets/org/parquet@refs/convert/parquet'
-    with pytest.raises(UserError, match='has the configurations a, b; choose one with --config'):
-        captions(location)
     assert captions(location, config='b', split='test') == expected('test')
     assert captions(f'{location}/a') == expected('train')
 
@@ -168,13 +173,18 @@ def test_failing_downloads_are_retried(hub: HubServer, faults: list[int | str], 
     assert not hub.faults
 
 
-def test_failure_of_the_hub_is_not_the_users_mistake(hub: HubServer) -> None:
+def test_failure_of_the_hub_is_not_the_users_mistake(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.api_faults[:] = [500] * 4
     with pytest.raises(DataError, match=rf'org/parquet: the Hub at {hub.url} does not answer \(.*500.*start again'):
         HuggingFaceSource('org/parquet').parts()
     hub.api_faults[:] = [403]
     with pytest.raises(UserError, match=r'org/parquet: the Hub refuses access \(403\): check HF_TOKEN'):
         HuggingFaceSource('org/parquet').parts()
+    for answer in ({}, [], {'sha': 'main'}):
+        with monkeypatch.context() as patch:
+            patch.setattr(Hub, '_get_json', lambda hub, url, answer=answer: (answer, None))
+            with pytest.raises(DataError, match='has no commit; check that HF_ENDPOINT is a Hub, not a proxy'):
+                HuggingFaceSource('org/parquet').parts()
     parts = HuggingFaceSource('org/parquet').parts()
     hub.faults[:] = ['wrong'] * 4
     with pytest.raises(GaveUp, match=r'data/train-00000-of-00002\.parquet: cannot be read.* hash '):
@@ -252,10 +262,12 @@ def test_offline_mode_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) 
         HuggingFaceSource('org/parquet').parts()
 
 
-def test_wrong_column_is_found_before_a_download(hub: HubServer) -> None:
+def test_wrong_column_is_found_before_a_download(hub: HubServer, tmp_path: Path) -> None:
     tables = {f'train-{n}.parquet': parquet_of({'url': ['https://a/1.jpg'], 'text': ['x']}) for n in range(2)}
     with pytest.raises(UserError, match=r'--url_list hf://datasets/org/other@\w+/train-0\.parquet .*--url_col url'):
         HuggingFaceSource(add(hub, tables)).parts()
+    with pytest.raises(UserError, match=rf'--url_list {tmp_path}/train-0\.parquet .*--url_col url'):
+        HuggingFaceSource(str(write_files(tmp_path, tables))).parts()
     with pytest.raises(UserError, match=r"has no column 'txt', only .*; correct --caption-column: did you mean 'text'"):
         HuggingFaceSource('org/parquet', caption_column='txt').parts()
     assert not [request for request in hub.requests if request.startswith('HEAD') and request.endswith('.parquet')]
@@ -287,8 +299,6 @@ def test_text_that_is_no_path_rejects_its_row(hub: HubServer) -> None:
         ('train.parquet', parquet_of({'url': ['https://a/1.jpg'], 'caption': ['x']})),
         ('train.parquet', parquet_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
         ('train.arrow', arrow_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
-        ('train.csv', b'url,caption\nhttps://a/1.jpg,x\n'),
-        ('train.jsonl', b'{"url": "https://a/1.jpg", "caption": "x"}\n'),
     ],
 )
 def test_addresses_are_refused_with_the_commands_to_run(tmp_path: Path, name: str, content: bytes) -> None:
@@ -327,20 +337,15 @@ def test_captions_beside_images_are_found_whatever_the_case_of_suffixes(tmp_path
 
 
 @pytest.mark.parametrize(
-    ('files', 'split', 'message'),
+    ('files', 'message'),
     [
-        ({'dev.parquet': b'', 'test.parquet': b''}, None, 'has the splits validation, test; choose one with --split'),
-        ({'train.parquet': b'', 'test.parquet': b''}, 'tset', r"has no split 'tset'; did you mean 'test'\?"),
-        ({'a.parquet': b''}, 'test', r"has no split 'test'; known: train"),
-        ({'images.zip': b''}, None, r'has its images in images\.zip; download it'),
-        ({'cats/1.png': b'', 'dogs/2.png': b''}, None, r'has images without captions; they need a metadata\.jsonl'),
-        ({'cats/1.png': b'', 'meta.csv': b''}, None, r'or a \.txt or \.json beside each image; it has meta\.csv'),
-        ({'notes.txt': b''}, None, 'has no Parquet files, tars, TFRecords, Arrow files or images'),
+        ({'cats/1.png': b'', 'dogs/2.png': b''}, r'has images without captions; they need a metadata\.jsonl'),
+        ({'cats/1.png': b'', 'meta.csv': b''}, r'or a \.txt or \.json beside each image; it has meta\.csv'),
     ],
 )
-def test_wrong_split_has_a_way_out(tmp_path: Path, files: dict[str, bytes], split: str | None, message: str) -> None:
+def test_images_need_captions(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        HuggingFaceSource(str(write_files(tmp_path / 'snapshot', files)), split=split).parts()
+        HuggingFaceSource(str(write_files(tmp_path / 'snapshot', files))).parts()
 
 
 def test_saved_dataset_without_splits_is_read(tmp_path: Path) -> None:
@@ -348,13 +353,6 @@ def test_saved_dataset_without_splits_is_read(tmp_path: Path) -> None:
     files = {'state.json': json.dumps(state).encode(), 'dataset_info.json': b'{}'}
     files |= {f'data-{number}.arrow': arrow_of(rows('train', [number])) for number in range(2)}
     assert captions(write_files(tmp_path / 'saved', files)) == ['train 1', 'train 0']
-    (tmp_path / 'saved' / 'data-0.arrow').unlink()
-    with pytest.raises(UserError, match=r'lacks data-0\.arrow, which state\.json lists'):
-        captions(tmp_path / 'saved')
-    for damaged in ({'_indices_data_files': [{'filename': 'i.arrow'}], **state}, {}, []):
-        (tmp_path / 'saved' / 'state.json').write_text(json.dumps(damaged))
-        with pytest.raises(UserError, match=r'flatten_indices|is not the state of a dataset'):
-            captions(tmp_path / 'saved')
 
 
 def test_saved_dataset_in_a_folder_is_read_without_its_caches(tmp_path: Path) -> None:
@@ -363,29 +361,6 @@ def test_saved_dataset_in_a_folder_is_read_without_its_caches(tmp_path: Path) ->
     folder = write_files(tmp_path / 'in', files)
     assert captions(folder) == captions(folder / 'sets') == captions(folder / 'sets' / 'a') == expected('train')
     assert captions(folder, split='test') == captions(folder / 'sets' / 'a' / 'test') == expected('test')
-    write_files(folder, {f'sets/b/{name}': content for name, content in saved.items()})
-    with pytest.raises(UserError, match='has several saved datasets: sets/a, sets/b; give the folder of one'):
-        captions(folder)
-
-
-def test_saved_dataset_beside_larger_parquet_files_is_not_read(tmp_path: Path) -> None:
-    files = {f'sets/{name}': content for name, content in saved_dataset().items()}
-    large = parquet_of(rows('train', [9]) | {'noise': [random.Random(0).randbytes(120_000)]})
-    assert len(large) > sum(len(content) for name, content in files.items() if name.endswith('.arrow'))
-    assert captions(write_files(tmp_path / 'in', files | {'train.parquet': large})) == ['train 9']
-
-
-@pytest.mark.parametrize('kind', ['parquet', 'png'])
-def test_only_split_for_testing_is_not_taken_for_the_training_data(tmp_path: Path, kind: str) -> None:
-    if kind == 'parquet':
-        files = {'data/a.parquet': parquet_of(rows('train')), 'test/b.parquet': parquet_of(rows('test'))}
-    else:
-        files = {f'{name}.png': image(number) for name, number in (('cats/1', 1), ('test/20', 20))}
-        files |= {'cats/1.txt': b'train 1', 'test/20.txt': b'test 20'}
-    folder = write_files(tmp_path / 'in', files)
-    with pytest.raises(UserError, match=r'has the split test, and 1 files without a split, such as \w+/.*--split'):
-        captions(folder)
-    assert captions(folder, split='test')[0] == 'test 20'
 
 
 def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> None:
@@ -429,72 +404,22 @@ def test_rows_of_mixed_types_are_rejected_one_by_one(tmp_path: Path) -> None:
     assert counts == {'caption_not_text': 2, 'no_caption': 1}
 
 
-def test_cache_of_a_repository_is_refused(tmp_path: Path) -> None:
-    cache = write_files(tmp_path / 'datasets--org--name', {'blobs/1': b'', 'snapshots/abc/data/train.parquet': b''})
-    with pytest.raises(UserError, match=r'is the cache of a Hub repository.*snapshots/abc'):
-        HuggingFaceSource(str(cache)).parts()
-
-
 def test_listing_outside_the_repository_is_refused(hub: HubServer) -> None:
     with pytest.raises(UserError, match=r"lists a file '\.\./\.\./evil\.png' outside the repository"):
         HuggingFaceSource(add(hub, {'../../evil.png': image(1), **image_dataset()})).parts()
 
 
-def test_card_chooses_configuration_and_files(hub: HubServer) -> None:
-    card = b"""---
-license: other
-license_name: mine
-configs:
-- config_name: small
-  data_files: [{split: train, path: "s/a-[0-9].parquet"}, {split: test, path: s/b.parquet}]
-- config_name: large
-  data_dir: l
----
-"""
-    files = {'README.md': card, 's/a-0.parquet': parquet_of(rows('train', [1]))}
-    files |= {'s/b.parquet': parquet_of(rows('test', [21])), 'l/train.parquet': parquet_of(rows('train', [2]))}
-    files['l/val.parquet'] = parquet_of(rows('validation', [31]))
-    name = add(hub, files)
-    with pytest.raises(UserError, match='has the configurations small, large; choose one with --config'):
-        captions(name)
-    with pytest.raises(UserError, match=r"has no configuration 'smal'; did you mean 'small'\?"):
-        captions(name, config='smal')
-    assert captions(name, config='small') == ['train 1']
-    assert captions(name, config='small', split='test') == ['test 21']
-    assert captions(name, config='large', split='validation') == ['validation 31']
-    part = HuggingFaceSource(name, config='small').parts()[0]
-    assert part.license == 'other, mine'
-    counts = {kind: files.count for kind, files in part.passed_over.items()}
-    assert counts == {'.md': 1, 'split test': 1, 'other configuration or no split': 2}
-    assert captions(f'hf://datasets/{name}/s/b.parquet') == ['test 21']
-    hub.datasets[name].files['README.md'] = card.replace(b'- config_name: large', b'- config_name: default')
-    assert captions(name) == ['train 2']
-
-
-def test_card_decides_on_splits_where_names_do_not(hub: HubServer) -> None:
-    data = '[{split: train, path: a.parquet}, {split: eval, path: b.parquet}]'
-    files = {name: parquet_of(rows('train', [n])) for n, name in enumerate(('a.parquet', 'b.parquet', 'c.parquet'))}
-    files['README.md'] = f'---\nconfigs: [{{config_name: x, data_files: {data}}}]\n---\n'.encode()
-    name = add(hub, files)
-    assert captions(name) == captions(f'hf://datasets/{name}/**') == ['train 0']
-    assert captions(name, split='eval') == ['train 1']
-    assert captions(f'hf://datasets/{name}/c.parquet') == ['train 2']
-    hub.datasets[name].files['README.md'] = files['README.md'].replace(b'a.parquet', b'"*"')
-    with pytest.raises(UserError, match=r'b\.parquet is in the splits train and eval according to the dataset card'):
-        captions(name)
-
-
-@pytest.mark.parametrize(
-    ('header', 'message'),
-    [
-        ('license: [', 'its YAML header is not valid'),
-        ('a: &a [1]\nb: *a', 'its YAML header has aliases'),
-        ('configs: 5', 'its card has invalid `configs`'),
-        ('configs: [{config_name: a, data_files: [{split: train}]}]', '`data_files` of its card is invalid'),
-        ('configs: [{config_name: a, data_files: x/*}]', 'no file matches the patterns of its card for a'),
-    ],
-)
-def test_invalid_card_has_a_way_out(tmp_path: Path, header: str, message: str) -> None:
-    files = {'README.md': f'---\n{header}\n---\n'.encode(), 'train.parquet': parquet_of(rows('train'))}
-    with pytest.raises(UserError, match=message):
-        HuggingFaceSource(str(write_files(tmp_path / 'snapshot', files))).parts()
+def test_headers_of_cards_and_tables_are_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_choice, 'MAX_HEADER_BYTES', 10)
+    assert dataset_choice.read_card(b'--- \nlicense: x\n--- \ntext', 'card') == {'license': 'x'}
+    with pytest.raises(UserError, match='card: its YAML header has 11 characters; shorten it in a local copy'):
+        dataset_choice.read_card(b'---\nlicense: xy\n---\n', 'card')
+    for text in (b'', b'license: x\n---\n', b'---\nlicense: x\n', b'---\n- x\n---\n'):
+        assert dataset_choice.read_card(text, 'card') == {}
+    monkeypatch.setattr(dataset_choice, 'MAX_TABLE_BYTES', 10)
+    for table, message in (
+        (b'url,text\n\n', 'img2dataset --url_list'),
+        (b'url,text\n\n\n', 'has no Parquet files, tars'),
+    ):
+        with pytest.raises(UserError, match=message):
+            HuggingFaceSource(str(write_files(tmp_path, {'a.csv': table}))).parts()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn import report_of, samples
+from hub_datasets import parquet_of
 from PIL import Image
 
 from diffusion.cli import CommandParser
@@ -63,28 +64,16 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('c.csv', b'path,caption\na.jpg,x\n', r"c\.csv line 1: has no column 'file'"),
-        ('c.csv', b'file,description\na.jpg,x\n', r"c\.csv line 1: has no column 'captions' or 'caption' or 'text'"),
-        ('c.csv', b'file,caption\na.jpg,a dog, brown\n', r'c\.csv line 2: has 3 cells, more than the 2 columns'),
-        ('c.csv', b'file,text,text\na.jpg,x,y\n', r"c\.csv line 1: has two columns 'text'"),
-        ('c.csv', 'file,caption\na.jpg,x\n'.encode('utf-16-le'), r'c\.csv line 1: is not UTF-8 text, but UTF-16'),
-        ('c.jsonl', b'{"name": "a.jpg", "text": "x"}\n', r"c\.jsonl: has no column 'file' or 'file_name', only"),
-        ('c.jsonl', b'{"file": "a.jpg", "note": "x"}\n', r"c\.jsonl: has no column 'captions' or .* only"),
-        ('c.csv', b'file,caption\na.jpg,"x\n', r'c\.csv line 2: is not valid CSV'),
         ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'[' * 100_000 + b'\n', r'line 1: is not JSON'),
-        ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list; write one object with `file` and `caption` per line'),
-        ('c.csv', b'file;caption\na.jpg;x\n', r"only \['file;caption'\]; separate its cells with commas, not with ';'"),
-        ('c.jsonl', '{"file": "a.jpg"}'.encode('utf-16-le'), r'c\.jsonl line 1: is not UTF-8 text, but UTF-16'),
-        ('c.txt', b'', 'neither .csv nor .jsonl'),
-        ('folder', None, r'--captions: .*/folder does not exist'),
+        ('c.parquet', parquet_of({'name': ['a.jpg']}), r"c\.parquet: has no column 'file' .*; rename the right one"),
+        ('c.parquet', b'PAR1', r'c\.parquet: is not valid Parquet \(.*\); write it again'),
     ],
 )
 def test_invalid_captions_file_is_an_error(
-    source: Path, out: Path, tmp_path: Path, name: str, content: bytes | None, message: str
+    source: Path, out: Path, tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     draw(source / 'a.jpg')
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         prepare_folder(source, out, [16], captions=tmp_path / name)
     assert not out.exists()

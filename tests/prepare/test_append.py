@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from golden import check_golden
 from object_store import Store
 
 from diffusion.cli import main
+from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare.append import append
 from diffusion.prepare.counts_report import PrepareReport
@@ -22,6 +24,7 @@ from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.image_record import EarlierImages, read_images
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver
+from diffusion.storage.places import LocalPlace
 
 CHOICES: dict[str, Any] = {'aspects': ['32x32', '32x24'], 'duplicates': 'near', 'shard_mb': 0.01}
 
@@ -147,6 +150,9 @@ class Awkward(Slice):
             8: {'captions': ['long ' * 11]},
             9: {'metadata': {'Score': 'high'}},
             14: {'captions': [f'{name} {number}' for name in 'abc'], 'caption_columns': [*'aab']},
+            31: {'image': encode(draw(1).resize((50, 40)), 'PNG')},
+            32: {'image': encode(draw(902, width=64, height=64), 'PNG')},
+            33: {'image': encode(draw(902, width=64, height=64).resize((128, 128)), 'PNG')},
         }
         if number in (10, 11):
             return PassedOver(f'.hidden-{number}')
@@ -157,13 +163,18 @@ def test_files_and_reports_of_a_dataset_that_grows_and_loses_images(tmp_path: Pa
     filters = {'min_side': 10, 'min_caption': 2, 'max_caption': 50, 'columns': {'score': {'min': 1, 'max': 11}}}
     choices: dict[str, Any] = {'filters': filters, 'hold_out': 3, 'max_rejected': 0.1, 'shard_mb': 67}
     out, texts = tmp_path / 'out', {}
-    texts['1 prepared.txt'] = start(out, Awkward(2, 15), **choices).text(out)
+    prepared = start(out, Awkward(2, 15), **choices)
+    files = {name: (out / name).glob('*.mds') for name in prepared.bytes}
+    assert prepared.bytes == {name: sum(file.stat().st_size for file in of) for name, of in files.items()}
+    texts['1 prepared.txt'], texts['1 page.html'] = prepared.text(out), (out / 'report.html').read_text()
+    texts['1 report.json'] = re.sub(r'\n {4,}', ' ', (out / 'report.json').read_text())
+    held_out = out.with_name('out-held-out')
+    texts['1 held out.txt'] = PrepareReport.read(held_out / 'report.json').text(held_out)
     second = Awkward(1, 20, first=15, shift=1000, shifted_below=18, also=sliced(10, 20, each=10, prefix='new/'))
     texts['2 added.txt'] = add(out, second, **choices).text(out)
     texts['2 page.html'] = (out / 'report.html').read_text()
     assert main(['data', 'remove', str(out), '--key', 'image-16', 'image-28', 'image-2', '--keep-old-shards']) == 0
     texts['3 removed.txt'] = capsys.readouterr().out
-    texts['3 report.json'] = re.sub(r'\n {4,}', ' ', (out / 'report.json').read_text())
     texts['3 dataset.json'] = re.sub(r'\n {2,}', ' ', (out / 'dataset.json').read_text())
     texts['3 captions.txt'] = (out / 'captions.txt').read_text()
     for path in sorted(out.rglob('images*.parquet')):
@@ -207,12 +218,22 @@ def test_last_earlier_image_with_a_key_is_found(count: int) -> None:
     assert found.tolist() == [last.get(key, -1) for key in asked.tolist()]
 
 
-def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tmp_path: Path) -> None:
+def test_append_with_other_settings_lists_each_difference_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start(tmp_path / 'out', sliced(0, 10))
     before = hashes(tmp_path / 'out', '*')
-    message = r'duplicates: near there, exact now.*filters.min_side: 1 there, 9 now.*sizes: \[16, 32\] there'
-    with pytest.raises(UserError, match=f'(?s){message}'):
-        add(tmp_path / 'out', sliced(10, 20), sizes=[16], duplicates='exact', filters={'min_side': 9})
+    lines = ['duplicates: near there, exact now', 'filters.min_side: 1 there, 9 now', 'sizes: [16, 32] there, [16] now']
+    others: dict[str, Any] = {'sizes': [16], 'duplicates': 'exact', 'filters': {'min_side': 9}}
+    for values, expected in ((others, lines), ({'buckets': 'largest'}, ['buckets: every there, largest now'])):
+        with pytest.raises(UserError, match='out was prepared with other settings:\n') as raised:
+            add(tmp_path / 'out', sliced(10, 20), **values)
+        assert [line.strip() for line in str(raised.value).splitlines()[1:-1]] == expected
+    with pytest.raises(RecipeError, match='workers: 0 is out of range'):
+        append(replace(settings(tmp_path / 'out', **CHOICES), workers=0))
+    monkeypatch.setattr(LocalPlace, 'check_conditions', Mock(side_effect=UserError('no conditional writes')))
+    with pytest.raises(UserError, match='no conditional writes'):
+        add(tmp_path / 'out', sliced(10, 20))
     assert hashes(tmp_path / 'out', '*') == before
     assert not (tmp_path / 'out.work').exists()
 
@@ -262,6 +283,7 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
     assert len(PrepareReport.read(tmp_path / 'out/report.json').deliveries) == 3
     files = {f'{folder}/{shard["raw_data"]["basename"]}' for folder, shard in indexed(tmp_path / 'out')}
     assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'
+    assert len([*(tmp_path / 'out/deliveries').iterdir()]) == 3
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Captions of tables joined to images of other sources by key: each image and each row is used or named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from prepare.tfrecords import example, record
 from diffusion.errors import UserError
 from diffusion.prepare import caption_table
 from diffusion.prepare.append import append
+from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 
@@ -123,6 +125,13 @@ def test_answers_in_tables_filter_images(tmp_path: Path) -> None:
     write_files(tmp_path / 'tables', {'others.csv': 'key,short,original\n0,,other\n'})
     report_of(content | {'filters': {}, 'out': str(tmp_path / 'other')})
     assert samples(tmp_path / 'other/16px')[0]['captions'] == ['short 0', 'other']
+
+
+def test_captioned_source_is_pinned_to_the_planned_commit(tmp_path: Path) -> None:
+    table = caption_table.CaptionTable('t', (), None, None, tmp_path)
+    source = caption_table.CaptionedSource(HuggingFaceSource('org/a'), table)
+    planned = [{'where': {'url': f'hf://datasets/org/a@{"c" * 40}/train.parquet'}}]
+    assert source.pinned_to(planned) == replace(source, source=HuggingFaceSource('org/a', commit='c' * 40))
 
 
 def test_changed_table_is_another_input(tmp_path: Path) -> None:

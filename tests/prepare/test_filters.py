@@ -27,6 +27,9 @@ def test_limits_on_sides_aspect_and_columns() -> None:
     assert problem(filters, AESTHETIC_SCORE=4.5, punsafe=0.5) is None
     assert problem(filters, aesthetic_score=4.49, punsafe=0.9) == 'aesthetic_score_below_4.5'
     assert problem(filters, aesthetic_score='5.1', pUnsafe=0.51) == 'punsafe_above_0.5'
+    answers = Filters(columns={'watermark': ValueRange(0, 1)}), Filters(columns={'watermark': ValueRange(1, 1)})
+    assert [problem(each, watermark=' Yes. ') for each in answers] == [None, None]
+    assert [problem(each, watermark='NO') for each in answers] == [None, 'watermark_below_1']
 
 
 @pytest.mark.parametrize('value', [None, float('nan'), float('inf'), 'high', '', [1], 10**400])

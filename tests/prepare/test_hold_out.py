@@ -1,6 +1,5 @@
 """Held-out images: chosen by their keys, never trained on, and placed together with the training set."""
 
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +13,6 @@ from object_store import Store
 from xxhash import xxh3_64_intdigest
 
 from diffusion.errors import UserError
-from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.output_folders import FolderOutput
 from diffusion.prepare.source import Entry
 from diffusion.prepare.work_dir import WorkFolder
@@ -75,26 +73,6 @@ def test_too_few_images_to_hold_out_is_an_error_with_their_number(tmp_path: Path
         run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=18)
     assert not list(tmp_path.iterdir())
     run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=17)
-
-
-def test_reports_count_held_out_images_per_bucket(tmp_path: Path) -> None:
-    out = tmp_path / 'out'
-    report = run(out, hold_out=6, sizes=[16, 32])
-    stored = {name: len(found) for name, found in keys(held_out(out)).items()}
-    assert stored['16px'] == 6 > stored['32px'] > 0
-    line = f'{out}-held-out: 6 held-out images (16px 6, 32px {stored["32px"]})'
-    assert line in report.text(out).splitlines()
-    read = PrepareReport.read(out / 'report.json')
-    assert read.held_out == report.held_out and vars(read) == vars(report)
-    page = (out / 'report.html').read_text()
-    section = page[page.index('<h2>Held out</h2>') : page.index('<h2>Rejected</h2>')]
-    assert re.findall(r'<th>(\d+px)</th><td class="number">(\d+)</td>', section)[0] == ('16px', '6')
-    assert section.count('<img') == 6
-    of_held_out = PrepareReport.read(held_out(out) / 'report.json')
-    assert (of_held_out.pictures, of_held_out.buckets) == (6, stored)
-    assert of_held_out.notes == [f'held out from {out}']
-    run(tmp_path / 'all')
-    assert '<h2>Held out</h2>' not in (tmp_path / 'all/report.html').read_text()
 
 
 def test_same_command_again_does_nothing_unless_a_dataset_is_missing(tmp_path: Path) -> None:

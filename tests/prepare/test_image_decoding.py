@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms, ImageFile, PngImagePlugin
+from PIL import Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin
 from prepare.drawn import encode as file_of
 from prepare.drawn import smooth, swapped_profile
 
@@ -329,6 +329,11 @@ def test_large_jpeg_is_reduced(width: int, height: int, side: int, factor: int, 
     small, expected = (np.asarray(shrink(each.image, size).convert('RGB'), np.float32) for each in (fast, whole))
     assert small.shape == expected.shape
     assert np.sqrt(np.square(small - expected).mean()) < 2.5
+
+
+def test_jpegs_of_quality_95_and_more_keep_the_full_resolution_of_colors() -> None:
+    files = [io.BytesIO(encode(smooth(), kind='jpeg', quality=quality)) for quality in (94, 95)]
+    assert [JpegImagePlugin.get_sampling(Image.open(file)) for file in files] == [2, 0]  # 4:2:0, then 4:4:4
 
 
 @pytest.mark.parametrize('progressive', [False, True])

@@ -77,7 +77,8 @@ def test_images_without_content_are_flat() -> None:
     blank = [Image.new('RGB', size, 'navy') for size in ((64, 64), (1, 1), (3, 2000), (2000, 3))]
     assert all(perceptual_hash(image).is_flat and 0 <= exact_hash(image) < 2**64 for image in (*blank, noise))
     assert not any(perceptual_hash(scene(seed)).is_flat for seed in range(10))
-    halves = [Image.fromarray(np.repeat(np.uint8([[100, 100 + step]]), 16, 1).repeat(32, 0)) for step in (7, 8, 9)]
+    levels = (np.array([[100, 100 + step]], np.uint8) for step in (7, 8, 9))
+    halves = [Image.fromarray(np.repeat(each, 16, 1).repeat(32, 0)) for each in levels]
     assert [perceptual_hash(image).is_flat for image in halves] == [True, False, False]
 
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -112,6 +114,12 @@ def test_damaged_plan_is_named(prepared, tmp_path, damage):
     work.plan.write_text(damage(work.plan.read_text()))
     with pytest.raises(UserError, match=rf'^work: {tmp_path}/plan.json is damaged .*; remove .* to start over'):
         plan.write_or_check(work)
+
+
+def test_parts_of_the_same_name_are_refused(prepared):
+    twice: Any = SimpleNamespace(parts=lambda: [Part(name, {}, 1, '') for name in ('a', 'b', 'a')])
+    with pytest.raises(UserError, match='^/in: several parts are named a; rename a file$'):
+        InputPlan.make(prepared, twice)
 
 
 def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +35,16 @@ from PIL import Image
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.prepare import convert_part as part_module
 from diffusion.prepare import input_plan
+from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.image_decoding import decode_image
+from diffusion.prepare.part_shards import ShardPlace
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import run_job
+from diffusion.storage.mds import ShardFormat
 
 
 def names(folder: Path) -> list[str]:
@@ -169,6 +173,24 @@ def test_interrupted_preparation_resumes_from_finished_parts(tmp_path: Path) -> 
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 
+def test_resumed_preparation_does_not_search_for_duplicates_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_after_parts(jobs: Any) -> Iterator[Any]:
+        for job in jobs:
+            if not isinstance(job, PartJob):
+                raise KeyboardInterrupt
+            yield run_job(job)
+
+    choices: dict[str, Any] = {'duplicates': 'near', 'max_distance': 8}
+    run(tmp_path / 'whole', Repeating(2, 8), **choices)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings(tmp_path / 'out', **choices), source=Repeating(2, 8), run=stop_after_parts)
+    monkeypatch.setattr(Catalog, '_search', None)
+    assert run(tmp_path / 'out', Repeating(2, 8), **choices).rejected['duplicate'].count == 8
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
 def test_every_file_is_flushed_before_it_is_renamed_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power failure could leave an empty file under its final name."""
     flushed, missed = set(), set()
@@ -179,7 +201,8 @@ def test_every_file_is_flushed_before_it_is_renamed_into_place(tmp_path: Path, m
 
     def checking_run(jobs: Any) -> Iterator[Any]:
         for done in map(run_job, jobs):
-            find_unflushed('out.work/parts/*/*')
+            for pattern in ('parts/*/*', 'plan.json'):
+                find_unflushed(f'out.work/{pattern}')
             yield done
 
     monkeypatch.setattr(os, 'fsync', lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
@@ -281,9 +304,35 @@ def test_part_with_a_permanent_read_error_fails_with_its_name(tmp_path: Path, mo
 def test_a_process_that_dies_is_known_by_the_image_it_reads_or_the_one_before(tmp_path: Path) -> None:
     notes: list[str] = []
     source = DrawnSource(1, 2)
-    PartJob(0, source.parts()[0], source, settings(tmp_path / 'out'), tmp_path / 'part')(notes.append)
+    job = PartJob(0, source.parts()[0], source, settings(tmp_path / 'out'), tmp_path / 'part')
+    counts = job(notes.append)
     expected = [f'{what} {key!r}' for key in ('image-0', 'image-1') for what in ('image', 'the entry after image')]
     assert notes == expected
+    assert job(notes.append) == counts and notes == expected, 'a finished part is not read again'
+
+
+def test_the_first_of_two_machines_that_convert_the_same_part_finishes_it(tmp_path: Path) -> None:
+    source = DrawnSource(1, 3)
+    job = PartJob(0, source.parts()[0], source, settings(tmp_path / 'out'), tmp_path / 'part')
+
+    class Raced(DrawnSource):
+        def read(self, part: Part) -> Iterator[Entry]:
+            assert job(print).inputs == 3
+            yield from super().read(part)
+
+    assert replace(job, source=Raced(1, 2))(print).inputs == 3 and names(tmp_path) == ['part']
+
+
+def test_a_shard_of_a_part_is_written_when_the_next_sample_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, 'SHARD_BYTES', 10)
+    shards = part_module.ShardBuffer(ShardPlace(tmp_path, None), ShardFormat({'key': 'str'}, 10))
+    places = [shards.add(bytes(size)) for size in (4, 6, 1, 11, 1)]
+    assert places == [(0, 0, 4), (0, 4, 6), (1, 0, 1), (2, 0, 11), (3, 0, 1)]
+    for _ in range(2):
+        shards.flush()
+        assert names(tmp_path) == [f'shard.0000{number}.mds' for number in range(4)]
 
 
 def test_unexpected_error_names_the_image(tmp_path: Path) -> None:
@@ -405,19 +454,19 @@ def prepared(images: Path, out: Path, jobs: list[str], **values: Any) -> Prepare
     return report_of(given, run=partial(map, recording))
 
 
-@pytest.mark.parametrize(('count', 'pieces'), [(1, 256), (3, 85), (63, 4), (64, 0)])
-def test_few_parts_are_divided_into_pieces_for_all_cores(tmp_path: Path, count: int, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ('count', 'most', 'pieces'), [(1, 999, 256), (3, 999, 85), (63, 999, 4), (64, 999, 0), (1, 2, 2), (1, 1, 0)]
+)
+def test_few_parts_are_divided_into_pieces_for_all_cores(tmp_path: Path, count: int, most: int, pieces: int) -> None:
     class Divisible(DrawnSource):
         def divide(self, part: Part, wanted: int) -> list[Part]:
-            return [part] * wanted
+            return [part] * min(wanted, most)
 
-    source = Divisible(count)
-    plan = input_plan.InputPlan.make(settings(tmp_path), source)
-    found = input_plan.pieces_of(plan, source)
-    names = [
-        f'{number:06}' + (f'.{piece:03}' if pieces else '') for number in range(count) for piece in range(pieces or 1)
-    ]
-    assert [piece.name for piece in found] == names and {piece.is_whole for piece in found} == {not pieces}
+    plan = input_plan.InputPlan.make(settings(tmp_path), Divisible(count))
+    found = input_plan.pieces_of(plan, Divisible(count))
+    ends = [f'.{piece:03}' for piece in range(pieces)] or ['']
+    assert [piece.name for piece in found] == [f'{number:06}{end}' for number in range(count) for end in ends]
+    assert {piece.is_whole for piece in found} == {not pieces}
 
 
 def test_divided_folder_gives_the_same_dataset(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

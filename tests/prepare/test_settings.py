@@ -52,7 +52,8 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     short = ['parquet', 'images', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512']
     short += ['--workers', '3', '--caption-column', 'alt']
     short += ['--aspects', '640x384', '512x512', '--duplicates', 'near', '--set', 'filters.columns.aesthetic.min=4.5']
-    assert parsed('parquet', 'a', '--out', 'b', '--sizes', '8', '--aspects', 'sdxl').aspects == 'sdxl'
+    for name in ('none', 'sdxl'):
+        assert parsed('parquet', 'a', '--out', 'b', '--sizes', '8', '--aspects', name).aspects == name
     with pytest.raises(UserError, match='--sizes: is missing; give the side lengths of the resolution buckets'):
         parsed('parquet', 'a', '--out', 'b')
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))

@@ -76,7 +76,7 @@ TYPES: dict[str, Any] = {
     'kind': pa.array(['photo']).dictionary_encode(),
     'pairs': pa.array([[('a', 1)]], pa.map_(pa.string(), pa.int64())),
 }
-REPEATED = {name: pa.concat_arrays([pa.array(TYPES[name])] * 3) for name in ('nested', 'kind', 'pairs', 'day')}
+REPEATED = {name: pa.concat_arrays([pa.array(TYPES[name])] * 3) for name in ('nested', 'kind', 'pairs', 'day', 'took')}
 THREE = {'jpg': [b'0', b'1', b'2'], 'note': NOT_UTF8} | REPEATED
 SEVERAL = {'image': [b'thumbnail'], 'full.size': [b'x'], 'caption': ['short'], 'dense': [['long', 'longer']]}
 TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -103,7 +103,10 @@ TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     'wrong captions': ({'jpg': [b'x'], 'text': ['c']}, {'caption_column': ['text', 'txt']}),
     'wrong key': ({'jpg': [b'x'], 'text': ['c']}, {'key_column': 'name'}),
     'images that are numbers': ({'jpg': [1], 'text': ['c']}, {}),
+    'paths that are numbers': ({'image': [{'path': 5}], 'text': ['c']}, {}),
     'links': ({'url': ['u'], 'text': ['c']}, {}),
+    'links without captions': ({'url': ['u'], 'title': ['c']}, {}),
+    'links that are bytes': ({'url': [b'u'], 'text': ['c']}, {}),
 }
 
 

@@ -15,6 +15,7 @@ from test_remove import caption_shards, check_bucket_list
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.caption_packing import pack
 from diffusion.storage.atomic import new_unfinished
+from diffusion.storage.mds import write_dataset
 
 
 @pytest.fixture(scope='module')
@@ -65,6 +66,16 @@ def test_shares_write_shards_and_images_without_captions_are_left_out_and_named(
     assert f'left out {left_out} samples' in printed and 'image-0, ' in printed
     assert keys(out) == {bucket: ['image-3'] if bucket in of_image else [] for bucket in keys(data)}
     check_bucket_list(out)
+
+
+def test_a_single_caption_becomes_the_first_of_a_list(tmp_path: Path) -> None:
+    rows = [{'key': f'image-{number}', 'caption': f'own {number}'} for number in range(2)]
+    write_dataset(tmp_path / 'data/32px', rows, {'key': 'str', 'caption': 'str'})
+    caption_shards(tmp_path / 'data')
+    assert pack(str(tmp_path / 'data'), str(tmp_path / 'out'), ['long', 'original']) == (2, [])
+    columns = {'caption_columns': ['original', 'long']}
+    expected = [{'key': row['key'], 'captions': [row['caption'], f'picture of {row["key"]}']} | columns for row in rows]
+    assert samples(tmp_path / 'out/32px') == expected
 
 
 def test_a_stopped_packing_resumes_and_damage_is_found(data: Path, tmp_path: Path, store: Store) -> None:

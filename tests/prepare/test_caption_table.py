@@ -47,7 +47,7 @@ def settings(kind: str, location: Path, captions: str, out: Path, **values: Any)
 @pytest.mark.parametrize('kind', SOURCES)
 def test_rows_and_images_are_joined_by_key_or_named(tmp_path: Path, kind: str) -> None:
     folder = write_files(tmp_path / 'in', SOURCES[kind])
-    table = write_files(tmp_path / 'captions', {'0.jsonl': '\n'.join(map(json.dumps, ROWS)), 'README.md': ''})
+    table = write_files(tmp_path / 'captions', {'0.jsonl': '\n'.join(map(json.dumps, [*ROWS, 7])), 'README.md': ''})
     report = report_of(settings(kind, folder, str(table), tmp_path / 'out', key_prefix='monday/'))
     stored = samples(tmp_path / 'out/16px')
     assert [sample['captions'] for sample in stored] == [['zero', 'a long zero', 'another'], ['one']]
@@ -58,8 +58,8 @@ def test_rows_and_images_are_joined_by_key_or_named(tmp_path: Path, kind: str) -
     unused = report.passed_over['captions without image']
     others = [str(row['key']) for row in ROWS if row['key'] and ('png' in str(row['key'])) != (kind == 'huggingface')]
     assert unused.names == sorted({*others, '9'}) and unused.count == len(unused.names)
-    assert report.passed_over['captions without key'].names == ['0.jsonl line 7']
-    assert report.inputs == 2 + 2 + unused.count + 1
+    assert report.passed_over['captions without key'].names == ['0.jsonl line 7', '0.jsonl line 10']
+    assert report.inputs == 2 + 2 + unused.count + 2
     assert f'captions by key from {table}' in report.notes
     assert caption_table._opened.cache_info().currsize == 0, 'the index is closed'
 

@@ -63,12 +63,14 @@ def test_stamp_changes_with_the_content(tmp_path: Path) -> None:
 
 
 def test_single_file_odd_folder_name_and_relative_braces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ('a.zip', 'set{1}/a.tar', '0.tar'):
+    for name in ('a.zip', 'set{1}/a.tar', 'set*/b.tar', '0.tar'):
         touch(tmp_path / name)
     assert [file.name for file in list_files(str(tmp_path / 'a.zip'), ['.tar'])] == ['a.zip']
     assert [file.name for file in list_files(str(tmp_path / 'set{1}'), ['.tar'])] == ['a.tar']
+    assert [file.name for file in list_files(str(tmp_path / 'set*'), ['.tar'])] == ['b.tar']
     monkeypatch.chdir(tmp_path)
     assert [file.url for file in list_files('{0..0}.tar', ['.tar'])] == ['0.tar']
+    assert [file.url for file in list_files('?.tar', ['.tar'])] == ['0.tar']
 
 
 def test_braces_expand_to_files_in_order(tmp_path: Path) -> None:

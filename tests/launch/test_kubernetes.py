@@ -13,7 +13,6 @@ from diffusion.cli import main
 from diffusion.errors import ExternalError
 from diffusion.launch.backends import free_nodes
 from diffusion.launch.job_checks import load_job_spec
-from diffusion.runs import environment
 
 FULL = {
     'env': {'A': 'b'},
@@ -134,19 +133,6 @@ def test_kubectl_validates_without_the_extra(write_spec, kubectl, capsys, monkey
     assert 'backend.raw: kubectl apply --dry-run=client: error validating data' in capsys.readouterr().err
 
 
-def test_every_node_is_a_pod_with_master_address(manifest):
-    job = manifest(nodes=4)['spec']['replicatedJobs'][0]['template']['spec']
-    assert (job['parallelism'], job['completions'], job['completionMode'], job['backoffLimit']) == (4, 4, 'Indexed', 0)
-    container = job['template']['spec']['containers'][0]
-    env = {entry['name']: entry.get('value') for entry in container['env']}
-    (machine,) = (entry for entry in container['env'] if entry['name'] == environment.MACHINE)
-    assert machine['valueFrom'] == {'fieldRef': {'fieldPath': 'spec.nodeName'}}
-    assert env['DIFFUSION_MASTER_ADDR'] == 'job-main-0-0.job'
-    assert (env['DIFFUSION_NODES'], env['DIFFUSION_PROCESSES_PER_NODE']) == ('4', '8')
-    assert container['resources']['limits'] == {'nvidia.com/gpu': 8}
-    assert {'name': 'shared-memory', 'mountPath': '/dev/shm'} in container['volumeMounts']
-
-
 def outcome_of(manifest, *, code=1, disrupted=False):
     """Return the action of a JobSet after a pod failed, by the documented semantics of Kubernetes and JobSet."""
     spec = manifest['spec']
@@ -190,35 +176,6 @@ def test_preempted_pods_use_up_no_restarts(manifest):
     assert outcome_of(rendered, code=137, disrupted=True) == ignoring
     rendered = manifest(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False})
     assert outcome_of(rendered, code=75) == outcome_of(rendered, code=75, disrupted=True) == 'FailJobSet'
-
-
-def test_kueue_queue_is_set_by_label(manifest):
-    queued = manifest(schedule={'queue': 'research', 'priority': 'high'})
-    labels = queued['metadata']['labels']
-    assert labels == {'kueue.x-k8s.io/queue-name': 'research', 'kueue.x-k8s.io/priority-class': 'high'}
-    assert 'priorityClassName' not in str(queued), 'Kueue has its own priority classes'
-    assert pod_of(manifest(schedule={'priority': 'high'}))['priorityClassName'] == 'high'
-
-
-def test_each_stage_depends_on_the_previous_one(manifest):
-    first, second = manifest(**STAGES)['spec']['replicatedJobs']
-    assert 'dependsOn' not in first
-    assert second['dependsOn'] == [{'name': 'one', 'status': 'Complete'}]
-
-
-def test_raw_values_replace_defaults(manifest):
-    raw = {
-        'jobset': {'spec': {'ttlSecondsAfterFinished': None, 'suspend': True}},
-        'job': {'backoffLimit': 2},
-        'pod': {'hostNetwork': True},
-        'container': {'resources': {'limits': {'vpc.amazonaws.com/efa': 32}}, 'imagePullPolicy': 'Always'},
-    }
-    spec = manifest(backend={'raw': raw})['spec']
-    job = spec['replicatedJobs'][0]['template']['spec']
-    pod = job['template']['spec']
-    assert 'ttlSecondsAfterFinished' not in spec and spec['suspend'] is True
-    assert (job['backoffLimit'], pod['hostNetwork']) == (2, True)
-    assert pod['containers'][0]['resources']['limits'] == {'nvidia.com/gpu': 8, 'vpc.amazonaws.com/efa': 32}
 
 
 def test_kubectl_selects_by_label_of_job_set(write_spec, kubectl, capsys):

@@ -60,15 +60,6 @@ def test_invalid_request_is_found_offline(change, expected, request_of):
     assert any(expected in problem for problem in problems_of(request | change))
 
 
-def test_job_restarts_in_place_and_spot_job_waits_for_machines(request_of):
-    request = request_of(schedule={'time_limit': '2d', 'preemptible': True}, restart={'max_restarts': 99})
-    assert request['Environment'][environment.RESTART_IN_PLACE] == '1'
-    assert request['Environment'][environment.MAX_RESTARTS] == '99'
-    assert request['RetryStrategy'] == {'MaximumRetryAttempts': 30}
-    assert request['EnableManagedSpotTraining'] is True
-    assert request['StoppingCondition'] == {'MaxRuntimeInSeconds': 172800, 'MaxWaitTimeInSeconds': 345600}
-
-
 def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     import boto3
 

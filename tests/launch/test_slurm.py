@@ -9,7 +9,6 @@ from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.exit_codes import FAILED
-from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 SRUN = """#!/bin/bash
 # Each node reports its exit status, and srun exits with the highest one.
@@ -115,13 +114,6 @@ def test_preemptions_use_up_no_restarts_but_hangs_do(script, slurm):
     assert run_script(text, slurm, status=75, exits=hang) == (75, [])
 
 
-def test_whole_nodes_are_requested_with_all_of_their_memory(script):
-    assert '#SBATCH --exclusive\n' in script() and '#SBATCH --mem=0\n' in script()
-    partial = script(backend={'cpus_per_node': 8})
-    assert 'exclusive' not in partial and '--mem' not in partial
-    assert '#SBATCH --mem=900G\n' in script(backend={'raw': {'mem': '900G'}})
-
-
 @pytest.mark.slow
 def test_unresponsive_controller_is_retried(script, slurm):
     assert run_script(script(), slurm, status=1, AWAY='3') == (1, ['sleep 10'] * 3 + [REQUEUE])
@@ -143,19 +135,6 @@ def test_failing_setup_ends_the_job_and_its_syntax_errors_are_found(script, slur
     assert slurm.read_text() == 'setup\n'
     path = write_spec('slurm', backend={'setup': 'if true; then'})
     assert 'backend.setup: job.sbatch: ' in refusal(capsys, 'launch', path, '--dry-run')
-
-
-def test_raw_options_replace_defaults(script):
-    raw = {'constraint': 'ib', 'exclusive': None, 'gpus-per-node': 'a100:8', 'contiguous': True}
-    lines = [line for line in script(backend={'raw': raw}).splitlines() if line.startswith('#SBATCH')]
-    assert {'#SBATCH --constraint=ib', '#SBATCH --gpus-per-node=a100:8', '#SBATCH --contiguous'} <= set(lines)
-    assert not any('exclusive' in line for line in lines)
-    assert len({line.split('=')[0] for line in lines}) == len(lines)
-
-
-@pytest.mark.parametrize(('limit', 'expected'), [('90m', '0-01:30:00'), ('3d', '3-00:00:00'), ('61s', '0-00:02:00')])
-def test_time_limit_is_in_slurm_format(limit, expected, script):
-    assert f'#SBATCH --time={expected}\n' in script(schedule={'time_limit': limit})
 
 
 def test_image_runs_through_pyxis_with_mounts_and_logs(prepare, slurm):
@@ -220,12 +199,3 @@ def test_restart_count_is_not_inherited_by_new_job_and_error_of_slurm_is_shown(
     sbatch.write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
     assert main(['launch', str(path)]) == FAILED
     assert 'sbatch --parsable' in (error := capsys.readouterr().err) and 'invalid partition' in error
-
-
-def test_stage_can_override_time_limit_and_nodes(write_spec):
-    stages: dict = {name: {'overrides': {'name': name}} for name in ('one', 'two')}
-    stages['one'] |= {'nodes': 1, 'time_limit': '1h'}
-    path = write_spec('slurm', stages=stages, schedule={'time_limit': '2d'})
-    first, second = check_jobs(load_job_spec(path), path).jobs
-    assert (first.nodes, first.time_limit_seconds) == (1, 3600)
-    assert (second.nodes, second.time_limit_seconds) == (2, 172800)

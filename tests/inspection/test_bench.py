@@ -4,6 +4,7 @@ import os
 import re
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,7 @@ from recipe_files import write_yaml
 from shards import streams_of
 
 from diffusion.inspection import bench
-
-
-def rows(text):
-    lines = [line[2:-2].split(' | ') for line in text.splitlines() if line.startswith('| ')]
-    return {cells[0]: cells[1:] for cells in lines}
+from tests.golden import check_golden
 
 
 @pytest.fixture
@@ -33,20 +30,14 @@ def test_tables_list_all_stages_and_worker_counts(write_recipe, pictures, capsys
     monkeypatch.setattr(torch, 'set_num_threads', threads.append)
     recipe = write_recipe(streams=streams_of(pictures), global_batch=48)
     out = output_of(capsys, 'data', 'bench', recipe, '--workers', '0', '2', '--batches', '2')
-    table = rows(out)
-    stages = ['read', 'decode', 'resize', 'tokenize', 'collate']
-    assert [name for name in table if name in (*stages, 'total')] == [*stages, 'total']
-    assert 'One process, 64 samples, batches of 16' in out
-    pixels = 3 * (40 * 32**2 + 24 * 64**2)
-    assert table['resize'] == ['0.100', '25', '10000', f'{pixels / 1e6 / 64e-4:.0f}']
-    # 40 and 24 samples make three batches and two.
-    assert table['collate'][:3] == [f'{5 / 640:.3f}', '2', f'{64 / 5e-4:.0f}'] and int(table['collate'][3]) > 750
-    assert table['total'][:3] == [f'{26.1 / 64:.3f}', '100', f'{64 / 261e-4:.0f}']
-    assert (table['0'], table['2']) == (['32', '32'], ['16', '8'])
-    assert threads == [1, torch.get_num_threads()]
+    # The sizes of encoded pictures depend on the version of Pillow.
+    shown = re.sub(r'(?m)^(\| (?:read|decode|total) .*) \d+ \|$', r'\1 N |', out)
+    check_golden(Path(__file__).parent / 'golden' / 'bench', {'tables.txt': shown})
+    # 40 and 24 samples make three batches of 16 and two.
+    assert f'| collate | {5 / 640:.3f} | 2 | {64 / 5e-4:.0f} |' in out
+    assert f'| resize | 0.100 | 25 | 10000 | {3 * (40 * 32**2 + 24 * 64**2) / 1e6 / 64e-4:.0f} |' in out
     assert f'One core loads {64 / 261e-4:.0f} samples/s, this machine 32 samples/s.' in out
-    (needed,) = re.findall(r'One h100-sxm at 40% of its peak trains on (\d+) samples/s', out)
-    assert f'That takes {int(needed) / (64 / 261e-4):.1f} cores per GPU' in out
+    assert threads == [1, torch.get_num_threads()]
 
 
 def test_worker_counts_are_powers_of_two_up_to_the_number_of_cores(recipe, capsys, monkeypatch):

@@ -16,6 +16,7 @@ from streaming.base.compression import decompress
 from diffusion.cli import main
 from diffusion.inspection.verify import VerifyReport
 from diffusion.models import batch_keys
+from tests.golden import check_golden
 
 UNDAMAGED, DAMAGED, USER_ERROR = 0, 3, 2
 
@@ -47,9 +48,9 @@ def write(folder, samples, columns, **options):
     return {'local': str(folder)}
 
 
-def jpeg(side=32):
+def jpeg(side=32, height=None):
     buffer = io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (height or side, side, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, 'JPEG')
     return buffer.getvalue()
 
@@ -104,33 +105,22 @@ def test_truncated_shard_reports_missing_rows_and_a_missing_one_its_name(verify,
     assert status == DAMAGED and f'  {shard.name}: the file does not exist' in lines
 
 
-def test_bad_images_and_captions_are_reported_by_row(verify, tmp_path):
-    good = {'image': jpeg(), 'captions': ['a'], 'width': 32, 'height': 32}
-    bad = [{'image': b'not an image'}, {'captions': []}, {'captions': ['']}, {'width': 31}, {'captions': [1]}]
-    columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int'}
-    stream = write(tmp_path / 'd', [good, *(good | change for change in bad)], columns)
-    status, lines = verify({'a': stream})
+def test_bad_images_and_captions_are_reported_by_row_as_reviewed(verify, tmp_path):
+    """Pillow decodes an image with zeroed bytes without an error, and the loader rejects it."""
+    zeroed, stray = bytearray(jpeg(256)), jpeg(256)[:-2] + bytes(7) + b'\xff\xd9'
+    zeroed[20_000:22_000] = bytes(2000)
+    good = {'image': jpeg(), 'rejected_image': jpeg(48), 'captions': ['a'], 'width': 32, 'height': 32}
+    changes = ({}, {'image': b'not an image'}, {'captions': []}, {'captions': ['']}, {'width': 31}, {'captions': [1]})
+    more = ({'image': bytes(zeroed)}, {'image': stray, 'width': 256, 'height': 256}, {'rejected_image': jpeg()[:50]})
+    turned = ({'image': jpeg(32, 48), 'width': 48, 'height': 32}, {'captions': ['', 'a']}, {'captions': ['', ' ']})
+    columns = {'image': 'bytes', 'rejected_image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int'}
+    rows = [good | change for change in (*changes, *more, *turned, {'captions': ['']})]
+    status, lines = verify({'a': write(tmp_path / 'd', rows, columns), 'b': write(tmp_path / 'e', [good], columns)})
     assert status == DAMAGED
-    report = '\n'.join(lines)
-    assert 'shard.00000.mds, row 0' not in report
-    for row, problem in ((1, 'its image cannot be decoded'), (2, r'its caption is \[\]'), (5, r'its caption is \[1\]')):
-        assert f'  shard.00000.mds, row {row}: {problem}'.replace('\\', '') in report
-    assert '  warning: shard.00000.mds, row 3: its captions are empty' in report
-    assert '  warning: shard.00000.mds, row 4: its image has 32x32 pixels, but its columns state 31x32' in report
-
-
-def test_zeroed_bytes_inside_jpeg_are_reported_and_stray_ones_a_warning(verify, tmp_path):
-    """Pillow decodes such an image without an error, and the loader rejects it."""
-    damaged = bytearray(jpeg(256))
-    damaged[20_000:22_000] = bytes(2000)
-    status, lines = verify({'a': write(tmp_path / 'd', [{'image': bytes(damaged)}], {'image': 'bytes'})})
-    assert status == DAMAGED
-    assert lines[1].startswith('  shard.00000.mds, row 0: its image cannot be decoded (Corrupt JPEG data')
-    stray = jpeg(256)[:-2] + bytes(7) + b'\xff\xd9'
-    status, lines = verify({'a': write(tmp_path / 'stray', [{'image': stray}], {'image': 'bytes'})})
-    assert status == UNDAMAGED
-    warning = '  warning: shard.00000.mds, row 0: its image can be decoded, but libjpeg reports: Corrupt'
-    assert lines[1].startswith(warning)
+    # The messages of libjpeg and Pillow depend on their versions.
+    shown = [re.sub(r'(cannot be decoded \(|libjpeg reports: )(\w*).*', r'\1\2 ...', line) for line in lines]
+    shown = [re.sub(r'[\d.]+ MB, [\d.]+ s \(\d+ MB/s\)', 'SIZE, TIME', line) for line in shown]
+    check_golden(Path(__file__).parent / 'golden' / 'verify', {'report.txt': '\n'.join([*shown, ''])})
 
 
 def test_compressed_shards_are_checked(verify, tmp_path):
@@ -280,13 +270,3 @@ def test_remote_is_checked_shard_by_shard_without_leftover_files(verify, store, 
     assert any('shard.00001.mds: 3 bytes, expected' in line for line in lines)
     assert not list(scratch.iterdir())
     assert not (tmp_path / 'cache').exists()
-
-
-def test_rejected_images_of_pairs_are_decoded(verify, tmp_path):
-    columns = {'image': 'bytes', 'rejected_image': 'bytes', 'width': 'int', 'height': 'int', 'captions': 'json'}
-    pair = {'image': jpeg(), 'rejected_image': jpeg(48), 'width': 32, 'height': 32, 'captions': ['x']}
-    stream = write(tmp_path / 'pairs', [pair, pair | {'rejected_image': jpeg()[:50]}], columns)
-    status, lines = verify({'pairs': stream})
-    assert status == DAMAGED
-    (line,) = lines[1:]
-    assert line.startswith('  shard.00000.mds, row 1: its rejected image cannot be decoded')

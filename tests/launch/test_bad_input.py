@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 from commands import refusal
-from golden import check_golden
 
 from diffusion.cli import main
 from diffusion.config.load import RecipeError
 from diffusion.launch.job_checks import check_jobs, load_job_spec
+from tests.golden import check_golden
 from tests.launch.specs import ABSENT
 
 TOKEN = 'hf_' + 'a' * 32
+VALUE = '${oc.env:HOSTILE}'
 SCHEDULE = {'queue': 'q', 'priority': 1001, 'preemptible': True, 'time_limit': '3d'}
 WRONG = {
     'image': None,
@@ -50,7 +51,15 @@ MISTAKES = {
             'mounts': {'runs': '/runs'},
             'recipe': None,
             'stages': {'A_': {'nodes': 0, 'time_limit': '0h'}, 'one-': {'recipe': 'yamls/quickstart.yaml'}},
-            'env': {'A B': 'x', 'DIFFUSION_JOB': 'x', 'HF_TOKEN': 'x', 'A': TOKEN, 'OK': 'x', 'BOTH': 'x'},
+            'env': {
+                'WANDB': '0123456789' * 4,
+                'A B': 'x',
+                'DIFFUSION_JOB': 'x',
+                'HF_TOKEN': 'x',
+                'A': TOKEN,
+                'OK': 'x',
+                'BOTH': 'x',
+            },
             'secrets': {'1A': None, 'DIFFUSION_A': None, 'BOTH': None},
         },
         {'recipe': None, 'restart': {'max_restarts': 0, 'standby': True}},
@@ -95,6 +104,26 @@ MISTAKES = {
             'secrets': {'A': None},
             'backend': {'raw': {'pods': {}, 'pod': {'a': 1}}},
         },
+        {
+            'env': {'A': VALUE},
+            'secrets': {'A': VALUE},
+            'image': f'registry/{VALUE}',
+            'workdir': VALUE,
+            'name': VALUE,
+            'nodes': f'${{oc.decode:{VALUE}}}',
+            'recipe': VALUE,
+            'schedule': {'queue': VALUE},
+            'mounts': {'/workspace/runs': f'pvc://{VALUE}'},
+            'backend': {'raw': {'pod': {'a': '${backend.raw.pod.b}', 'b': VALUE}}},
+            'stages': {'one': {'time_limit': VALUE, 'overrides': {'name': VALUE}}},
+            'overrides': {'seed': VALUE},
+        },
+        {
+            'backend': {'raw': {'container': {'env': [{'name': 'HF_TOKEN', 'value': 'x'}]}}},
+            'image': 'https://user:hunter2@registry/image',
+            'overrides': {'loggers.wandb.init_kwargs': {'api_key': 'hunter2'}},
+            'mounts': {'/workspace/runs': 'https://a.blob.core.windows.net/c?sv=1&sig=' + 'aB3%2F' * 8},
+        },
     ],
     'sagemaker': [
         {'backend': {'role': ABSENT}},
@@ -126,7 +155,8 @@ def error_message(path, *overrides):
     return str(raised.value)
 
 
-def test_all_mistakes_of_a_spec_are_reported_at_once_with_key_and_fix(write_spec, tmp_path):
+def test_all_mistakes_of_a_spec_are_reported_at_once_with_key_and_fix(write_spec, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOSTILE', '4711')  # which no message may show
     texts = {}
     for backend, cases in MISTAKES.items():
         messages = [(changes, error_message(write_spec(backend, **changes))) for changes in cases]

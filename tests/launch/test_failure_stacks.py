@@ -242,13 +242,6 @@ def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node
     never.set()
 
 
-@pytest.mark.slow
-def test_ranks_may_end_their_upload_after_a_hardware_fault_on_another_rank(run_node, tmp_path):
-    body = "if rank == 1: sys.exit(76)\ntime.sleep(1.5)\nPath('uploaded').touch()\nsys.exit(75)"
-    status, _ = run_node(body)
-    assert status == 76 and (tmp_path / 'uploaded').exists()
-
-
 @pytest.mark.parametrize('code', [75, 76])
 def test_hardware_fault_that_a_rank_reports_is_named_and_recorded(run_node, tmp_path, capfd, code):
     (tmp_path / 'runs' / 'run').mkdir(parents=True)  # by the first node

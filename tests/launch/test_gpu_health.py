@@ -1,12 +1,13 @@
 """GPU health checks against a fake driver."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR
 from diffusion.launch import gpu_health
-from diffusion.launch.gpu_health import check_gpus, findings_exit_status
+from diffusion.launch.gpu_health import check_gpus, findings_exit_status, findings_table
+from tests.golden import check_golden
 from tests.nvml_driver import Driver, NotSupported, NVMLError
 
 
@@ -20,44 +21,35 @@ def bad(driver, kind='h100-sxm', count=2):
     return [finding for finding in check_gpus(driver, kind, count) if not finding.ok]
 
 
-def test_healthy_gpus_pass_and_are_named():
-    found = list(check_gpus(Driver(), 'h100-sxm', 2))
-    assert findings_exit_status(found) == 0
-    assert 'gpu 1: NVIDIA H100 80GB HBM3' in {finding.detail for finding in found}
+SMALL = {'name': 'NVIDIA A100-SXM4-40GB', 'total': 40, 'free': 36}
+CASES = {
+    'healthy': Driver(),
+    'any GPU': (Driver(name='NVIDIA L4', recovery=None), 'any', 1),
+    'rows failed': Driver(rows=(0, 2, 0, 1)),
+    'rows pending': Driver(rows=(0, 2, 1, 0)),
+    'errors': Driver(errors=3),
+    'processes': Driver(processes=[4711, 4712]),
+    **{f'recovery {action}': Driver(recovery=action) for action in range(1, 9)},
+    'little memory': Driver(free=71),
+    'lost': Driver(name=NVMLError('GPU is lost')),
+    'missing': (Driver(), 'h100-sxm', 8),
+    'no queries': Driver(rows=NotSupported(), errors=NotSupported(), recovery=None, free=72),
+    'another model': (Driver(), 'a100-80gb', 2),
+    'smaller model': (Driver(**SMALL), 'a100-80gb', 2),
+    'this model': (Driver(**SMALL), 'a100-40gb', 2),
+    'no driver': (None, 'any', 1),
+    'no GPU needed': (None, 'none', 2),
+}
+"""Drivers, whose second GPU has a fault, with the required model and number of GPUs."""
 
 
-@pytest.mark.parametrize(
-    ('driver', 'count', 'check', 'message'),
-    [
-        (Driver(rows=(0, 2, 0, 1)), 2, 'gpu rows', 'gpu 1: row remapping failed; replace the GPU'),
-        (Driver(rows=(0, 2, 1, 0)), 2, 'gpu rows', 'gpu 1: row remapping pending; reset the GPU'),
-        (Driver(errors=3), 2, 'gpu ecc', 'gpu 1: 3 uncorrected errors'),
-        (Driver(processes=[4711]), 2, 'gpu processes', 'gpu 1: in use by process 4711; stop it'),
-        (Driver(recovery=2), 2, 'gpu recovery', 'gpu 1: driver requests a node reboot'),
-        (Driver(free=20), 2, 'gpu memory', 'gpu 1: 25% of 80 GiB free'),
-        (Driver(name=NVMLError('GPU is lost')), 2, 'gpu', 'gpu 1: GPU is lost'),
-        (Driver(), 8, 'gpu count', '2 of 8'),
-    ],
-)
-def test_bad_hardware_is_reported(driver, count, check, message):
-    (found,) = bad(driver, count=count)
-    assert (found.check, found.status) == (check, BAD_HARDWARE)
-    assert message in found.detail
-
-
-def test_unsupported_queries_are_skipped():
-    assert not bad(Driver(rows=NotSupported(), errors=NotSupported(), recovery=None, free=72))
-
-
-def test_wrong_or_smaller_gpu_model_is_a_user_error():
-    found = bad(Driver(), kind='a100-80gb')
-    assert {finding.status for finding in found} == {CONFIG_ERROR}
-    assert 'NVIDIA H100 80GB HBM3, expected a100-80gb' in found[0].detail
-    driver = Driver(name='NVIDIA A100-SXM4-40GB', total=40, free=39)
-    driver.gpus = driver.gpus[1:]
-    (smaller,) = bad(driver, kind='a100-80gb', count=1)
-    assert (smaller.status, smaller.detail) == (CONFIG_ERROR, 'gpu 0: 40 GiB of memory, a100-80gb has 79')
-    assert not bad(driver, kind='a100-40gb', count=1)
+def test_findings_are_as_reviewed():
+    texts = []
+    for name, case in CASES.items():
+        found = [*check_gpus(*case)] if isinstance(case, tuple) else [*check_gpus(case, 'h100-sxm', 2)]
+        shown = [each for each in found if not each.ok or name in ('healthy', 'any GPU', 'no queries')]
+        texts.append(f'{name}: exit status {findings_exit_status(found)}\n{findings_table(shown)}\n')
+    check_golden(Path(__file__).parent / 'golden' / 'gpu-health', {'findings.txt': '\n'.join(texts)})
 
 
 def test_invisible_gpus_are_not_checked(monkeypatch):
@@ -65,12 +57,6 @@ def test_invisible_gpus_are_not_checked(monkeypatch):
     assert not bad(Driver(processes=[4711]), count=1)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,7')
     assert {finding.detail for finding in bad(Driver())} == {'1 of 2'}
-
-
-def test_missing_driver_is_reported():
-    (found,) = bad(None)
-    assert 'NVML does not respond' in found.detail
-    assert not list(check_gpus(None, 'none', 2)), 'no GPU is required'
 
 
 def test_ending_process_is_waited_for(monkeypatch):

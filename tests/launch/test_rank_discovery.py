@@ -1,13 +1,15 @@
 """Position of a node by the variables of each scheduler, which must agree with the job spec."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from diffusion.errors import ExternalError
+from diffusion.errors import ExternalError, UserError
 from diffusion.launch import rank_discovery
 from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
 from diffusion.runs import environment
+from tests.golden import check_golden
 
 REQUESTED = {environment.NODES: '3', environment.PROCESSES_PER_NODE: '8', environment.MASTER_PORT: '29501'}
 SKYPILOT = {'SKYPILOT_NODE_RANK': '1', 'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2\n10.0.0.3'}
@@ -15,36 +17,8 @@ MOSAICML = {'NODE_RANK': '1', 'WORLD_SIZE': '24', 'LOCAL_WORLD_SIZE': '8', 'MAST
 KUBEFLOW = {'PET_NODE_RANK': '1', 'PET_NNODES': '3', 'PET_NPROC_PER_NODE': '8', 'PET_MASTER_ADDR': '10.0.0.1'}
 SLURM = {'SLURM_NODEID': '1', 'SLURM_NNODES': '3', 'SLURM_GPUS_ON_NODE': '8', 'DIFFUSION_MASTER_ADDR': '10.0.0.1'}
 JOBSET = {'JOB_COMPLETION_INDEX': '1', 'DIFFUSION_MASTER_ADDR': '10.0.0.1'}
-
-
-@pytest.fixture
-def resources(tmp_path):
-    """File of SageMaker with the hosts of a job; sorted by name, algo-10 would come before algo-2."""
-    path = tmp_path / 'resourceconfig.json'
-    path.write_text(json.dumps({'current_host': 'algo-2', 'hosts': ['algo-1', 'algo-2', 'algo-10']}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ('scheduler', 'variables'),
-    [
-        ('skypilot', SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '0'}),
-        ('mosaicml', MOSAICML),
-        ('kubeflow', KUBEFLOW),
-        ('slurm', SLURM),
-        ('jobset', JOBSET),
-    ],
-)
-@pytest.mark.parametrize('scheduler_is_set', [True, False])
-def test_position_from_every_scheduler(scheduler, variables, scheduler_is_set, tmp_path):
-    environ = REQUESTED | variables | ({environment.SCHEDULER: scheduler} if scheduler_is_set else {})
-    assert find_position(environ, resources=tmp_path / 'none') == NodePosition(scheduler, 1, 3, 8, '10.0.0.1', 29501)
-
-
-def test_position_from_sagemaker_file(resources, tmp_path):
-    assert find_position(REQUESTED, resources=resources) == NodePosition('sagemaker', 1, 3, 8, 'algo-1', 29501)
-    with pytest.raises(ExternalError, match='none does not provide the rank of this node'):
-        find_position(REQUESTED | {environment.SCHEDULER: 'sagemaker'}, resources=tmp_path / 'none')
+SCHEDULERS = {'skypilot': SKYPILOT, 'mosaicml': MOSAICML, 'kubeflow': KUBEFLOW, 'slurm': SLURM, 'jobset': JOBSET}
+PROCESSES = {environment.PROCESSES_PER_NODE: '2'}
 
 
 def test_first_node_is_that_of_scontrol_and_a_fault_of_it_is_retryable(tmp_path, monkeypatch):
@@ -78,27 +52,50 @@ def test_gpus_are_counted_by_device_files(tmp_path):
     assert rank_discovery.count_gpus({'CUDA_VISIBLE_DEVICES': ''}, tmp_path) == 0
 
 
-@pytest.mark.parametrize(
-    ('environ', 'message'),
-    [
-        (REQUESTED | SKYPILOT | {environment.NODES: '4'}, 'skypilot provides 3 nodes, but the job spec has 4'),
-        (REQUESTED | SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '4'}, 'skypilot provides 4 processes per node, but'),
-        (REQUESTED | MOSAICML | {'LOCAL_WORLD_SIZE': '4'}, 'mosaicml provides 6 nodes, but the job spec has 3'),
-        (REQUESTED | MOSAICML | {'WORLD_SIZE': '25'}, 'WORLD_SIZE=25 is not a multiple of LOCAL_WORLD_SIZE=8'),
-        (REQUESTED | SLURM | {'SLURM_GPUS_ON_NODE': '4'}, 'slurm provides 4 processes per node, but the job spec has'),
-        (REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': '3'}, 'node rank 3 is out of range for 3 nodes; ranks start'),
-        (REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': 'x'}, "JOB_COMPLETION_INDEX: 'x' is not an integer"),
-        (REQUESTED | {environment.SCHEDULER: 'slurm'}, 'SLURM_NODEID is not set; start this node with slurm'),
-        (REQUESTED | {environment.SCHEDULER: 'pbs'}, "'pbs' is unknown; use one of local, slurm"),
-        (REQUESTED | {'JOB_COMPLETION_INDEX': '1'}, 'jobset does not provide the address of the first node; set'),
-        (REQUESTED | JOBSET | {environment.MASTER_PORT: '65536'}, '65536 is not a port number'),
-        (JOBSET, 'jobset does not provide the number of nodes; set DIFFUSION_NODES'),
-        (REQUESTED | JOBSET | {environment.PROCESSES_PER_NODE: '0'}, '0 processes per node; use 1 or more'),
-    ],
-)
-def test_contradictions_are_reported(environ, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        find_position(environ, resources=tmp_path / 'none')
+FOUND = {
+    **{f'detected: {next(iter(each))}': REQUESTED | each for each in SCHEDULERS.values()},
+    **{f'given: {name}': REQUESTED | each | {environment.SCHEDULER: name} for name, each in SCHEDULERS.items()},
+    'skypilot without GPUs': REQUESTED | SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '0'},
+    'skypilot alone': SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '4'},
+    'mosaicml alone': MOSAICML | {'MASTER_PORT': '5000', 'CUDA_VISIBLE_DEVICES': ''},
+    'mosaicml without processes': MOSAICML | {'LOCAL_WORLD_SIZE': '0', environment.NODES: '2'},
+    'kubeflow alone': KUBEFLOW | {'PET_MASTER_PORT': '5001'},
+    'slurm in a pod': REQUESTED | SLURM | JOBSET,
+    'slurm step of one node': {'SLURM_NODEID': '0', 'SLURM_NNODES': '1', 'SLURM_JOB_NODELIST': 'n[1-3]'} | PROCESSES,
+    'local node': REQUESTED | {environment.NODE_RANK: '2', environment.MASTER_ADDR: '10.0.0.9'},
+    'last port': REQUESTED | JOBSET | {environment.MASTER_PORT: '65535'},
+    'sagemaker': REQUESTED | {'RESOURCES': 'resourceconfig.json'},
+    'sagemaker without its file': REQUESTED | {environment.SCHEDULER: 'sagemaker'},
+    'skypilot has fewer nodes': REQUESTED | SKYPILOT | {environment.NODES: '4'},
+    'skypilot has fewer GPUs': REQUESTED | SKYPILOT | {'SKYPILOT_NUM_GPUS_PER_NODE': '4'},
+    'mosaicml has more nodes': REQUESTED | MOSAICML | {'LOCAL_WORLD_SIZE': '4'},
+    'mosaicml has 25 processes': REQUESTED | MOSAICML | {'WORLD_SIZE': '25'},
+    'slurm has fewer GPUs': REQUESTED | SLURM | {'SLURM_GPUS_ON_NODE': '4'},
+    'rank out of range': REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': '3'},
+    'rank is no number': REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': 'x'},
+    **{f'no rank: {name}': REQUESTED | {environment.SCHEDULER: name} for name in SCHEDULERS},
+    'unknown scheduler': REQUESTED | {environment.SCHEDULER: 'pbs'},
+    'no address': REQUESTED | {'JOB_COMPLETION_INDEX': '1'},
+    'port 65536': REQUESTED | JOBSET | {environment.MASTER_PORT: '65536'},
+    'port 0': REQUESTED | JOBSET | {environment.MASTER_PORT: '0'},
+    'no number of nodes': JOBSET,
+    'no processes': REQUESTED | JOBSET | {environment.PROCESSES_PER_NODE: '0'},
+}
+"""Environments, and the file of SageMaker."""
+
+
+def test_position_from_every_scheduler_or_contradictions_are_as_reviewed(tmp_path):
+    # Sorted by name, algo-10 would come before algo-2.
+    hosts = {'current_host': 'algo-2', 'hosts': ['algo-1', 'algo-2', 'algo-10']}
+    (tmp_path / 'resourceconfig.json').write_text(json.dumps(hosts))
+    lines = []
+    for name, environ in FOUND.items():
+        try:
+            found = str(find_position(environ, resources=tmp_path / environ.get('RESOURCES', 'none')))
+        except (UserError, ExternalError) as error:
+            found = f'{type(error).__name__}: {error}'.replace(f'{tmp_path}/', '')
+        lines.append(f'{name}\n  {found}\n')
+    check_golden(Path(__file__).parent / 'golden' / 'positions', {'positions.txt': ''.join(lines)})
 
 
 def test_ranks_get_environment_of_composer_launcher():

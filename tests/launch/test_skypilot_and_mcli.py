@@ -13,8 +13,6 @@ from diffusion.launch.backends import skypilot as backend
 from diffusion.launch.backends.base import Rendered
 from diffusion.planning.gpus import load_gpus
 
-STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
-
 
 def task_of(rendered):
     return yaml.safe_load(rendered.files['job.yaml'])
@@ -56,14 +54,9 @@ def test_submit_logs_and_cancel_name_the_job_and_status_excludes_longer_names(wr
 
 VARIANTS = {
     'plain': {},
-    'chain': STAGES,
-    'CPUs': {'gpu': None, 'gpus_per_node': 2},
-    'bucket': {'mounts': {'/workspace/runs': 'volume://runs', '/data': 's3://b/data', '/more': 'gs://b/more'}},
-    'cloud': {'backend': {'infra': 'aws/us-east-1', 'disk_gb': 512, 'network_tier': 'best', 'recovery': 'FAILOVER'}},
     'schedule': {'schedule': {'priority': -1000, 'preemptible': True}, 'restart': {'max_restarts': 0}},
     'secrets': {'secrets': {'MY_SECRET': None}, 'env': {'A': 'it\'s $(x) "y"\n', 'B': ''}},
     'workdir': {'workdir': '/a b', 'mounts': {'/a b': 'volume://runs'}},
-    'raw': {'backend': {'raw': {'setup': 'nvidia-smi', 'resources': {'labels': {'team': 'x'}, 'disk_tier': 'best'}}}},
 }
 
 

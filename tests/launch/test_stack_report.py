@@ -1,10 +1,10 @@
 """Name the rank that hangs, from the stacks and heartbeats of all ranks."""
 
 import dataclasses
-
-import pytest
+from pathlib import Path
 
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread, suspects
+from tests.golden import check_golden
 
 SITE = '/opt/venv/lib/python3.11/site-packages'
 ALL_REDUCE = f"""\
@@ -35,85 +35,74 @@ def report(rank: int, text: str = ALL_REDUCE, *, batch: int = 4711, problem: str
     return RankReport(rank, rank // 8, f'gpu-{rank // 8}', batch, 900.0, place.label, place.waits, problem)
 
 
-GATHER = (
-    'torch/distributed/distributed_c10d.py:all_gather torch/distributed/c10d_logger.py:wrapper '
-    'torch/distributed/distributed_c10d.py:all_gather_object'
-)
-REDUCE = (
-    'torch/distributed/distributed_c10d.py:all_reduce composer/utils/dist.py:all_reduce '
-    'composer/utils/collect_utils.py:map_collection composer/trainer/trainer.py:_train_loop'
-)
-NEXT = 'torch/utils/data/dataloader.py:_next_data torch/utils/data/dataloader.py:__next__'
+OTHER = ALL_REDUCE.replace('all_reduce', 'barrier').replace('highest_signal', 'save')
+PLACES = {
+    'collective': 'torch/distributed/distributed_c10d.py:barrier',
+    'private collective': 'torch/distributed/distributed_c10d.py:_object_to_tensor diffusion/training/train.py:fit',
+    'nested collective': 'torch/distributed/distributed_c10d.py:all_gather torch/distributed/c10d_logger.py:wrapper '
+    'torch/distributed/distributed_c10d.py:all_gather_object diffusion/checkpointing/checkpointer.py:all',
+    'utilities of Composer': 'torch/distributed/distributed_c10d.py:all_reduce composer/utils/dist.py:all_reduce '
+    'composer/utils/collect_utils.py:map_collection composer/trainer/trainer.py:_train_loop '
+    'diffusion/training/train.py:fit',
+    'backward pass': 'torch/autograd/graph.py:_engine_run_backward',
+    'function of autograd': 'torch/autograd/graph.py:backward',
+    'GPU': 'torch/cuda/streams.py:synchronize diffusion/runs/end.py:wait',
+    'all GPUs': 'torch/cuda/__init__.py:synchronize',
+    'stream': 'torch/cuda/streams.py:wait_stream diffusion/runs/end.py:wait',
+    'loader': 'diffusion/data/transforms.py:decode torch/utils/data/dataloader.py:_next_data',
+    'start of the loader': 'torch/utils/data/dataloader.py:_start diffusion/data/transforms.py:decode',
+    'own code': 'torch/serialization.py:save diffusion/checkpointing/checkpointer.py:write',
+    'library': 'torch/nn/modules/linear.py:forward',
+}
+"""Calls of a main thread, innermost first."""
+CASES: dict[str, tuple[list[RankReport], list[int]]] = {
+    'one of 128 ranks reads data': ([report(rank, READING if rank == 37 else ALL_REDUCE) for rank in range(128)], []),
+    'no answer counts more': (
+        [report(0), report(1), report(2, READING), report(3, batch=4710), report(9, problem='is stopped (SIGSTOP)')],
+        [],
+    ),
+    'two ranks without an answer': ([report(rank, problem='does not respond') for rank in (3, 4)] + [report(5)], []),
+    'an older heartbeat counts more': ([report(0, READING), report(1), report(2, batch=4710), report(3)], []),
+    'half of the ranks are late': ([report(rank, batch=4710 + rank // 2) for rank in range(4)], []),
+    'one rank is ahead of the others': (
+        [report(0, batch=4712), *(report(rank, READING if rank == 3 else ALL_REDUCE) for rank in range(1, 4))],
+        [],
+    ),
+    **{
+        f'a node reads data, and {count} are missing': (
+            [report(rank, READING if rank // 8 == 4 else ALL_REDUCE) for rank in range(120)],
+            [*range(count)],
+        )
+        for count in (1, 4, 5)
+    },
+    'ranks of five nodes read data': (
+        [report(each, READING if each % 8 in (1, 2, 5) else OTHER) for each in range(40)],
+        [],
+    ),
+    'all wait': ([report(rank, batch=0) for rank in range(16)], []),
+    'all wait before the first batch': ([report(rank, batch=-1) for rank in range(2)], []),
+    'all read data': ([report(rank, READING) for rank in range(3)], []),
+    'two unknown calls': ([report(0, ''), report(1, ''), report(2)], []),
+    'one rank': ([report(0)], []),
+    'no ranks': ([], [2]),
+    'a rank has ended': (
+        [*map(report, range(3)), dataclasses.replace(report(3), place='', problem='has ended with 1', ended=True)],
+        [],
+    ),
+    'one rank in another collective': ([report(rank, OTHER if rank == 2 else ALL_REDUCE) for rank in range(4)], []),
+    'halves in two collectives': ([report(rank, OTHER if rank % 2 else ALL_REDUCE) for rank in range(4)], []),
+}
+"""Reports of ranks, and the numbers of the nodes without stacks."""
 
 
-@pytest.mark.parametrize(
-    ('frames', 'label', 'waits'),
-    [
-        ('torch/distributed/distributed_c10d.py:barrier', 'barrier', True),
-        (f'{GATHER} diffusion/checkpointing/checkpointer.py:all', 'all_gather_object (all, checkpointer.py)', True),
-        (f'{REDUCE} diffusion/training/train.py:fit', 'all_reduce (_train_loop, trainer.py)', True),
-        ('torch/autograd/graph.py:_engine_run_backward', 'the backward pass', True),
-        ('torch/autograd/graph.py:backward', 'backward (graph.py)', False),
-        ('torch/cuda/streams.py:synchronize diffusion/runs/end.py:wait', 'cuda.synchronize (wait, end.py)', True),
-        (f'diffusion/data/transforms.py:decode {NEXT}', 'DataLoader.next (decode, transforms.py)', False),
-        ('torch/serialization.py:save diffusion/checkpointing/checkpointer.py:write', 'write (checkpointer.py)', False),
-        ('torch/nn/modules/linear.py:forward', 'forward (linear.py)', False),
-    ],
-)
-def test_place_is_the_collective_loader_or_own_function(frames, label, waits):
-    calls = [frame.split(':') for frame in frames.split()]
-    lines = [f'  File "{SITE}/{file}", line 7 in {function}' for file, function in calls]
-    stack = main_thread('\n'.join(['Current thread 0x1 (most recent call first):', *lines]))
-    assert find_place(stack) == (label, waits)
-
-
-def test_one_of_128_ranks_in_the_data_loader_is_named():
-    reports = [report(rank, READING if rank == 37 else ALL_REDUCE) for rank in range(128)]
-    assert describe_hang(reports) == (
-        '127 ranks wait in all_reduce (highest_signal, preemption.py) of batch 4711; '
-        'rank 37 on node 4 (gpu-4) is in DataLoader.next'
-    )
-    assert [each.rank for each in suspects(reports)] == [37]
-
-
-def test_rank_without_an_answer_counts_more_than_other_signs():
-    reports = [report(rank) for rank in range(128)]
-    reports[5] = report(5, READING)
-    reports[6] = report(6, batch=4710)
-    reports[99] = report(99, problem='is stopped (SIGSTOP or a debugger)')
-    assert [each.rank for each in suspects(reports)] == [99]
-    assert 'rank 99 on node 12 (gpu-12) is stopped (SIGSTOP or a debugger); rank 5' in describe_hang(reports)
-
-
-def test_rank_with_an_older_heartbeat_counts_more_than_its_stack():
-    reports = [report(0, READING), report(1), report(2, batch=4710), report(3)]
-    assert [each.rank for each in suspects(reports)] == [2]
-    reports = [report(rank, batch=4710 + rank // 2) for rank in range(4)]
-    assert '; ranks 0-1 on node 0 (gpu-0) wait in all_reduce (highest_signal' in describe_hang(reports)
-    # One rank that is ahead does not make all others late.
-    reports = [report(0, batch=4712), *(report(rank, READING if rank == 3 else ALL_REDUCE) for rank in range(1, 4))]
-    assert [each.rank for each in suspects(reports)] == [3]
-
-
-def test_whole_node_is_named_as_a_range_and_a_missing_node_by_its_number():
-    reports = [report(rank, READING if rank // 8 == 4 else ALL_REDUCE) for rank in range(120)]
-    for count, named in ((1, 'node 0'), (4, 'nodes 0, 1, 2, 3'), (5, 'nodes 0, 1, 2, 3 ...')):
-        sentence = describe_hang(reports, range(count))
-        assert f'ranks 32-39 on node 4 (gpu-4) are in DataLoader.next; {named} wrote no stacks' in sentence
-
-
-def test_no_rank_is_blamed_if_all_wait_in_the_same_collective():
-    reports = [report(rank, batch=0) for rank in range(16)]
-    assert suspects(reports) == suspects([report(rank, READING) for rank in range(3)]) == suspects([]) == []
-    assert describe_hang(reports).startswith('all 16 ranks wait in all_reduce')
-    assert describe_hang(reports).endswith(' of batch 0; no rank differs, so check the network and the GPUs')
-    ended = dataclasses.replace(report(3), place='', problem='has ended with 1', ended=True)
-    assert describe_hang([*reports[:3], ended]).endswith('; rank 3 on node 0 (gpu-0) has ended with 1')
-
-
-def test_ranks_in_two_collectives_are_told_apart():
-    other = ALL_REDUCE.replace('all_reduce', 'barrier').replace('highest_signal', 'save')
-    reports = [report(rank, other if rank == 2 else ALL_REDUCE) for rank in range(4)]
-    assert [each.rank for each in suspects(reports)] == [2]
-    assert 'rank 2 on node 0 (gpu-0) waits in barrier (save, preemption.py)' in describe_hang(reports)
-    assert suspects([report(rank, other if rank % 2 else ALL_REDUCE) for rank in range(4)]) == []
+def test_hanging_ranks_are_described_as_reviewed():
+    lines = []
+    for name, text in PLACES.items():
+        calls = [frame.split(':') for frame in text.split()]
+        frames = [f'  File "{SITE}/{file}", line 7 in {function}' for file, function in calls]
+        stack = main_thread('\n'.join(['Current thread 0x1 (most recent call first):', *frames]))
+        lines.append(f'{name}: {find_place(stack)}')
+    for name, (reports, missing) in CASES.items():
+        named = [each.rank for each in suspects(reports)]
+        lines.append(f'\n{name}: {named}\n{describe_hang(reports, missing)}')
+    check_golden(Path(__file__).parent / 'golden' / 'hangs', {'hangs.txt': '\n'.join(lines) + '\n'})

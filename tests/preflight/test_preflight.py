@@ -33,7 +33,10 @@ from diffusion.storage.bucket_clients import S3Client
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import files_of_run
 from tests.data.processes import Forked
+from tests.golden import check_golden
 from tests.nvml_driver import Driver
+
+GOLDEN = Path(__file__).parent / 'golden'
 
 
 @pytest.fixture
@@ -293,22 +296,26 @@ def view(number, *seen, begun=False, kind='nfs4'):
     return FolderView(f'node{number}', f'{kind} server:/export', begun, f'file{number}', files)
 
 
-@pytest.mark.parametrize(
-    ('views', 'expected'),
-    [
-        ([view(0)], []),
-        ([view(0, 1, 2), view(1, 0, 2), view(2, 0, 1)], []),
-        ([view(0, 1), view(1, 0), view(2, kind='ext4')], [('node2', BAD_HARDWARE)]),
-        ([view(0), view(1, 2), view(2, 1)], [('node0', BAD_HARDWARE)]),
-        ([view(0, begun=True), view(1, 2), view(2, 1)], [('node1', BAD_HARDWARE), ('node2', BAD_HARDWARE)]),
-        ([view(0), view(1)], [('node0', CONFIG_ERROR), ('node1', CONFIG_ERROR)]),
-        ([view(0), view(1, kind='ext4')], [('node0', FAILED), ('node1', FAILED)]),
-    ],
-)
-def test_node_that_sees_another_folder_is_named(views, expected):
-    found = bad(compare_views(Path('runs/a'), views))
-    assert [(finding.where, finding.status) for finding in found] == expected
-    assert all('mount it on all nodes' in finding.detail for finding in found)
+VIEWS = {
+    'a single node': [view(0)],
+    'one folder': [view(0, 1, 2), view(1, 0, 2), view(2, 0, 1)],
+    'last node': [view(0, 1), view(1, 0), view(2, kind='ext4')],
+    'first node': [view(0), view(1, 2), view(2, 1)],
+    'run is on one node': [view(0, begun=True), view(1, 2), view(2, 1)],
+    'own folders': [view(0), view(1)],
+    'own folders, of which two have a run': [view(0, begun=True), view(1, begun=True)],
+    'two file systems': [view(0), view(1, kind='ext4')],
+    'one direction': [view(0, 1), view(1)],
+    'two groups': [view(0, 1), view(1, 0), view(2, 3), view(3, 2), view(4, 3)],
+}
+
+
+def test_node_that_sees_another_folder_is_named_as_reviewed():
+    found = {name: compare_views(Path('runs/a'), views) for name, views in VIEWS.items()}
+    texts = [
+        f'{name}: exit status {findings_exit_status(each)}\n{findings_table(each)}\n' for name, each in found.items()
+    ]
+    check_golden(GOLDEN / 'shared-folder', {'findings.txt': '\n'.join(texts)})
 
 
 def test_speed_of_storage_is_measured_with_growing_files(tmp_path, monkeypatch):
@@ -359,32 +366,47 @@ def test_missing_ranks_are_listed(write_recipe, monkeypatch, capsys, alone):
 
 
 def measured(rank, **changes):
-    values = {'clock': 99.0, 'versions': ('torch 2.7.0',), 'teraflops': 700.0, 'product': 0, 'sum_is_right': True}
+    values = {
+        'clock': 99.0,
+        'versions': ('Python 3.10', 'torch 2.7.0'),
+        'teraflops': 700.0,
+        'product': 0,
+        'sum_is_right': True,
+    }
     values |= {'rank': rank, 'host': f'node{rank // 8}', 'bus': 4e11, 'node_bus': 4e11, 'link': 4e10}
     return RankMeasurements(**(values | changes))
 
 
-@pytest.mark.parametrize(
-    ('changes', 'check', 'detail'),
-    [
-        ({'teraflops': 629.0}, 'speed', '629 TFLOP/s, median 700'),
-        ({'node_bus': 3e11}, 'node bus', '300 GB/s within the node, median 400'),
-        ({'link': 2e10}, 'link', '20 GB/s to neighboring nodes, median 40'),
-        ({'product': 6}, 'results', 'matrix product differs from that of other ranks: silent data corruption'),
-        ({'product': -1}, 'results', 'matrix product differs between repetitions: silent data corruption'),
-        ({'sum_is_right': False}, 'all-reduce', 'returned a wrong sum'),
-        ({'clock': 108.0}, 'clock', '+9 s from the median; start NTP'),
-        ({'versions': ('torch 2.6.0',)}, 'versions', 'torch 2.6.0, on most ranks torch 2.7.0: use the same container'),
-    ],
-)
-def test_one_deviating_rank_of_sixteen_is_reported(changes, check, detail):
-    ranks = [measured(rank, **(changes if rank == 11 else {})) for rank in range(16)]
-    (found,) = bad(compare_ranks(ranks, CollectiveLimits.of('cuda')))
-    status = CONFIG_ERROR if check == 'versions' else BAD_HARDWARE
-    assert (found.check, found.where, found.status) == (check, 'node1 rank 11', status)
-    assert found.detail.startswith(detail)
-    at_limits = measured(11, teraflops=630.0, clock=104.0, node_bus=None)
-    assert not bad(compare_ranks([*ranks[:11], at_limits], CollectiveLimits.of('cuda')))
+DEVIATIONS = {
+    'none': {},
+    'speed': {'teraflops': 629.0},
+    'node bus': {'node_bus': 3.59e11},
+    'link': {'link': 3.5e10},
+    'product of another rank': {'product': 6},
+    'product that varies': {'product': -1},
+    'sum': {'sum_is_right': False, 'bus': 1e11},
+    'late clock': {'clock': 108.0},
+    'early clock': {'clock': 93.9},
+    'versions': {'versions': ('Python 3.10', 'torch 2.6.0')},
+    'at the limits': {'teraflops': 630.0, 'clock': 104.0, 'node_bus': None, 'link': 3.6e10, 'bus': 1e11},
+}
+"""Changes of the measurements of one of sixteen ranks."""
+
+
+def test_deviating_rank_is_reported_as_reviewed():
+    limits, texts = CollectiveLimits.of('cuda'), []
+    cases = {
+        name: [measured(rank, **(changes if rank == 11 else {})) for rank in range(16)]
+        for name, changes in DEVIATIONS.items()
+    }
+    cases |= {'single rank': [measured(0)], 'single bad rank': [measured(0, product=-1)]}
+    cases['no links'] = [measured(rank, node_bus=None, link=None) for rank in range(2)]
+    cases['two ranks'] = [measured(0), measured(8, clock=100.5, product=5, teraflops=100.0)]
+    for name, ranks in cases.items():
+        found = compare_ranks(ranks, limits)
+        texts.append(f'{name}: exit status {findings_exit_status(found)}\n{findings_table(found)}\n')
+    last = findings_json(compare_ranks(cases['two ranks'], limits))
+    check_golden(GOLDEN / 'ranks', {'findings.txt': '\n'.join(texts), 'findings.json': last})
 
 
 def take(monkeypatch, *seconds, **collectives) -> CollectiveLimits:
@@ -423,17 +445,3 @@ def test_links_to_both_neighbors_of_four_nodes_are_measured(monkeypatch, rank, p
     calls = faked['batch_isend_irecv'].call_args_list[::21]
     posted = [(kind, len(message), to) for call in calls for kind, message, to, _ in call.args[0]]
     assert posted == [(kind, 2**10, other) for other in partners for kind in ('send', 'receive')]
-
-
-def test_single_rank_is_checked_by_its_own_results():
-    found = compare_ranks([measured(0)], CollectiveLimits.of('cuda'))
-    assert [finding.check for finding in found] == ['versions', 'results', 'speed']
-    assert not bad(found) and found[-1].detail.startswith('700 TFLOP/s, single process')
-    (found,) = bad(compare_ranks([measured(0, product=-1)], CollectiveLimits.of('cuda')))
-    assert (found.check, found.status) == ('results', BAD_HARDWARE)
-
-
-def test_findings_as_table_and_json():
-    found = [Finding('disk', True, '1 TB', where='node0'), Finding('clock', False, '+9 s', where='node1 rank 3')]
-    assert findings_table(found).splitlines()[-1] == 'BAD  clock  node1 rank 3  +9 s'
-    assert json.loads(findings_json(found))['status'] == BAD_HARDWARE

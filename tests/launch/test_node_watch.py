@@ -1,0 +1,134 @@
+"""What a node does when ranks or other nodes fail, hang, or are stopped, in simulated time."""
+
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+from diffusion.config.load import load
+from diffusion.launch import node
+from diffusion.launch.node import Node
+from diffusion.launch.node_settings import Settings
+from diffusion.launch.rank_discovery import NodePosition
+from diffusion.launch.workers import Outcome, Workers
+from diffusion.runs import stop_signals
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.heartbeats import TRAINING, Beat
+from tests.golden import check_golden
+
+NEVER = 1e9
+TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, -signal.SIGKILL
+SAVED = [(9, 75), (10, 75)]
+SCENARIOS = {
+    'both ranks end': {'ends': [(3, 0), (9, 0)]},
+    'progress': {'ends': [(70, 0), (70, 0)]},
+    'crash, and the other waits': {'ends': [(3, 1), (NEVER, 0)]},
+    'kill, and the other waits': {'ends': [(3, KILL), (NEVER, 0)]},
+    'crash, then a stop': {'ends': [(3, 1), (NEVER, 0)], 'signals': {4: TERM}},
+    'crash, then a stop and a save': {'ends': [(3, 1), (5, 75)], 'signals': {4: TERM}},
+    'crash, then a mistake': {'ends': [(3, 1), (4, 78)]},
+    'crash and a kill': {'ends': [(3, 1), (4, KILL)]},
+    'bad hardware and a kill': {'ends': [(3, 76), (3, KILL)]},
+    'bad hardware, and the other saves': {'ends': [(3, 76), (30, 75)]},
+    'bad hardware, and the other never saves': {'ends': [(3, 76), (NEVER, 0)]},
+    'preemption, and the other saves': {'ends': [(3, 75), (20, 0)]},
+    'preemption and a crash': {'ends': [(3, 75), (4, 1)]},
+    'stop, and both save': {'ends': SAVED, 'signals': {3: TERM}},
+    'stop at the end of the run': {'ends': [(4, 0), (4, 0)], 'signals': {3: TERM}},
+    'stop, and one rank is at its end': {'ends': [(4, 75), (4, 0)], 'signals': {3: TERM}},
+    'stop and a kill': {'ends': [(4, KILL), (4, 0)], 'signals': {3: TERM}},
+    'stop, a kill and a crash': {'ends': [(4, 1), (4, KILL)], 'signals': {3: TERM}},
+    'stop, and one never saves': {'ends': [(9, 75), (NEVER, 0)], 'signals': {3: TERM}},
+    'stop after a crash elsewhere': {'signals': {3: TERM}, 'first': 'crash'},
+    'stop after bad hardware elsewhere': {'signals': {3: TERM}, 'first': 'hardware'},
+    'Ctrl-C of a launched job': {'ends': SAVED, 'signals': {3: INT}},
+    'Ctrl-C at a terminal': {'ends': SAVED, 'signals': {3: INT}, 'interactive': True},
+    'SIGTERM at a terminal': {'ends': SAVED, 'signals': {3: TERM}, 'interactive': True},
+    'Ctrl-C twice': {'signals': {3: INT, 6: INT}, 'interactive': True},
+    'standby: crash': {'ends': [(3, 1), (NEVER, 0)], 'standby': {}},
+    'standby: preemption': {'ends': [(3, 75), (4, 75)], 'standby': {}},
+    'standby: crash elsewhere': {'standby': {3: 'crash'}},
+    'standby: kill elsewhere': {'standby': {3: 'killed'}},
+    'standby: stop': {'standby': {4: 'crash'}, 'signals': {3: TERM}},
+    'preflight that hangs': {'limit': 12.0, 'standby': {}},
+    'hang': {'hang_seconds': 50},
+    'hang on another node': {'hang': SimpleNamespace(node=3, problem='no heartbeat')},
+}
+"""Seconds and exit statuses of two ranks, signals to the node by second, and events elsewhere."""
+
+
+class Simulation:
+    """Clock and log of a node with two ranks, whose time passes only when it sleeps."""
+
+    def __init__(self, signals):
+        self.now, self.signals, self.log, self.node = 0.0, dict(signals), [], Mock()
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now = round(self.now + seconds, 6)
+        for at in [at for at in self.signals if at <= self.now]:
+            self.node._request_stop(self.signals.pop(at), None)
+
+    def say(self, *words):
+        at, text = f'{self.now:5.1f}  ', ' '.join(words)
+        if self.log and self.log[-1].startswith(at):
+            self.log[-1] += f', {text}'
+        else:
+            self.log.append(at + text)
+
+    def call(self, name, *words, **_):
+        for attempt in [word for word in words if isinstance(word, Attempt)]:
+            attempt.first = 0
+        self.say(name, *[getattr(word, 'cause', word) for word in words if isinstance(word, str | Outcome)])
+
+    def recorder(self, *methods, **values):
+        """Return an object that logs the calls of these methods with the texts and causes in their arguments."""
+        return SimpleNamespace(**{method: partial(self.call, method) for method in methods}, **values)
+
+    def rank(self, number, end, status):
+        sent = lambda number_of_signal: self.say(f'rank {number} gets {signal.Signals(number_of_signal).name}')  # noqa: E731
+        return SimpleNamespace(
+            poll=lambda: status if self.now >= end else None, send_signal=sent, pid=2**30, wait=Mock()
+        )
+
+
+def run(recipe, folder, monkeypatch, *, ends=((NEVER, 0),) * 2, signals=None, first=None, standby=None, **more):
+    clock = Simulation(signals or {})
+    elsewhere = lambda cause: cause and SimpleNamespace(cause=cause, machine='node7')  # noqa: E731
+    beat = lambda: Beat(min(clock.now, 20.0), int(min(clock.now, 20)), TRAINING, 0, 0.5)  # noqa: E731
+    for module, name, fake in (
+        (node, 'time', clock),
+        (stop_signals, 'time', clock),
+        (node, 'within_limit', lambda call: call()),
+        (node, 'failure_elsewhere', lambda environ: elsewhere(first)),
+        (node, 'keep_stacks', lambda cause, detail, **_: f'stacks of {cause}'),
+        (node, 'liveness', Mock()),
+        (node, 'heartbeats', Mock(last_beats=lambda folder: {0: beat()} if clock.now >= 1 else {})),
+    ):
+        monkeypatch.setattr(module, name, fake)
+    settings = replace(Settings.from_environ({}), notice_seconds=40.0, hang_seconds=more.get('hang_seconds', 900.0))
+    position = NodePosition('local', 0, 1, 2, '127.0.0.1', 1)
+    one = clock.node = Node(position, settings, ['run.py'], recipe, {}, interactive=more.get('interactive', False))
+    loss = {'describe_loss': lambda attempt: 'ten batches are lost'}
+    one._records = clock.recorder('take_beats', 'report_progress', 'append', **loss)
+    one.notifier = clock.recorder('send', 'check_goodput')
+    if standby is not None:
+        failed = lambda: next((elsewhere(cause) for at, cause in standby.items() if clock.now >= at), None)  # noqa: E731
+        standbys = clock.recorder('close', pids=())
+        one._in_place = clock.recorder('report_failure', failure_elsewhere=failed, standbys=standbys, poll=Mock())
+    workers = Workers(position, ['run.py'], {}, folder, lambda rank, *_: clock.rank(rank, *ends[rank]))
+    listener = SimpleNamespace(found=more.get('hang'))
+    outcome = one._watch(workers, Attempt(1, 0.0), more.get('limit'), Mock(), listener)
+    polls = [] if standby is None else [f'({one._in_place.poll.call_count} polls)']
+    clock.say(f'{outcome.status} {outcome.cause}', *filter(None, [outcome.detail]), *polls)
+    return '\n'.join([f'{node.liveness.update_heartbeat.call_count} heartbeats', *clock.log])
+
+
+def test_events_of_an_attempt_are_handled_as_reviewed(write_recipe, tmp_path, monkeypatch):
+    recipe = load(write_recipe())
+    texts = [f'{name}: {run(recipe, tmp_path, monkeypatch, **case)}' for name, case in SCENARIOS.items()]
+    check_golden(Path(__file__).parent / 'golden' / 'node-watch', {'events.txt': '\n'.join([*texts, ''])})

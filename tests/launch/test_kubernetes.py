@@ -21,10 +21,6 @@ def manifest(prepare):
     return lambda **changes: yaml.safe_load(prepare('kubernetes', **changes)[1].files['job.yaml'])
 
 
-def pod_of(manifest):
-    return manifest['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
-
-
 VARIANTS = {
     'one node': {'nodes': 1, 'gpus_per_node': 1},
     'stops': {'restart': {'otherwise': 'stop', 'max_restarts': 0}},
@@ -89,7 +85,14 @@ def test_free_nodes_have_the_gpus_that_running_pods_leave(write_spec, kubectl):
     def pod(node: str, gpus: int) -> dict:
         return {'spec': {'nodeName': node, 'containers': [{'resources': {'limits': {'nvidia.com/gpu': str(gpus)}}}]}}
 
-    nodes = [node('a', 8), node('b', 8), node('c', 8, unschedulable=True), node('d', 8, ready='False'), node('e', 4)]
+    nodes = [
+        node('a', 8),
+        node('b', 8),
+        node('c', 8, unschedulable=True),
+        node('d', 8, ready='False'),
+        node('e', 4),
+        node('cpu', 0),
+    ]
     pods = [pod('b', 1), {'spec': {'containers': [{}]}}]
     texts = [json.dumps({'items': items}) for items in (nodes, pods)]
     kubectl.write_text("#!/bin/bash\ncase $2 in nodes) echo '{}' ;; *) echo '{}' ;; esac\n".format(*texts))
@@ -134,7 +137,6 @@ def test_user_error_fails_job_set_and_other_failures_restart_it(manifest):
     assert outcome_of(rendered, code=78) == 'FailJobSet'
     assert outcome_of(rendered, code=1) == outcome_of(rendered, code=137) == 'RestartJobSet'
     assert rendered['spec']['failurePolicy']['maxRestarts'] == 140, 'the node entry point counts those without progress'
-    assert pod_of(rendered)['restartPolicy'] == 'Never', 'required by a pod failure policy'
 
 
 def test_preempted_pods_use_up_no_restarts(manifest):

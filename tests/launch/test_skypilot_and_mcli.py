@@ -18,17 +18,9 @@ def task_of(rendered):
     return yaml.safe_load(rendered.files['job.yaml'])
 
 
-@pytest.mark.parametrize(
-    ('restart', 'codes'),
-    [
-        ({}, [1, 75, 76]),
-        ({'on_exit': {'3': 'retry', '75': 'stop'}, 'otherwise': 'stop'}, [3, 76]),
-        ({'max_restarts': 0}, []),
-    ],
-)
-def test_only_retryable_exit_statuses_restart_a_job(prepare, restart, codes):
-    recovery = task_of(prepare('skypilot', restart=restart)[1])['resources']['job_recovery']
-    assert recovery == {'max_restarts_on_errors': 0, 'recover_on_exit_codes': codes}
+def test_no_exit_status_restarts_a_job_without_restarts(prepare):
+    recovery = task_of(prepare('skypilot', restart={'max_restarts': 0})[1])['resources']['job_recovery']
+    assert recovery == {'max_restarts_on_errors': 0, 'recover_on_exit_codes': []}
 
 
 def test_unknown_key_of_task_is_found(prepare):
@@ -48,6 +40,9 @@ def test_submit_logs_and_cancel_name_the_job_and_status_excludes_longer_names(wr
     path = write_spec('skypilot')
     assert re.search(r'jobs launch \S+/job\.yaml --yes --async\n', output_of(capsys, 'launch', path))
     assert output_of(capsys, 'status', path) == '1  -  job  RUNNING\n'
+    other = write_spec('skypilot', name='other')
+    assert output_of(capsys, 'status', other) == "other: not in SkyPilot's queue of managed jobs\n"
+    path = write_spec('skypilot')
     assert output_of(capsys, 'logs', path) == 'jobs logs --name job --no-follow\n'
     assert output_of(capsys, 'cancel', path) == 'jobs cancel --yes --name job\n'
 

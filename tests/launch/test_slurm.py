@@ -9,6 +9,8 @@ from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.exit_codes import FAILED
+from diffusion.launch.backends import free_nodes
+from diffusion.launch.job_checks import load_job_spec
 
 SRUN = """#!/bin/bash
 # Each node reports its exit status, and srun exits with the highest one.
@@ -182,8 +184,9 @@ def test_status_logs_and_cancel_select_by_job_name(write_spec, slurm, tmp_path, 
     capsys.readouterr()
     (logs / 'job-7.log').write_text('\n'.join(f'line {index}' for index in range(300)))
     assert output_of(capsys, 'logs', path).splitlines()[-1] == 'line 299'
-    assert main(['cancel', str(path)]) == 0
+    assert output_of(capsys, 'cancel', path) == 'canceled: job\n'
     assert slurm.read_text() == 'scancel --me --name=job\n'
+    assert output_of(capsys, 'status', path) == 'job: not in the queue; sacct --name=job shows how they ended\n'
     (tmp_path / 'bin' / 'squeue').write_text('#!/bin/bash\necho 7 job RUNNING\n')
     assert output_of(capsys, 'status', path).endswith('7 job RUNNING\n')
 
@@ -199,3 +202,13 @@ def test_restart_count_is_not_inherited_by_new_job_and_error_of_slurm_is_shown(
     sbatch.write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
     assert main(['launch', str(path)]) == FAILED
     assert 'sbatch --parsable' in (error := capsys.readouterr().err) and 'invalid partition' in error
+    for text, expected in (('echo down', 'down'), ('', 'exit status 9')):
+        sbatch.write_text(f'#!/bin/bash\n{text}\nexit 9\n')
+        assert main(['launch', str(path)]) == FAILED and capsys.readouterr().err.endswith(f'job.sbatch: {expected}\n')
+
+
+def test_free_nodes_are_those_that_are_idle_in_the_partition(write_spec, add_program):
+    listed = 'n1 idle\\nn1 idle\\nn2 idle~\\nn3 mix\\nn4 drain\\n'
+    add_program('sinfo', f'#!/bin/bash\nprintf "{listed}"\n[ "$4" = --partition=gpu ] || echo n5 idle\n')
+    specs = [load_job_spec(write_spec('slurm', schedule={'queue': queue})) for queue in ('gpu', None)]
+    assert [free_nodes(spec) for spec in specs] == [2, 3]

@@ -56,13 +56,24 @@ def test_healthy_node_passes(recipe):
     assert not list(recipe.run_dir.iterdir()), 'the test file is deleted'
 
 
-def test_too_little_shared_memory_is_a_finding(recipe, monkeypatch):
-    usage = shutil.disk_usage
-    small = lambda path: SimpleNamespace(free=2**26) if Path(path) == node_checks.SHM else usage(path)  # noqa: E731
-    monkeypatch.setattr(node_checks.shutil, 'disk_usage', small)
-    (found,) = bad(node_checks.check_node(recipe, kind='none', processes=2, nvml=None))
-    assert (found.check, found.status) == ('shared memory', CONFIG_ERROR)
-    assert found.detail.startswith('67.1 MB free of 536.9 MB; use docker run --shm-size')
+def test_too_little_memory_or_disk_space_is_a_finding(recipe, monkeypatch):
+    monkeypatch.setenv('TMPDIR', '/tmp')
+    monkeypatch.setattr(node_checks, 'checkpoint_bytes', lambda recipe: 3 * 2**30)
+
+    def missing(free, recipe):
+        monkeypatch.setattr(node_checks.shutil, 'disk_usage', lambda path: SimpleNamespace(free=free))
+        return bad([*node_checks.check_shared_memory(2), *node_checks.check_disks(recipe)])
+
+    counts = [len(missing(free, recipe)) for free in (2**29 - 1, 2**29, 2**30, 6 * 2**30 - 1, 6 * 2**30)]
+    assert counts == [3, 2, 1, 1, 0]
+    memory, temporary, run = missing(2**26, recipe)
+    assert (memory.check, memory.status) == ('shared memory', CONFIG_ERROR)
+    assert memory.detail == '67.1 MB free of 536.9 MB; use docker run --shm-size or a Memory volume'
+    assert temporary.detail == '/tmp: 67.1 MB free of 1.1 GB; delete files'
+    assert run.detail == f'{recipe.run_dir}: 67.1 MB free of 6.4 GB; delete files'
+    _, temporary, run = missing(2**26, replace(recipe, runs_dir='s3://bucket/runs'))
+    assert temporary.detail.endswith('delete files')
+    assert run.detail.endswith(f'delete files, or set {WORKING_FOLDER_VARIABLE} to a folder on a larger disk')
 
 
 def test_check_that_raises_is_a_finding_and_other_checks_run(recipe, monkeypatch):

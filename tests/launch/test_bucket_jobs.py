@@ -6,7 +6,7 @@ import pytest
 
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch.backends.local import LocalJob, node_environment
+from diffusion.launch.backends.local import LocalJob
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
@@ -28,21 +28,6 @@ def test_job_whose_runs_are_in_a_bucket_needs_no_mount(prepare, backend):
     assert checked.jobs[0].run_dir == f'{URL}/quickstart'
     assert any(URL in text for text in rendered.files.values())
     assert not any('mounts no storage' in note for note in rendered.notes)
-
-
-def test_later_stage_starts_from_the_url_of_the_run_before(prepare):
-    stages = {name: {'overrides': {'name': name}} for name in ('one', 'two')}
-    checked, _ = prepare('local', overrides={'runs_dir': URL}, stages=stages)
-    assert f'init_from={URL}/one' in checked.jobs[1].overrides
-
-
-def test_nodes_of_a_local_job_have_working_folders_of_their_own(prepare, monkeypatch):
-    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, '/nvme')
-    checked, _ = prepare('local', overrides={'runs_dir': URL}, nodes=2)
-    found = [node_environment(checked.jobs[0], rank)[WORKING_FOLDER_VARIABLE] for rank in range(2)]
-    assert found == ['/nvme/node0', '/nvme/node1']
-    in_folder, _ = prepare('local', nodes=2)
-    assert WORKING_FOLDER_VARIABLE not in node_environment(in_folder.jobs[0], 0)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from waiting import press_twice_after, wait_until
@@ -23,7 +22,6 @@ from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_report import RankReport
 from diffusion.launch.standby import in_place
-from diffusion.launch.workers import Outcome
 from diffusion.runs import attempts, bounded_call, environment, stop_signals
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import LocalPlace, StorePlace, files_of_run
@@ -252,16 +250,6 @@ def test_hardware_fault_that_a_rank_reports_is_named_and_recorded(run_node, tmp_
     assert len([*run.glob('faults/*')]) == (code == 76)
 
 
-@pytest.mark.parametrize(('task', 'codes', 'status'), [('evaluate', '75 1 1', 1), ('train', '1 1', 78)])
-def test_node_that_restarts_its_ranks_ends_once_all_restarts_are_used(run_node, tmp_path, capfd, task, codes, status):
-    (tmp_path / 'codes').write_text(f'{codes} 0')
-    body = "first, left = Path('codes').read_text().split(' ', 1)\nPath('codes').write_text(left)\nsys.exit(int(first))"
-    variables = {environment.RESTART_IN_PLACE: '1', environment.MAX_RESTARTS: '1'}
-    assert run_node(body, ranks=1, task=task, **variables)[0] == status
-    assert (tmp_path / 'codes').read_text() == '0'
-    assert ('the run failed 2 times without progress' in capfd.readouterr().err) == (task == 'train')
-
-
 def test_standby_process_replaces_a_crashed_rank(run_node, tmp_path, monkeypatch, capfd):
     say, ready = Node._print, tmp_path / 'standby-is-ready'
     monkeypatch.setattr(Node, '_print', lambda node, text: (say(node, text), 'ready' in text and ready.touch()))
@@ -347,24 +335,3 @@ def test_flight_recorder_variables_are_those_of_the_installed_torch():
         with (folder / library).open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             missing = {name for name in missing if content.find(name.encode() + b'\0') < 0}
     assert not missing
-
-
-@pytest.mark.parametrize(
-    ('found', 'stopped', 'status', 'message'),
-    [
-        (Outcome(0, 'done'), False, 0, ''),
-        (Outcome(76, 'hardware', 'GPU 0'), False, 76, 'preflight: GPU 0'),
-        (Outcome(75, 'preempted'), False, 75, 'preflight: see the table of findings'),
-        (Outcome(1, 'crash'), True, 75, 'preempted'),
-    ],
-)
-def test_check_of_a_node_runs_the_preflight_alone(write_recipe, monkeypatch, capsys, found, stopped, status, message):
-    path, environ = write_recipe(), os.environ | {'DIFFUSION_PREFLIGHT': 'deep'}
-    where = NodePosition('slurm', 0, 1, 2, '127.0.0.1', 29500)
-    checked = Node(where, Settings.from_environ(environ), ['run.py', str(path)], load(path), environ)
-    checked.stop_requested = stopped
-    run = Mock(return_value=found)
-    monkeypatch.setattr(Node, '_run_workers', run)
-    assert checked.check() == status and message in capsys.readouterr().err
-    assert run.call_args.args[0] == ['-m', 'diffusion.preflight', 'deep', str(path)]
-    assert run.call_args.kwargs == {'limit_seconds': 3600.0} and not Path(checked.home).exists()

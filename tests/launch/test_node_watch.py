@@ -1,20 +1,23 @@
 """What a node does when ranks or other nodes fail, hang, or are stopped, in simulated time."""
 
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 from diffusion.config.load import load
+from diffusion.errors import UserError
 from diffusion.launch import node
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.workers import Outcome, Workers
-from diffusion.runs import stop_signals
-from diffusion.runs.attempts import Attempt
+from diffusion.runs import environment, stop_signals
+from diffusion.runs.attempts import Attempt, read_attempts
 from diffusion.runs.heartbeats import TRAINING, Beat
 from tests.golden import check_golden
 
@@ -140,3 +143,69 @@ def test_events_of_an_attempt_are_handled_as_reviewed(write_recipe, tmp_path, mo
     recipe = load(write_recipe())
     texts = [f'{name}: {run(recipe, tmp_path, monkeypatch, **case)}' for name, case in SCENARIOS.items()]
     check_golden(Path(__file__).parent / 'golden' / 'node-watch', {'events.txt': '\n'.join([*texts, ''])})
+
+
+CRASH, DONE, PREEMPTED = Outcome(1, 'crash', 'rank 0 with 1'), Outcome(0, 'done'), Outcome(75, 'preempted', 'late')
+HARDWARE, MISTAKE = Outcome(76, 'hardware', 'n1: GPU lost'), Outcome(78, 'mistake')
+IN_PLACE = {environment.RESTART_IN_PLACE: '1', environment.MAX_RESTARTS: '1'}
+CHECKED = {environment.PREFLIGHT: 'deep'}
+ATTEMPTS: dict[str, dict[str, Any]] = {
+    'done': {'outcomes': [DONE]},
+    'crash': {'outcomes': [CRASH]},
+    'mistake': {'outcomes': [MISTAKE]},
+    'mistake at a terminal': {'outcomes': [MISTAKE], 'interactive': True},
+    'crash at a terminal': {'outcomes': [CRASH], 'interactive': True},
+    'preemption': {'outcomes': [PREEMPTED], 'first': 4},
+    'preemption before the first batch': {'outcomes': [PREEMPTED]},
+    'Ctrl-C': {'outcomes': [PREEMPTED], 'first': 4, 'interrupted': True},
+    'Ctrl-C at a terminal': {'outcomes': [PREEMPTED], 'first': 4, 'interrupted': True, 'interactive': True},
+    'Ctrl-C before the first batch': {'outcomes': [PREEMPTED], 'interrupted': True},
+    'second Ctrl-C at a terminal': {'outcomes': [Outcome(130, 'preempted', 'lost')], 'first': 4, 'interrupted': True}
+    | {'interactive': True},
+    'hardware': {'outcomes': [HARDWARE]},
+    'hardware of the second node': {'outcomes': [HARDWARE], 'rank': 1},
+    'crash of the second node': {'outcomes': [CRASH], 'rank': 1},
+    'crash of an evaluation': {'outcomes': [CRASH], 'task': 'evaluate'},
+    'preflight': {'outcomes': [DONE, DONE], 'environ': CHECKED},
+    'preflight that finds hardware': {'outcomes': [Outcome(76, 'hardware')], 'environ': CHECKED},
+    'stop in the preflight': {'outcomes': [CRASH], 'environ': CHECKED, 'stop': True},
+    'restarts in place': {'outcomes': [CRASH, CRASH, DONE], 'environ': IN_PLACE},
+    'restarts in place with progress': {'outcomes': [CRASH, CRASH, DONE], 'environ': IN_PLACE, 'first': 4},
+    'restarts of an evaluation': {'outcomes': [PREEMPTED, CRASH, CRASH], 'environ': IN_PLACE, 'task': 'evaluate'},
+    'no restart of a mistake': {'outcomes': [MISTAKE], 'environ': IN_PLACE | {environment.ON_EXIT: '78=stop'}},
+    'short timeout': {'outcomes': [DONE], 'timeout': 600},
+    'check alone': {'outcomes': [Outcome(76, 'hardware', 'GPU 0')], 'environ': CHECKED, 'method': 'check'},
+    'check alone, passed': {'outcomes': [DONE], 'environ': CHECKED, 'method': 'check'},
+}
+"""Outcomes of the programs that a node runs, with the first batch of an attempt and what happens meanwhile."""
+
+
+def test_end_of_each_attempt_is_printed_and_recorded_as_reviewed(write_recipe, monkeypatch, capsys, restored_handlers):
+    recipe, texts = load(write_recipe()), []
+    for number, (name, case) in enumerate(ATTEMPTS.items()):
+        given, outcomes = replace(recipe, name=f'run{number}', task=case.get('task', 'train')), [*case['outcomes']]
+        if 'timeout' in case:
+            given = replace(given, trainer=given.trainer | {'dist_timeout': case['timeout']})
+        environ = {environment.MACHINE: 'n1', **case.get('environ', {})}
+        position = NodePosition('local', case.get('rank', 0), 2, 1, '127.0.0.1', 1)
+        settings = Settings.from_environ(environ)
+        one = Node(position, settings, ['run.py', 'x.yaml'], given, environ, interactive=case.get('interactive', False))
+
+        def work(command, folder, attempt, *, limit_seconds=None, one=one, case=case, outcomes=outcomes, texts=texts):
+            attempt.first = None if 'first' not in case else case['first'] * attempt.number
+            one.interrupted, one.stop_requested = case.get('interrupted', False), case.get('stop', False)
+            texts.append(f'  {" ".join(command)} (limit {limit_seconds})')
+            return outcomes.pop(0)
+
+        one._run_workers = work
+        texts.append(f'{name}:')
+        status = getattr(one, case.get('method', 'run'))()
+        texts += [
+            f'  {line}'.replace(str(recipe.run_dir.parent), 'runs') for line in capsys.readouterr().err.splitlines()
+        ]
+        with suppress(UserError):
+            texts += [
+                f'  {each.status} {each.cause} {each.machine} {each.detail}' for each in read_attempts(given.run_dir)
+            ]
+        texts.append(f'  exit status {status}; faults {len([*given.run_dir.glob("faults/*")])}; left {len(outcomes)}')
+    check_golden(Path(__file__).parent / 'golden' / 'node-attempts', {'attempts.txt': '\n'.join([*texts, ''])})

@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 from commands import output_of, refusal
 
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch.cli import JobEstimate, estimate
-from diffusion.planning.gpus import load_gpus
-from diffusion.planning.plan import Assumptions, load_phases, make_plan
 from tests.golden import check_golden
 from tests.launch.specs import EVERY_BACKEND, changed
 
@@ -43,17 +40,6 @@ def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
     changes = 'backend: {name: skypilot}\nmounts: {/workspace/runs: volume://x}\n'
     (tmp_path / 'job.yaml').write_text(f'extends: base.yaml\n{changes}')
     assert 'job.yaml: skypilot' in output_of(capsys, 'launch', tmp_path / 'job.yaml', '--dry-run')
-
-
-def test_cost_equals_estimate_of_planner(prepare):
-    checked, _ = prepare('slurm', nodes=4)
-    gpus = load_gpus()
-    plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
-    found = estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(found, JobEstimate)
-    # The job trains; its data has been encoded before.
-    assert found.cost.hours == pytest.approx(plan.expected.hours - plan.precompute.hours)
-    assert found.price_usd_per_gpu_hour == 2
 
 
 def test_stale_price_warning_names_key_of_spec(prepare, monkeypatch):

@@ -30,7 +30,6 @@ SCENARIOS = {
     'crash, and the other waits': {'ends': [(3, 1), (NEVER, 0)]},
     'kill, and the other waits': {'ends': [(3, KILL), (NEVER, 0)]},
     'crash, then a stop': {'ends': [(3, 1), (NEVER, 0)], 'signals': {4: TERM}},
-    'crash, then a stop and a save': {'ends': [(3, 1), (5, 75)], 'signals': {4: TERM}},
     'crash, then a mistake': {'ends': [(3, 1), (4, 78)]},
     'crash and a kill': {'ends': [(3, 1), (4, KILL)]},
     'bad hardware and a kill': {'ends': [(3, 76), (3, KILL)]},
@@ -40,7 +39,6 @@ SCENARIOS = {
     'preemption and a crash': {'ends': [(3, 75), (4, 1)]},
     'stop, and both save': {'ends': SAVED, 'signals': {3: TERM}},
     'stop at the end of the run': {'ends': [(4, 0), (4, 0)], 'signals': {3: TERM}},
-    'stop, and one rank is at its end': {'ends': [(4, 75), (4, 0)], 'signals': {3: TERM}},
     'stop and a kill': {'ends': [(4, KILL), (4, 0)], 'signals': {3: TERM}},
     'stop, a kill and a crash': {'ends': [(4, 1), (4, KILL)], 'signals': {3: TERM}},
     'stop, and one never saves': {'ends': [(9, 75), (NEVER, 0)], 'signals': {3: TERM}},
@@ -175,7 +173,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     'no restart of a mistake': {'outcomes': [MISTAKE], 'environ': IN_PLACE | {environment.ON_EXIT: '78=stop'}},
     'short timeout': {'outcomes': [DONE], 'timeout': 600},
     'check alone': {'outcomes': [Outcome(76, 'hardware', 'GPU 0')], 'environ': CHECKED, 'method': 'check'},
-    'check alone, passed': {'outcomes': [DONE], 'environ': CHECKED, 'method': 'check'},
 }
 """Outcomes of the programs that a node runs, with the first batch of an attempt and what happens meanwhile."""
 

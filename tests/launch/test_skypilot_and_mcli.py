@@ -48,7 +48,6 @@ def test_submit_logs_and_cancel_name_the_job_and_status_excludes_longer_names(wr
 
 
 VARIANTS = {
-    'plain': {},
     'schedule': {'schedule': {'priority': -1000, 'preemptible': True}, 'restart': {'max_restarts': 0}},
     'secrets': {'secrets': {'MY_SECRET': None}, 'env': {'A': 'it\'s $(x) "y"\n', 'B': ''}},
     'workdir': {'workdir': '/a b', 'mounts': {'/a b': 'volume://runs'}},

@@ -139,21 +139,6 @@ def test_failing_setup_ends_the_job_and_its_syntax_errors_are_found(script, slur
     assert 'backend.setup: job.sbatch: ' in refusal(capsys, 'launch', path, '--dry-run')
 
 
-def test_image_runs_through_pyxis_with_mounts_and_logs(prepare, slurm):
-    mounts = {'/workspace/runs': '/shared/runs'}
-    _, rendered = prepare('slurm', image='registry.example.com#diffusion:latest', mounts=mounts, workdir='/workspace')
-    (slurm.parent / 'logs').mkdir()
-    (slurm.parent / 'bin' / 'srun').write_text('#!/bin/bash\nprintf "%s\\n" "$@" >> "$CALLS"\n')
-    environment, logs = os.environ | {'SLURM_JOB_ID': '7'}, slurm.parent / 'logs'
-    text = rendered.files['job.sbatch']
-    subprocess.run(['bash'], input=text, cwd=slurm.parent, env=environment, text=True, check=True)
-    assert {
-        '--container-image=registry.example.com#diffusion:latest',
-        f'--container-mounts={logs}:{logs},/shared/runs:/workspace/runs',
-        '--container-workdir=/workspace',
-    } <= {*slurm.read_text().splitlines()}
-
-
 def test_each_stage_depends_on_the_previous_one(write_spec, slurm, tmp_path, capsys):
     stages = {name: {'overrides': {'name': name}} for name in ('one', 'two', 'three')}
     path = write_spec('slurm', stages=stages, backend={'logs': str(tmp_path / 'logs')})

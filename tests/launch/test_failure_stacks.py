@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from waiting import press_twice_after, wait_until
 
 from diffusion.config.load import load
-from diffusion.launch import exit_file, node, workers
+from diffusion.launch import exit_file, failure_stacks, node, workers
 from diffusion.launch.failure_stacks import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
@@ -94,6 +95,16 @@ def test_crash_keeps_the_stacks_of_the_ranks_that_still_run(run_node):
     assert attempt.detail.endswith(f'has ended with 1; stacks in {folder}')
     assert '--- rank 0 is in wait_for_news (program.py); -1 batches' in (folder / 'stacks-node0.txt').read_text()
     assert place in (folder / 'summary.txt').read_text()
+
+
+@pytest.mark.parametrize(('rank', 'sentence'), [(0, 'rank 0 on node 0 (n1) waits in all_reduce'), (1, '')])
+def test_attempt_ends_with_a_message_if_its_stacks_cannot_be_written(monkeypatch, rank, sentence):
+    place = RankReport(0, 0, 'n1', 7, 900.0, 'all_reduce', True)
+    monkeypatch.setattr(failure_stacks, 'rank_reports', lambda *_, **__: [place])
+    ranks, lines = Mock(position=NodePosition('slurm', rank, 2, 1, '127.0.0.1', 29500)), []
+    stacks = Mock(place='runs/a/stacks/1-0', write=Mock(side_effect=OSError(28, 'No space left on device')))
+    assert failure_stacks.keep_stacks('crash', '', ranks, stacks, environ={}, begin=0.0, say=lines.append) == sentence
+    assert lines == ['runs/a/stacks/1-0 cannot be written; continuing without the stacks of the ranks']
 
 
 def test_nothing_is_written_if_all_ranks_have_ended(run_node):

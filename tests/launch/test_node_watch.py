@@ -64,7 +64,8 @@ class Simulation:
     """Clock and log of a node with two ranks, whose time passes only when it sleeps."""
 
     def __init__(self, signals):
-        self.now, self.signals, self.log, self.node = 0.0, dict(signals), [], Mock()
+        self.now, self.signals, self.log = 0.0, dict(signals), []
+        self.node: Any = None
 
     def monotonic(self):
         return self.now
@@ -86,11 +87,11 @@ class Simulation:
             attempt.first = 0
         self.say(name, *[getattr(word, 'cause', word) for word in words if isinstance(word, str | Outcome)])
 
-    def recorder(self, *methods, **values):
+    def recorder(self, *methods, **values) -> Any:
         """Return an object that logs the calls of these methods with the texts and causes in their arguments."""
         return SimpleNamespace(**{method: partial(self.call, method) for method in methods}, **values)
 
-    def rank(self, number, end, status):
+    def rank(self, number, end, status) -> Any:
         sent = lambda number_of_signal: self.say(f'rank {number} gets {signal.Signals(number_of_signal).name}')  # noqa: E731
         return SimpleNamespace(
             poll=lambda: status if self.now >= end else None, send_signal=sent, pid=2**30, wait=Mock()
@@ -107,13 +108,14 @@ def run(recipe, folder, monkeypatch, *, ends=((NEVER, 0),) * 2, signals=None, fi
         (node, 'within_limit', lambda call: call()),
         (node, 'failure_elsewhere', lambda environ: elsewhere(first)),
         (node, 'keep_stacks', lambda cause, detail, **_: f'stacks of {cause}'),
-        (node, 'liveness', Mock()),
+        (node, 'liveness', liveness := Mock()),
         (node, 'heartbeats', Mock(last_beats=lambda folder: {0: beat()} if clock.now >= 1 else {})),
     ):
         monkeypatch.setattr(module, name, fake)
     settings = replace(Settings.from_environ({}), notice_seconds=40.0, hang_seconds=more.get('hang_seconds', 900.0))
     position = NodePosition('local', 0, 1, 2, '127.0.0.1', 1)
-    one = clock.node = Node(position, settings, ['run.py'], recipe, {}, interactive=more.get('interactive', False))
+    one: Any = Node(position, settings, ['run.py'], recipe, {}, interactive=more.get('interactive', False))
+    clock.node = one
     loss = {'describe_loss': lambda attempt: 'ten batches are lost'}
     one._records = clock.recorder('take_beats', 'report_progress', 'append', **loss)
     one.notifier = clock.recorder('send', 'check_goodput')
@@ -126,7 +128,7 @@ def run(recipe, folder, monkeypatch, *, ends=((NEVER, 0),) * 2, signals=None, fi
     outcome = one._watch(workers, Attempt(1, 0.0), more.get('limit'), Mock(), listener)
     polls = [] if standby is None else [f'({one._in_place.poll.call_count} polls)']
     clock.say(f'{outcome.status} {outcome.cause}', *filter(None, [outcome.detail]), *polls)
-    return '\n'.join([f'{node.liveness.update_heartbeat.call_count} heartbeats', *clock.log])
+    return '\n'.join([f'{liveness.update_heartbeat.call_count} heartbeats', *clock.log])
 
 
 def test_run_at_a_terminal_may_save_as_long_as_it_needs(write_recipe, monkeypatch):
@@ -186,7 +188,9 @@ def test_end_of_each_attempt_is_printed_and_recorded_as_reviewed(write_recipe, m
         environ = {environment.MACHINE: 'n1', **case.get('environ', {})}
         position = NodePosition('local', case.get('rank', 0), 2, 1, '127.0.0.1', 1)
         settings = Settings.from_environ(environ)
-        one = Node(position, settings, ['run.py', 'x.yaml'], given, environ, interactive=case.get('interactive', False))
+        one: Any = Node(
+            position, settings, ['run.py', 'x.yaml'], given, environ, interactive=case.get('interactive', False)
+        )
 
         def work(command, folder, attempt, *, limit_seconds=None, one=one, case=case, outcomes=outcomes, texts=texts):
             attempt.first = None if 'first' not in case else case['first'] * attempt.number

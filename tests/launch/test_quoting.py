@@ -155,10 +155,3 @@ def test_sagemaker_passes_overrides_and_variables_unchanged(texts, prepare):
     request = json.loads(rendered.files['job.json'])
     assert request['AlgorithmSpecification']['ContainerArguments'] == checked.jobs[0].arguments
     assert [request['Environment'][f'WORD_{index}'] for index in range(len(texts))] == texts
-
-
-def test_local_script_starts_every_node_with_its_rank(prepare, tmp_path, add_program):
-    _, rendered = prepare('local', gpu=None, gpus_per_node=2)
-    add_program('python', f'#!/bin/bash\necho $DIFFUSION_NODE_RANK $DIFFUSION_NODES >> {tmp_path}/ranks\n')
-    subprocess.run(['bash'], input=rendered.files['job.sh'], text=True, check=True)
-    assert sorted((tmp_path / 'ranks').read_text().split('\n'))[1:] == ['0 2', '1 2']

@@ -329,6 +329,20 @@ def test_node_that_sees_another_folder_is_named_as_reviewed():
     check_golden(GOLDEN / 'shared-folder', {'findings.txt': '\n'.join(texts)})
 
 
+def test_file_system_of_a_folder_is_that_of_the_last_and_deepest_mount(monkeypatch):
+    mounts = [
+        'overlay / overlay rw',
+        'server:/a /data nfs rw',
+        'server:/b /data nfs4 rw',
+        'tmpfs /data/a\\040b tmpfs rw',
+    ]
+    monkeypatch.setattr(Path, 'read_text', lambda *_, **__: '\n'.join([*mounts, 'disk /database ext4 rw']))
+    found = [storage_checks.file_system_of(Path(each)) for each in ('/data/runs', '/data/a b', '/srv')]
+    assert found == ['nfs4 server:/b', 'tmpfs tmpfs', 'overlay overlay']
+    monkeypatch.setattr(Path, 'read_text', Mock(side_effect=OSError))
+    assert storage_checks.file_system_of(Path('/data')) == 'an unknown file system'
+
+
 def test_speed_of_storage_is_measured_with_growing_files(tmp_path, monkeypatch):
     cases = ((0.9, 99, 4 / 3, [1]), (1, 4, 4 / 3, [1, 4]), (9, 4, 8 / 5, [1, 4]), (0, 0, 1, [1]))
     for seconds, most, written, uploaded in cases:

@@ -188,9 +188,8 @@ def test_end_of_each_attempt_is_printed_and_recorded_as_reviewed(write_recipe, m
         environ = {environment.MACHINE: 'n1', **case.get('environ', {})}
         position = NodePosition('local', case.get('rank', 0), 2, 1, '127.0.0.1', 1)
         settings = Settings.from_environ(environ)
-        one: Any = Node(
-            position, settings, ['run.py', 'x.yaml'], given, environ, interactive=case.get('interactive', False)
-        )
+        at_terminal = case.get('interactive', False)
+        one: Any = Node(position, settings, ['run.py', 'x.yaml'], given, environ, interactive=at_terminal)
 
         def work(command, folder, attempt, *, limit_seconds=None, one=one, case=case, outcomes=outcomes, texts=texts):
             attempt.first = None if 'first' not in case else case['first'] * attempt.number

@@ -330,13 +330,9 @@ def test_node_that_sees_another_folder_is_named_as_reviewed():
 
 
 def test_file_system_of_a_folder_is_that_of_the_last_and_deepest_mount(monkeypatch):
-    mounts = [
-        'overlay / overlay rw',
-        'server:/a /data nfs rw',
-        'server:/b /data nfs4 rw',
-        'tmpfs /data/a\\040b tmpfs rw',
-    ]
-    monkeypatch.setattr(Path, 'read_text', lambda *_, **__: '\n'.join([*mounts, 'disk /database ext4 rw']))
+    mounts = 'overlay / overlay rw\nserver:/a /data nfs rw\nserver:/b /data nfs4 rw\n'
+    mounts += 'tmpfs /data/a\\040b tmpfs rw\ndisk /database ext4 rw\n'
+    monkeypatch.setattr(Path, 'read_text', lambda *_, **__: mounts)
     found = [storage_checks.file_system_of(Path(each)) for each in ('/data/runs', '/data/a b', '/srv')]
     assert found == ['nfs4 server:/b', 'tmpfs tmpfs', 'overlay overlay']
     monkeypatch.setattr(Path, 'read_text', Mock(side_effect=OSError))

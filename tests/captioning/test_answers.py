@@ -21,56 +21,16 @@ from diffusion.language_models.rejection import rejection
 PROMPT = Prompt(
     'x', 1, 'Describe this image in one sentence that names the main subject and where it is.', max_words=40
 )
-GOOD = [
-    'A gray cat sleeps on a red mat beside a window.',
-    'A very, very, very tall tree',
-    'A sign that reads "營業中" above the door of a shop, in warm light.',
-    'An unfortunate fall of a skier',
-    '42 red balloons',
-]
-BAD = {
-    'empty': '  \n',
-    'refusal': "I'm sorry, but I can't help with identifying people.",
-    'loop': 'A wall of ' + 'a red brick and ' * 8,
-    'echo': 'Describe this image in one sentence that names the main subject and where it is: a cat.',
-    'other_language': 'На фотографии изображена кошка on a mat',
-    'too_long': ' '.join(f'word{number}' for number in range(41)),
-}
+PROMPTS = {'short': PROMPT, 'cut off': PROMPT, 'any length': replace(PROMPT, max_words=None)}
+PROMPTS |= {name: load_prompt(name, 'columns.a') for name in ('long', 'tags')}
 
 
-@pytest.mark.parametrize('answer', GOOD)
-def test_a_caption_is_accepted(answer: str) -> None:
-    assert rejection(answer, PROMPT, cut_off=False) is None
+def test_answers_are_accepted_or_rejected_by_a_rule() -> None:
+    def rule(line: str) -> list[str | None]:
+        name, _, answer = line.partition(':')
+        return [rejection(f'{answer}\n', PROMPTS[name], cut_off=name == 'cut off')]
 
-
-@pytest.mark.parametrize(('rule', 'answer'), BAD.items(), ids=list(BAD))
-def test_a_bad_answer_is_rejected_by_its_rule(rule: str, answer: str) -> None:
-    assert rejection(answer, PROMPT, cut_off=False) == rule
-
-
-def test_rules_of_the_prompt_and_of_the_length() -> None:
-    assert rejection('A cat on a', PROMPT, cut_off=True) == 'cut_off'
-    assert rejection('one sentence only', load_prompt('long', 'columns.a'), cut_off=False) == 'too_short'
-    assert rejection('cat mat window', load_prompt('tags', 'columns.a'), cut_off=False) == 'not_a_list'
-    assert rejection('cat, mat, window', load_prompt('tags', 'columns.a'), cut_off=False) is None
-
-
-@pytest.mark.parametrize(
-    ('rule', 'last_good', 'bad'),
-    [
-        ('loop', 'a very' + ' very' * 4, 'a very' + ' very' * 5),
-        ('loop', 'it is' + ' red and' * 4, 'it is' + ' red and' * 5),
-        ('loop', 'on' + ' the red wall' * 2, 'on' + ' the red wall' * 3),
-        ('loop', ' '.join([*'abcdefghijklmnopqrstu'] * 3), ' '.join([*'abcdefghijklmnopqrst'] * 3)),
-        ('echo', ' '.join(PROMPT.text.split()[:11]) + ' a cat', 'So: ' + ' '.join(PROMPT.text.split()[-12:])),
-        ('echo', 'this image in one sentence', 'this image in one sentence that'),
-        ('other_language', 'abc д', 'ab д'),
-        ('too_long', ' '.join(f'w{number}' for number in range(40)), ' '.join(f'w{number}' for number in range(41))),
-    ],
-)
-def test_the_limits_of_rules(rule: str, last_good: str, bad: str) -> None:
-    limits = replace(PROMPT, max_words=70 if rule == 'loop' else 40)
-    assert [rejection(answer, limits, cut_off=False) for answer in (last_good, bad)] == [None, rule]
+    check_transcripts(Path(__file__).parent / 'golden/rules', rule)
 
 
 def test_the_number_of_requests_in_flight_follows_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,18 @@
 """Screens of a terminal: messages and the status line never share a row, and no row is wrapped."""
 
+import logging
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from terminal import Screen, terminal
+
+from diffusion.loggers import status_line
+from diffusion.loggers.status_line import StatusLine, WrappingFormatter
 
 ROOT = Path(__file__).parents[2]
 START = """
@@ -77,15 +82,17 @@ log.info('logged')
     assert not leave or re.match(r'100%.*\]$', rows[0])
 
 
-@pytest.mark.slow
-def test_long_messages_are_broken_between_words_and_a_long_status_is_cut():
-    screen = see("status_line.show('status ' * 20); log.info('many words ' * 20 + 'path/' * 4)", columns=40)
-    first, *others = str(screen).splitlines()
-    assert re.match(MESSAGE, first)
-    assert all(row.startswith(' ' * 9) and row[9] != ' ' for row in others)
-    assert ' '.join(str(screen).split()).endswith('many words many words ' + 'path/' * 4)
-    assert not screen.wrapped
-    assert max(map(len, screen.last_rows)) == 39
+def test_status_and_messages_are_as_wide_as_the_terminal(monkeypatch):
+    columns = iter([40, 0])
+    monkeypatch.setattr(os, 'get_terminal_size', lambda descriptor: os.terminal_size((next(columns), descriptor)))
+    assert [StatusLine(sys.__stderr__).columns() for _ in range(2)] == [39, 79]
+    monkeypatch.setattr(os, 'get_terminal_size', Mock(side_effect=OSError))
+    assert StatusLine(sys.__stderr__).columns() == 79
+    monkeypatch.setattr(status_line, 'columns', lambda: 39)
+    record = logging.LogRecord('a', logging.INFO, 'a.py', 1, 'many words ' * 6 + 'path/' * 8, None, None)
+    expected = '00:00:00 many words many words many\n         words many words many words\n         many words'
+    found = WrappingFormatter('00:00:00 %(message)s').format(record)
+    assert found == f'{expected}\n         {"path/" * 8}'
 
 
 @pytest.mark.slow

@@ -128,6 +128,17 @@ def test_lossless_images_are_stored_as_chosen_and_a_sample_is_measured(tmp_path:
     assert not [note for note in png.notes if 'PSNR' in note]
 
 
+def test_images_longer_than_their_format_allows_are_rejected(tmp_path: Path) -> None:
+    class Strips(DrawnSource):
+        def entry(self, key: str, number: int) -> Entry:
+            width = (16_383, 16_384, 65_500, 65_501)[number]
+            return Entry(key, encode(draw(1, width=width, height=16), 'PNG'), ['x'])
+
+    for kind, kept in (('webp', 1), ('png', 3)):
+        report = run(tmp_path / kind, Strips(1, 4), sizes=[16], lossless_format=kind)
+        assert report.rejected['too_long'].names == [f'image-{number}' for number in range(kept, 4)]
+
+
 def test_images_are_resized_by_the_chosen_filter(tmp_path: Path) -> None:
     class Stripes(DrawnSource):
         def entry(self, key: str, number: int) -> Entry:

@@ -17,10 +17,12 @@ from object_store import Store
 from test_append import add, add_before_commit, all_keys, contents, hashes, indexed, sliced, start
 
 from diffusion.cli import main
+from diffusion.errors import UserError
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.image_record import read_images
 from diffusion.prepare.remove import remove, runs_with
+from diffusion.prepare.shard_rewriting import check_shard
 from diffusion.storage.caption_tables import (
     ROWS,
     complete_tables,
@@ -234,6 +236,16 @@ def test_damaged_shard_is_not_copied_under_a_new_hash(out: Path, capsys: Any) ->
     printed = run(capsys, out, '--key', 'image-3', status=1)
     assert f'{name}: xxh64' in printed and 'restore the shard' in printed
     assert holding(out, 'image-3')
+    (_, entry), *_ = indexed(out)
+    types = ', '.join(entry['column_encodings'])
+    for changed, problem in (
+        ({'zip_data': {'bytes': 1}}, 'a: is compressed, which this command cannot read; prepare the data again'),
+        ({'column_names': ['image']}, "a: its samples have no column 'key'; prepare the data again"),
+        ({'column_sizes': [7]}, f'a: has columns of types that this command cannot read ({types})'),
+    ):
+        with pytest.raises(UserError) as error:
+            check_shard(out / name, entry | changed, 'a')
+        assert str(error.value) == problem
 
 
 def test_missing_files_of_the_dataset_are_named(out: Path, capsys: Any) -> None:

@@ -1,8 +1,10 @@
 """Named rules reject answers that are no captions; prompts and settings with mistakes are refused."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +17,7 @@ from diffusion.config.language_model_checks import vision_problems
 from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.errors import UserError
 from diffusion.language_models.endpoint import Endpoint, Fault, InFlightLimit, Refused
-from diffusion.language_models.engine import Question
+from diffusion.language_models.engine import Answer, Question
 from diffusion.language_models.rejection import rejection
 
 PROMPT = Prompt(
@@ -78,6 +80,26 @@ def test_what_is_sent_and_what_each_response_means(monkeypatch: pytest.MonkeyPat
         return [f'{answer.text!r} {answer.rejected} {answer.tokens} {answer.prompt_tokens}']
 
     check_transcripts(Path(__file__).parent / 'golden/endpoint', meaning)
+
+
+def test_questions_are_taken_as_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(self: Any, session: Any, question: Question) -> Answer:
+        try:
+            await asyncio.sleep(0 if question.row in (0, 9, 17) else 60)
+            return Answer(question, 'fine')
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)  # closing a connection takes some time
+            ended.append(question.row)
+            raise
+
+    monkeypatch.setattr(Endpoint, '_answer', answer)
+    engine, taken, ended = Endpoint(VisionLanguageConfig(model='m', endpoint='http://a')), list[int](), list[int]()
+    engine.limit.value = 20.0
+    answers: Any = engine.answers(Question(0, taken.append(row) or row, 'a', PROMPT) for row in range(100))
+    found = [(next(answers).question.row, len(taken)) for _ in range(3)]
+    assert found == [(0, 8), (9, 16), (17, 22)], '8 at a time, then 20 in flight'
+    answers.close()
+    assert sorted([*ended, 0, 9, 17]) == taken
 
 
 def test_the_stored_caption_fills_the_placeholder() -> None:

@@ -47,19 +47,6 @@ def test_evaluations_and_saves_do_not_count(clock):
     assert clock.timer.seconds_per_batch == pytest.approx(0.2, rel=0.03)
 
 
-def test_callbacks_of_every_batch_count(clock):
-    clock.train(100, 0.2, between=0.05)
-    assert clock.timer.seconds_per_batch == pytest.approx(0.25)
-
-
-def test_slow_first_batch_does_not_count_and_the_average_is_unbiased(clock):
-    assert clock.timer.seconds_per_batch is None
-    clock.train(1, 90.0)
-    assert clock.timer.seconds_per_batch is None
-    clock.train(1, 3.0)
-    assert clock.timer.seconds_per_batch == pytest.approx(3.0)
-
-
 def test_average_weighs_batches_by_the_time_since_then_and_the_last_ten_at_least(clock):
     seconds = np.random.default_rng(0).uniform(0.5, 12, 40)
     for each in (90.0, *seconds):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from evaluation.comparisons import answers_text
-from golden import check_golden
+from golden import check_transcripts
 from PIL import Image
 from prepare.drawn import samples
 
@@ -100,16 +100,6 @@ def test_tables_of_pairs_are_read(images, capsys, monkeypatch):
     assert found[2]['image'] == images[2].read_bytes() and found[2]['metadata']['source'] == 'me'
 
 
-SCORES = {
-    'a --score pick_score': '',
-    'b --score pick_score': '{',
-    'b --score best': '{"prompts": ["x", "y"], "scores": {"first": [1, 2], "second": [3, 4]}}',
-    'b --score first': '{"prompts": ["x", "y"], "scores": {"first": [1, 2], "second": [3, 4]}}',
-    'b': '{"prompts": ["x"], "scores": {}}',
-}
-"""Content of b/scores.json by arguments that it does not fit."""
-
-
 def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
     Path('q.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 'a/9.png', 'rejected_image': 'b/2.png'}))
     Path('r.jsonl').write_text(json.dumps({'prompt': 'y', 'image': 'a/1.png'}))
@@ -118,12 +108,13 @@ def test_mistakes_are_named_and_leave_nothing_behind(images, capsys):
     Path('u.jsonl').touch()
     Path('b/batch-00000').mkdir()
     images[6].rename('b/batch-00000/000000.png')
-    found = ''
-    for words in 'q.jsonl', 'r.jsonl', 'a', 'prompts.txt', 's.jsonl', 't.jsonl', 'u.jsonl', 'c', *SCORES:
-        if words in SCORES:
-            Path('b/scores.json').write_text(SCORES[words])
+
+    def outcome(line: str) -> list[str]:
+        words, _, scores = line.partition(' with ')
+        Path('b/scores.json').write_text(scores)
         run(*words.split(), status=USAGE_ERROR)
-        found += f'{words}\n  {capsys.readouterr().err}'
-    check_golden(Path(__file__).parent / 'golden/pairs', {'mistakes.txt': found})
+        return capsys.readouterr().err.splitlines()
+
+    check_transcripts(Path(__file__).parent / 'golden/pairs', outcome)
     files = {f'{name}.jsonl' for name in 'qrstu'} | {'prompts.txt'}
     assert {path.name for path in Path().iterdir()} == {'a', 'b', *files}

@@ -222,22 +222,20 @@ def test_every_file_is_flushed_before_it_is_renamed_into_place(tmp_path: Path, m
     assert not missed and len(flushed) > 10
 
 
-@pytest.mark.parametrize(
-    ('values', 'source', 'message'),
-    [
-        ({'jpeg_quality': 80}, DrawnSource(3, 4), 'settings.jpeg_quality: 95 at the start, 80 now'),
-        ({}, DrawnSource(4, 4), 'parts.drawn-3: missing at the start, 1 now'),
-        ({}, DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 at the start, 2 now'),
-        ({}, Backwards(3, 4), 'the order of the input'),
-    ],
-)
-def test_changed_plan_is_rejected(tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str) -> None:
+def test_changed_plan_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(settings(tmp_path / 'out'), source=DrawnSource(3, 4), run=interrupted(0))
     assert names(tmp_path / 'out.work') == ['lock', 'parts', 'plan.json']
-    begun = 'work: .*out.work was started with other settings or another input'
-    with pytest.raises(ValueError, match=f'{begun}:\n  {message}'):
-        run(tmp_path / 'out', source, **values)
+    for source, message in (
+        (DrawnSource(3, 4), 'settings.jpeg_quality: 95 at the start, 80 now'),
+        (DrawnSource(4, 4), 'parts.drawn-3: missing at the start, 1 now'),
+        (DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 at the start, 2 now'),
+        (Backwards(3, 4), 'the order of the input'),
+    ):
+        with pytest.raises(
+            ValueError, match=f'other settings or another input:\n  {message}'
+        ):
+            run(tmp_path / 'out', source, jpeg_quality=80 if 'quality' in message else 95)
     run(tmp_path / 'out', DrawnSource(3, 4), workers=1, max_rejected=0.5)  # which change no byte
 
 

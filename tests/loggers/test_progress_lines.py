@@ -120,9 +120,7 @@ def test_progress_of_training_and_evaluation_in_a_terminal(monkeypatch, caplog):
 
     def go_on(seconds: float, event: str, batch: int = 0, evaluated: int = 0) -> None:
         now[0] += seconds
-        state.timestamp, state.eval_timestamp = (
-            SimpleNamespace(batch=SimpleNamespace(value=value)) for value in (batch, evaluated)
-        )
+        state.timestamp, state.eval_timestamp = (SimpleNamespace(batch=Time(n, 'ba')) for n in (batch, evaluated))
         getattr(line, event)(state, None)
 
     with caplog.at_level('INFO', logger='diffusion'):

@@ -65,6 +65,7 @@ def test_images_are_stored_as_rendered(tmp_path: Path, emojis: list[Emoji], monk
     assert [sample['key'] for sample in stored] == [emoji.hexcode for emoji in chosen]
     assert [sample['image'] for sample in stored] == [emoji.png(16) for emoji in chosen]
     assert [sample['captions'] for sample in stored] == [emoji.names or ['emoji'] for emoji in chosen]
+    assert not chosen[10].names
 
 
 def test_all_emoji_joins_drawings_with_names(emojis: list[Emoji]) -> None:
@@ -118,16 +119,6 @@ def test_selections_are_those_of_earlier_versions(emojis: list[Emoji]) -> None:
             return [str(error)]
 
     check_transcripts(Path(__file__).parent / 'golden/openmoji', chosen)
-
-
-def test_unnamed_images_have_the_caption_emoji(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unnamed = [emoji for emoji in all_emoji() if not emoji.names][:2]
-    monkeypatch.setattr(openmoji, 'all_emoji', lambda: unnamed)
-    prepare_openmoji(tmp_path / 'out', [16], select='all')
-    assert [sample['captions'] for sample in samples(tmp_path / 'out/16px')] == [['emoji'], ['emoji']]
-    with pytest.raises(ValueError, match='no emoji is left'):
-        prepare_openmoji(tmp_path / 'named', [16], select='named')
-    assert not (tmp_path / 'named').exists()
 
 
 def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

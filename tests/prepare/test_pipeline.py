@@ -232,9 +232,7 @@ def test_changed_plan_is_rejected(tmp_path: Path) -> None:
         (DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 at the start, 2 now'),
         (Backwards(3, 4), 'the order of the input'),
     ):
-        with pytest.raises(
-            ValueError, match=f'other settings or another input:\n  {message}'
-        ):
+        with pytest.raises(ValueError, match=f'other settings or another input:\n  {message}'):
             run(tmp_path / 'out', source, jpeg_quality=80 if 'quality' in message else 95)
     run(tmp_path / 'out', DrawnSource(3, 4), workers=1, max_rejected=0.5)  # which change no byte
 

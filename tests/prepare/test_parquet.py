@@ -18,8 +18,8 @@ from prepare.drawn import entries
 
 from diffusion.errors import UserError
 from diffusion.prepare import parquet
-from diffusion.prepare.parquet import ParquetSource
-from diffusion.prepare.source import Entry
+from diffusion.prepare.parquet import ParquetSource, arrow_entries, images_of
+from diffusion.prepare.source import Entry, Part
 
 IMG2DATASET: dict[str, Any] = {
     **{'key': ['000000000', '000000001', '000000002'], 'jpg': [b'zero', None, b'two'], 'txt': ['a', None, 'c']},
@@ -115,11 +115,19 @@ def test_rows_and_mistakes_of_tables(tmp_path: Path) -> None:
     (tmp_path / 'sub/0.jpg').write_bytes(b'0')
     text = ''
     for name, (columns, options) in TABLES.items():
-        source = ParquetSource(str(write(tmp_path / 'a.parquet', columns)), **options)
+        path, arrow = write(tmp_path / 'a.parquet', columns), tmp_path / 'a.arrow'
+        source, images = ParquetSource(str(path), **options), images_of(str(path), str(path))
         try:
-            found = [f'{each.key}: {each.problem or each.image} {each.captions}' for each in entries(source)]
-            rows = [f'{each.caption_columns} {json.dumps(each.metadata, allow_nan=False)}' for each in entries(source)]
-            text += f'{name}\n' + ''.join(f'  {one} {other}\n' for one, other in zip(found, rows, strict=True))
+            found = entries(source)
+            text += f'{name}\n'
+            for each in found:
+                others = f'{each.caption_columns} {json.dumps(each.metadata, allow_nan=False)}'
+                text += f'  {each.key}: {each.problem or each.image} {each.captions} {others}\n'
+            for new in pa.ipc.new_file, pa.ipc.new_stream:
+                with new(arrow, pq.read_schema(path)) as writer:
+                    writer.write_table(pq.read_table(path), max_chunksize=2)
+                part = Part('a', {'stem': 'a', 'url': str(arrow)}, 0, '')
+                assert str([*arrow_entries(arrow, part, source._columns, images=images)]) == str(found)
         except UserError as error:
             text += f'{name}\n  {error}\n'
     text = re.sub('(?<=12:00:00)[^"]+', '', text.replace(f'{tmp_path}/', ''))
@@ -168,7 +176,9 @@ def test_large_file_is_split_into_parts(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(parquet, 'PART_BYTES', 2 * pq.read_metadata(path).row_group(0).total_byte_size)
     parts = source.parts()
     assert [part.where['groups'] for part in parts] == [[0, 2], [2, 4], [4, 5]]
-    assert len({part.name for part in parts}) == 3 and len({part.stamp for part in parts}) == 1
+    sizes = [pq.read_metadata(path).row_group(number).total_byte_size for number in range(5)]
+    expected = {f'a-groups-{first:05}': sum(sizes[first : first + 2]) for first in (0, 2, 4)}
+    assert {part.name: part.size for part in parts} == expected and len({part.stamp for part in parts}) == 1
     assert json.loads(json.dumps(parts[1].where)) == parts[1].where
     assert entries(source) == whole
     assert [entry.key for entry in source.read(parts[1])] == [f'a/row-{n}' for n in range(20, 40)]

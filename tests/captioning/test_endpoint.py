@@ -275,14 +275,14 @@ def test_another_model_or_prompt_needs_another_column(
 def test_plan_measures_images_and_writes_nothing(
     server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = write_images(tmp_path / 'data', shards=2, each=6)
+    data = write_images(tmp_path / 'data', shards=2, each=33)
     before = sorted(data.rglob('*'))
     settings = write_settings(tmp_path / 'vlm.yaml', server.url)
     printed = output_of(capsys, 'caption', data, '--with', settings, '--plan', '--dollars-per-hour', '3600')
-    assert re.search(r'^[\d.]+ images/s, measured on 6 images; 0 of 12 answers were rejected$', printed, re.MULTILINE)
-    assert re.search(r'^12 images to caption: 0\.0 hours, \$[\d.]+, at most \d+ B of tables$', printed, re.MULTILINE)
+    assert re.search(r'^[\d.]+ images/s, measured on 32 images; 0 of 64 answers were rejected$', printed, re.MULTILINE)
+    assert re.search(r'^66 images to caption: 0\.0 hours, \$[\d.]+, at most 4\.8 kB of tables$', printed, re.MULTILINE)
     found = re.search(r'^([\d.]+) images/s(?:.|\n)*\$([\d.]+)', printed)
-    assert found is not None and float(found[2]) == pytest.approx(12 / float(found[1]), abs=0.006)
+    assert found is not None and float(found[2]) == pytest.approx(66 / float(found[1]), abs=0.006)
     assert sorted(data.rglob('*')) == before
 
 

@@ -2,11 +2,13 @@
 
 import datetime
 import decimal
+import errno
 import itertools
 import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -110,6 +112,9 @@ TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+PART = Part('a', {'stem': 'a', 'url': 'a.arrow'}, 0, '')
+
+
 def test_rows_and_mistakes_of_tables(tmp_path: Path) -> None:
     (tmp_path / 'sub').mkdir()
     (tmp_path / 'sub/0.jpg').write_bytes(b'0')
@@ -118,18 +123,18 @@ def test_rows_and_mistakes_of_tables(tmp_path: Path) -> None:
         path, arrow = write(tmp_path / 'a.parquet', columns), tmp_path / 'a.arrow'
         source, images = ParquetSource(str(path), **options), images_of(str(path), str(path))
         try:
-            found = entries(source)
-            text += f'{name}\n'
-            for each in found:
-                others = f'{each.caption_columns} {json.dumps(each.metadata, allow_nan=False)}'
-                text += f'  {each.key}: {each.problem or each.image} {each.captions} {others}\n'
-            for new in pa.ipc.new_file, pa.ipc.new_stream:
-                with new(arrow, pq.read_schema(path)) as writer:
-                    writer.write_table(pq.read_table(path), max_chunksize=2)
-                part = Part('a', {'stem': 'a', 'url': str(arrow)}, 0, '')
-                assert str([*arrow_entries(arrow, part, source._columns, images=images)]) == str(found)
+            source.parts()
         except UserError as error:
             text += f'{name}\n  {error}\n'
+            continue
+        text += f'{name}\n'
+        for each in (found := entries(source)):
+            others = f'{each.caption_columns} {json.dumps(each.metadata, allow_nan=False)}'
+            text += f'  {each.key}: {each.problem or each.image} {each.captions} {others}\n'
+        for new in pa.ipc.new_file, pa.ipc.new_stream:
+            with new(arrow, pq.read_schema(path)) as writer:
+                writer.write_table(pq.read_table(path), max_chunksize=2)
+            assert str([*arrow_entries(arrow, PART, source._columns, images=images)]) == str(found)
     text = re.sub('(?<=12:00:00)[^"]+', '', text.replace(f'{tmp_path}/', ''))
     check_golden(Path(__file__).parent / 'golden/tables', {'rows.txt': text})
 
@@ -163,6 +168,18 @@ def test_rows_before_a_damaged_page_are_read(tmp_path: Path) -> None:
     assert last.problem == 'part_damaged' and last.key == f'a at row {len(served)}'
     assert 64 <= len(served) <= 100
     assert [entry.image for entry in served] == columns['jpg'][: len(served)]
+
+
+def test_faults_of_the_disk_are_no_damage_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ParquetSource(str(write(tmp_path / 'a.parquet', ONE)))
+    (part,), fault = source.parts(), Mock(side_effect=OSError(errno.EIO, 'Input/output error'))
+    unread = (pq.ParquetFile, 'iter_batches', lambda *_, **__: iter(fault, 0))
+    for owner, name, patched in (pq, 'ParquetFile', fault), unread, (pa, 'memory_map', fault):
+        rows = arrow_entries(tmp_path, PART, source._columns, images=None) if owner is pa else source.read(part)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, patched)
+            with pytest.raises(OSError, match='Input/output'):
+                next(rows)
 
 
 def test_large_file_is_split_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

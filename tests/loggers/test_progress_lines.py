@@ -19,41 +19,15 @@ from diffusion.loggers.progress_lines import BatchTimer, ProgressLine, format_du
 from diffusion.training.train import build_trainer
 
 
-class Clock:
-    """A training whose batches and work in between take given times."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.timer = BatchTimer()
-
-    def train(self, batches: int, seconds: float, *, between: float = 0.0) -> None:
-        for _ in range(batches):
-            self.timer.begin(self.now)
-            self.now += seconds
-            self.timer.end(self.now)
-            self.now += between
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def test_evaluations_and_saves_do_not_count(clock):
-    for _ in range(4):
-        clock.train(50, 0.2)
-        clock.now += 600  # an evaluation, an image grid, a save
-    clock.train(1, 0.2)
-    assert clock.timer.seconds_per_batch == pytest.approx(0.2, rel=0.03)
-
-
-def test_average_weighs_batches_by_the_time_since_then_and_the_last_ten_at_least(clock):
-    seconds = np.random.default_rng(0).uniform(0.5, 12, 40)
+def test_average_weighs_batches_by_the_time_since_then_and_the_last_ten_at_least():
+    seconds, timer, now = np.random.default_rng(0).uniform(0.5, 12, 40), BatchTimer(), 1000.0
     for each in (90.0, *seconds):
-        clock.train(1, each)
+        timer.begin(now)
+        now += each
+        timer.end(now)
     kept = np.maximum(0.9, np.exp(-seconds / 60))
     weights = [kept[number + 1 :].prod() for number in range(40)]
-    assert clock.timer.seconds_per_batch == pytest.approx(np.average(seconds, weights=weights))
+    assert timer.seconds_per_batch == pytest.approx(np.average(seconds, weights=weights))
 
 
 BATCH_SECONDS = 0.5

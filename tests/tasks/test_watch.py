@@ -1,6 +1,7 @@
 """Watchers of runs: real processes that race, are killed, and meet pruned and half-written checkpoints."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from checkpointing.run_folders import write
@@ -39,6 +40,7 @@ started = sorted(folder.glob(f'{name}-*.started'))
 time.sleep(seconds)
 status = statuses.get(name, [])[len(started):][:1] or [0]
 if status[0]:
+    [print(line, flush=True) for line in range(30)]
     sys.exit(f'no luck with {name}') if status[0] == 1 else sys.exit(status[0])
 content = json.dumps({'metrics': {'fid': 100.0 - int(name[2:])}})
 if '://' in checkpoint:
@@ -109,11 +111,13 @@ def test_every_checkpoint_is_evaluated_once_oldest_first(site, caplog):
     caplog.set_level('INFO', 'diffusion')
     Watcher(site.settings()).run()
     assert results(site) == site.started() == ['ba10', 'ba20', 'ba30']
-    messages = [record.message for record in caplog.records if 'evaluated: fid' in record.message]
-    assert messages == ['ba10: evaluated: fid 90.0000', 'ba20: evaluated: fid 80.0000', 'ba30: evaluated: fid 70.0000']
     Watcher(site.settings()).run()
     assert len(site.started()) == 3
-    assert sum('evaluation started, process' in message for message in caplog.messages) == 3
+    expected = ''
+    for name, fid in (('ba10', 90), ('ba20', 80), ('ba30', 70)):
+        expected += f'{name}: evaluation started, process N, log {site.run}/evaluations/{name}.log\n'
+        expected += f'{name}: evaluated: fid {fid}.0000\n'
+    assert re.sub(r'process \d+', 'process N', ''.join(f'{message}\n' for message in caplog.messages)) == expected
 
 
 @pytest.mark.parametrize(('changes', 'expected'), [({'policy': 'latest'}, ['ba30']), ({'only': ['ba20']}, ['ba20'])])
@@ -165,6 +169,7 @@ def test_evaluation_of_a_killed_watcher_is_done_again(site):
     other._start()
     other._stop()
     assert site.started().count('ba10') == 1, 'its owner lives'
+    assert claimed_batches(Path(site.run)) == {10}
     pid = int(next(site.starts.iterdir()).stem.partition('-')[2])
     watcher.kill()
     watcher.wait()
@@ -214,7 +219,9 @@ def test_failed_evaluation_is_tried_again_and_given_up_in_the_end_unless_the_set
     assert results(site) == ['ba10', 'ba30']
     assert site.started().count('ba10') == 2
     assert site.started().count('ba20') == MAX_TRIES
-    assert 'no luck with ba20' in caplog.text
+    shown = '\n'.join(f'  {line}' for line in [*range(11, 30), 'no luck with ba20'])
+    log = f'{site.run}/evaluations/ba20.log'
+    assert f'ba20: evaluation failed with status 1, log {log}:\n{shown}' in caplog.messages
     assert f'the evaluation failed {MAX_TRIES} times; giving up' in caplog.text
 
 
@@ -225,16 +232,27 @@ def test_checkpoint_pruned_before_or_after_the_claim_is_skipped(site, caplog):
     watcher._checkpoints = lambda: names if not watcher._running else ['ba20', 'ba30']  # type: ignore[method-assign]
     watcher._start()
     assert 'ba10: was removed by its run before its evaluation began' in caplog.text
+    assert claimed_batches(Path(site.run)) == {20}
+    assert watcher._claims.has_ended('ba10', 1), 'the claim is released'
     site.wait_for_starts(1)
     shutil.rmtree(Path(site.run, 'ba20'))
     watcher._checkpoints = lambda: ['ba30']  # type: ignore[method-assign]
     watcher.run()
     assert 'ba20: was removed by its run before its evaluation had read it' in caplog.text
-    assert results(site) == ['ba30']
+    assert results(site) == ['ba30'] and claimed_batches(Path(site.run)) == set()
+
+
+def test_watcher_waits_between_two_searches(site, monkeypatch):
+    monkeypatch.setattr('diffusion.tasks.watch.time', clock := Mock())
+    clock.monotonic.side_effect = [0.0, 0.0, 29.9, 30.0, KeyboardInterrupt]
+    with pytest.raises(KeyboardInterrupt):
+        Watcher(site.settings(only=['ba40'], once=False, poll_seconds=30.0)).run()
+    assert clock.sleep.mock_calls == [call(0.2)] * 2
 
 
 def test_command_pins_the_best_checkpoints(site, capsys, monkeypatch):
     monkeypatch.setattr(signal, 'signal', handle := Mock())
+    monkeypatch.setattr(watch_arguments, 'configure_logging', logs := Mock())
     monkeypatch.setattr(watch_arguments, 'evaluation_command', lambda *_: site.settings().command)
     Path(site.run, 'ba10.pinned').write_text('my favorite')
     (folder := Path(site.run, 'evaluations')).mkdir()
@@ -245,6 +263,7 @@ def test_command_pins_the_best_checkpoints(site, capsys, monkeypatch):
         assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', f'{best}.pinned']
         write(Path(site.run), int(best[2:]) + 10)
     assert handle.call_args.args[0] == signal.SIGTERM, 'it stops as on Ctrl-C'
+    assert logs.called
 
 
 def test_best_checkpoints_by_a_judge_are_pinned(site, caplog):
@@ -265,7 +284,7 @@ def test_best_checkpoints_by_a_judge_are_pinned(site, caplog):
     assert (Path(site.run) / 'ba10.pinned').exists()
 
 
-def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appear(site):
+def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appear(site, caplog):
     """The command ends at once, as `diffusion launch` does for a scheduler, and the job writes its results later."""
 
     def submit(place: str) -> list[str]:
@@ -276,10 +295,11 @@ def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appe
         site.run, submit, metrics=['fid'], elsewhere=True, lease_seconds=60, poll_seconds=0.05, once=True
     )
     watcher, other = Watcher(settings), Watcher(settings)
+    caplog.set_level('INFO', 'diffusion')
     watcher._start()
     wait_until(lambda: watcher._collect() or watcher._submitted, 20)
     assert claimed_batches(Path(site.run)) == {10}
-    assert not watcher._running and len(watcher._submitted) == 1
+    assert not watcher._running and len(watcher._submitted) == 1 and 'ba10: job submitted' in caplog.messages
     assert other._claims.take('ba10', 1) is None, 'the job goes on'
     watcher._stop()
     assert claimed_batches(Path(site.run)) == set()
@@ -345,6 +365,7 @@ def test_commands_of_jobs_and_of_several_processes(site, monkeypatch, caplog):
         *('launch', 'eval.yaml', 'overrides.task="evaluate"', 'overrides.checkpoint="/shared/runs/phase1/ba100"'),
         *('overrides.runs_dir="/shared/runs"', 'overrides.name="phase1"', 'name=eval-ba100', 'nodes=2'),
     ]
+    assert evaluation_command([], 1)('ba10')[1:] == ['-m', 'diffusion', 'evaluate', 'ba10']
     words = evaluation_command(['--metrics=fid'], 2)('s3://b/run/ba10')
     assert words[1:] == [
         *('-m', 'composer.cli.launcher', '-n', '2', '-m', 'diffusion', 'evaluate', 's3://b/run/ba10', '--metrics=fid')

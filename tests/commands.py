@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     printed = capsys.readouterr()
     assert (status, printed.out) == (2, '')
     return printed.err
+
+
+def refusals(capsys: pytest.CaptureFixture[str], folder: Path, commands: Iterable[str]) -> str:
+    """Return commands with mistakes, and their messages, for `check_golden`; `TMP` stands for the folder."""
+    shown = []
+    for command in commands:
+        message = refusal(capsys, *command.replace('TMP', str(folder)).split())
+        shown.append(f'{f"diffusion {command}".strip()}\n{message}'.replace(str(folder), 'TMP'))
+    return '\n'.join(shown)
 
 
 def modules_of(program: str) -> set[str]:

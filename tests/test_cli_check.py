@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import output_of, refusal
+from commands import output_of, refusal, refusals
+from golden import check_golden
 from recipe_files import all_values
 
 from diffusion.cli import main, make_parser
@@ -67,15 +68,6 @@ def test_settings_that_another_component_does_not_inherit_are_noted(write, capsy
     assert '# note' not in output_of(capsys, 'check', path, '--quiet', 'model.caption_dropout=0.3')
 
 
-def test_number_of_gpus_is_checked_on_request(write, capsys):
-    words = ['check', write(GOOD), 'global_batch=1536', '--gpus', '96', '--quiet']
-    output_of(capsys, *words)
-    error = refusal(capsys, *words, 'loader.num_canonical_nodes=64')
-    assert '64 cannot be split evenly over 12 nodes; use 192' in error
-    error = refusal(capsys, *words, 'parallelism.strategy=fsdp2', 'parallelism.replicas=5')
-    assert 'parallelism.replicas: 5 do not divide 96 devices; use 4' in error
-
-
 def test_missing_values_are_printed_and_listed_with_their_description(capsys):
     out = output_of(capsys, 'check', YAMLS / 'phase1.yaml')
     assert 'remote: ???\n' in out
@@ -88,55 +80,29 @@ def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
     assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in out
 
 
-@pytest.mark.parametrize('order', [('R', '--quiet', 'seed=x'), ('--quiet', 'R', 'seed=x'), ('R', 'seed=x', '--quiet')])
-def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
-    words = [write(GOOD) if word == 'R' else word for word in order]
-    assert "seed: 'x' is not an integer" in refusal(capsys, 'check', *words)
-
-
-@pytest.mark.parametrize(
-    ('words', 'message'),
-    [
-        (['chek', 'a.yaml'], "there is no command 'chek'; did you mean 'check'?"),
-        (['prepare', 'foldr', 'photos'], "prepare: error: there is no source 'foldr'; did you mean 'folder'?"),
-        (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
-        (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, pack, pairs, remove"),
-        (['check', 'a.yaml', '--strickt'], 'check: error: there is no option --strickt; did you mean --strict?'),
-        (['check', 'a.yaml', '--zzz'], 'check: error: there is no option --zzz; see diffusion check --help'),
-        (['completion', 'bash', 'x'], 'diffusion: error: unrecognized arguments: x; see diffusion --help'),
-        (['check', 'a.yaml', '--seed=3'], 'no option --seed=3; write values of the recipe without dashes: seed=3'),
-        (['prepare', '.', '--out', 'x'], 'for a folder of images, write diffusion prepare folder .'),
-        ([], 'the following arguments are required: COMMAND'),
-    ],
-)
-def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
-    stderr = refusal(capsys, *words)
-    assert message in stderr and len(stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ('file', 'message'),
-    [
-        ('runn.yaml', "runn.yaml does not exist; did you mean 'run.yaml'?"),
-        ('yamls/quickstart.yaml', "yamls/quickstart.yaml does not exist; did you mean 'diffusion:quickstart'?"),
-        ('nothing-like-it.yaml', 'it.yaml does not exist; its folder has a.yaml, b.yaml, c.yaml, d.yaml, e.yaml\n'),
-        ('empty/a.yaml', 'a.yaml does not exist; use the path of a YAML file, or diffusion:NAME'),
-        ('void.yaml', 'void.yaml is empty; write a mapping'),
-        ('.', '. cannot be read (it is a folder)'),
-    ],
-)
-def test_file_that_is_not_a_recipe_is_one_line_with_the_nearest_name(tmp_path, monkeypatch, capsys, file, message):
+def test_mistakes_are_answered_in_a_line_with_the_way_out(write, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ['void'] if file == 'void.yaml' else [*'abcde', 'run']:
+    for name in (*'abcde', 'run', 'void'):
         Path(f'{name}.yaml').touch()
-    stderr = refusal(capsys, 'check', file)
-    assert message in stderr and len(stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize('name', MISTAKES)
-def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
-    path = write(MISTAKES[name], f'{name}.yaml')
-    assert refusal(capsys, 'check', path).startswith(f'error: {path}')
+    Path('wrong').mkdir()
+    for name, text in MISTAKES.items():
+        write(text, f'wrong/{name}.yaml')
+    write(GOOD, 'wrong/good.yaml')
+    words = ['', 'chek a.yaml', 'prepare foldr photos', 'prepare . --out x', 'data lok a.yaml', 'data train']
+    words += ['completion bash x', *(f'check a.yaml {option}' for option in ('--strickt', '--zzz', '--seed=3'))]
+    files = ['runn.yaml', 'yamls/quickstart.yaml', 'nothing-like-it.yaml', 'empty/a.yaml', 'void.yaml', '.']
+    words += [f'check {file}' for file in (*files, *(f'TMP/wrong/{name}.yaml' for name in MISTAKES))]
+    good = 'TMP/wrong/good.yaml'
+    words += [
+        f'check {order}' for order in (f'{good} --quiet seed=x', f'--quiet {good} seed=x', f'{good} seed=x --quiet')
+    ]
+    large = ['check', str(tmp_path / 'wrong/good.yaml'), 'global_batch=1536', '--gpus', '96', '--quiet']
+    output_of(capsys, *large)
+    wrong = ('loader.num_canonical_nodes=64', 'parallelism.strategy=fsdp2 parallelism.replicas=5')
+    words += [f'{" ".join(large)} {more}' for more in wrong]
+    check_golden(
+        Path(__file__).parent / 'tasks/golden/check-mistakes', {'messages.txt': refusals(capsys, tmp_path, words)}
+    )
 
 
 def test_local_data_that_is_absent_or_too_small_is_listed(local, tmp_path, capsys):

@@ -273,7 +273,7 @@ def read_images(data: Path, *, has_gpu: bool) -> tuple[Path, dict[int, PreparedI
     Raises:
         UserError: The folder does not exist or has no prepared images; the message explains how to prepare images.
     """
-    if '://' in str(data) or not data.is_dir():
+    if not data.is_dir():
         raise UserError(f'init: {data} is not a folder of this machine; give the folder that `diffusion prepare` wrote')
     if images := sizes_in(data):
         return data, images

@@ -34,7 +34,8 @@ def test_sufficient_resources_log_no_warning(source, tmp_path, caplog):
 
 def test_shared_memory_shortage(source, tmp_path, monkeypatch):
     """Docker's default of 64 MB is enough for the order of 60 samples, but not of 10 million."""
-    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': 64 * 10**6}))
+    usage = type('Usage', (), {'free': 64 * 10**6})
+    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: usage)
     loader = loader_over(None, source, workers=1)
     assert not summary(host_limits.shared_memory_problems(loader))
     loader.dataset.epoch_size = 10_000_000
@@ -45,6 +46,10 @@ def test_shared_memory_shortage(source, tmp_path, monkeypatch):
     loader.dataset.epoch_size, loader.prefetch_factor = 60, 5000  # batches of 6 images of 32 x 32 pixels
     ((message, fatal),) = summary(host_limits.shared_memory_problems(loader))
     assert message.startswith('/dev/shm: about 92.2 MB needed (582 B for the order of 60 samples, ') and not fatal
+    usage.free = 8 * 60 + 17 * loader.dataset.num_shards
+    assert [fatal for _, fatal in summary(host_limits.shared_memory_problems(loader))] == [False]
+    usage.free += 5000 * 6 * 3 * 32 * 32
+    assert not summary(host_limits.shared_memory_problems(loader))
 
 
 def test_shared_memory_of_samples_and_shards(source, monkeypatch):
@@ -97,6 +102,10 @@ def test_soft_limit_of_open_files_is_raised_up_to_hard_limit(source):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (244, hard)
 
     def refused() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (210, 244))
+        assert (
+            not summary(host_limits.open_file_problems(loader)) and resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 244
+        )
         resource.setrlimit(resource.RLIMIT_NOFILE, (244, 244))
         assert not summary(host_limits.open_file_problems(loader))
         resource.setrlimit(resource.RLIMIT_NOFILE, (243, 243))
@@ -134,6 +143,8 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
     host_limits.check_machine(larger)
     assert message in caplog.messages
     assert not fatal and f'less than the {whole} that are shuffled together, so shards will be' in message
+    limit = {'cache_limit': sum(path.stat().st_size for path in source.glob('*.mds'))}
+    assert not summary(host_limits.cache_problems(loader_over(source, tmp_path / 'c', workers=2, **limit)))
     part = bytes_text(50 / SAMPLES * sum(path.stat().st_size for path in source.glob('*.mds')))
     ahead: dict[str, Any] = {'shuffle': False, 'predownload': 25}  # in each of two workers
     blocks: dict[str, Any] = {'shuffle_block_size': 25, 'num_canonical_nodes': 2}

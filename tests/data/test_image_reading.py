@@ -71,6 +71,8 @@ JPEG = encode(PICTURE, 'JPEG')
 CMYK = encode(PICTURE.convert('CMYK'), 'JPEG')
 WORKFLOW, XMP = 'workflow ' * 300_000, '<x xmlns:tiff="t" tiff:Orientation="3"/>'
 XMP_TEXT, EXIF_TEXT = ('XML:com.adobe.xmp', XMP), ('Raw profile type exif', f'\nexif\n0\n{turned(2).tobytes().hex()}')
+LARGEST, LARGER = (('XML:com.adobe.xmp', XMP.ljust(size)) for size in (999_978, 999_979))  # 1 MB with the keyword
+EXIF_LARGEST, EXIF_LARGER = ((EXIF_TEXT[0], EXIF_TEXT[1].ljust(size, '\n')) for size in (1_000_000, 1_000_001))
 PROFILE = swapped_profile()
 PALETTE_RGB, DEEP_GRAY = np.asarray(PALETTE.convert('RGB')), gray(np.round(DEEP / 257))
 LAYER, OF_INDEX = Image.fromarray(ALPHA), INDEX_ALPHA[np.asarray(PALETTE)]
@@ -83,6 +85,7 @@ FILES: dict[str, tuple[bytes, np.ndarray]] = {
     'rgb.png': (png(PICTURE), RGB),
     'gray.png': (png(Image.fromarray(GRAY)), gray(GRAY)),
     'bits.png': (encode(Image.fromarray(GRAY > 100), 'PNG'), gray((GRAY > 100) * 255)),
+    'bits-key.png': (encode(Image.fromarray(GRAY > 100), 'PNG', transparency=0), np.full_like(RGB, 255)),
     'palette.png': (png(PALETTE), PALETTE_RGB),
     'palette-index.png': (png(PALETTE, transparency=3), over_white(*WITH_INDEX)),
     'palette-alpha.png': (png(PALETTE, transparency=INDEX_ALPHA.tobytes()), over_white(PALETTE_RGB, OF_INDEX)),
@@ -106,6 +109,13 @@ FILES: dict[str, tuple[bytes, np.ndarray]] = {
     'itxt-xmp.png': (png(PICTURE, pnginfo=texts('add_itxt', *XMP_TEXT, workflow=True)), RGB[::-1, ::-1]),
     'itxt-xmp-zip.png': (png(PICTURE, pnginfo=texts('add_itxt', *XMP_TEXT, workflow=True, zip=True)), RGB[::-1, ::-1]),
     'itxt-exif-zip.png': (png(PICTURE, pnginfo=texts('add_text', *EXIF_TEXT, workflow=True, zip=True)), RGB[:, ::-1]),
+    'itxt-xmp-largest.png': (png(PICTURE, pnginfo=texts('add_itxt', *LARGEST, workflow=True)), RGB[::-1, ::-1]),
+    'itxt-xmp-larger.png': (png(PICTURE, pnginfo=texts('add_itxt', *LARGER, workflow=True)), RGB),
+    'itxt-zip-largest.png': (
+        png(PICTURE, pnginfo=texts('add_text', *EXIF_LARGEST, workflow=True, zip=True)),
+        RGB[:, ::-1],
+    ),
+    'itxt-zip-larger.png': (png(PICTURE, pnginfo=texts('add_text', *EXIF_LARGER, workflow=True, zip=True)), RGB),
     'late-text.png': (png(PICTURE, pnginfo=texts('add', b'zTXt', LATE, after_idat=True)), RGB),
     'rgb.jpg': (JPEG, plain(JPEG)),
     'gray.jpg': (encode(Image.fromarray(GRAY), 'JPEG'), plain(encode(Image.fromarray(GRAY), 'JPEG'))),

@@ -5,10 +5,14 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from numbered import expected, loader_over, served, write_samples
 from streaming.base.shared import prefix
+
+from diffusion.data import shared_state
+from diffusion.storage import locks
 
 PROGRAM = """
 import os
@@ -36,6 +40,17 @@ def test_ranks_that_find_different_free_names_agree(ranks, tmp_path):
     (tmp_path / 'program.py').write_text(PROGRAM)
     job = ranks.start_program(2, tmp_path / 'program.py', tmp_path)
     assert job.wait() == [0, 0], job.output()
+
+
+def test_failures_and_jobs_go_on_without_a_file_that_cannot_be_written(tmp_path, monkeypatch, caplog):
+    (failures := shared_state.Failures(tmp_path / 'gone' / 'failed')).report('the store is gone')
+    assert failures.message() == 'the store is gone'
+    for error in (locks.WaitedTooLong(), OSError('read-only')):
+        monkeypatch.setattr(locks, 'hold_lock', Mock(side_effect=error))
+        with shared_state.one_job_at_a_time():
+            pass
+    ends = ['other processes will not see this failure', *2 * ['continuing without the lock']]
+    assert [message.rpartition('; ')[2] for message in caplog.messages] == ends
 
 
 @pytest.mark.usefixtures('many_datasets')

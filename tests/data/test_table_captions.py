@@ -83,6 +83,21 @@ def test_captions_are_drawn_from_tables_by_weight(recipe_with: Callable[..., Any
     assert {'long', 'short'} < {text.split()[0] for text in mixed}
 
 
+def test_captions_beside_remote_shards_are_downloaded(write_recipe, folder, tmp_path, store):
+    write_captions(folder, 'long', 'long')
+    streams = {'px32': {'remote': store.upload(folder), 'local': str(tmp_path / 'local'), 'resolution': 32}}
+    dataset = {'name': 'image_text', 'caption_weights': {'long': 1.0}}
+    recipe = load(write_recipe(streams=streams, dataset=dataset))
+    assert captions(build_loader(recipe).dataset)[:3] == ['long of p0', '', 'long of p2']
+    none = 'no stream records the columns of its captions'
+    for status, message in ((400, r'^streams\.px32\.remote: '), (403, none), (404, none)):
+        (tmp_path / 'local/captions.json').unlink(missing_ok=True)
+        fault = store.fail('GET captions.json', status)
+        with pytest.raises(UserError, match=message):
+            build_loader(recipe)
+        store.faults.remove(fault)
+
+
 def test_captions_in_packed_shards_are_drawn_as_those_in_tables(recipe_with, write_recipe, folder, tmp_path):
     write_captions(folder, 'short', 'short')
     write_captions(folder, 'long', 'long')

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from numbered import Numbers, expected, loader_over, numbers_of, served, shards_of, write_samples
@@ -235,6 +236,18 @@ def test_without_hashes_sizes_are_checked_with_warning(store, tmp_path, caplog):
     assert 'streams.a: its shards have no hashes, so only sizes are checked' in caplog.text
 
 
+def test_full_disk_evicts_shards_and_warns_once(bucket, tmp_path, caplog):
+    (stream,) = loader_over(bucket, tmp_path / 'local').dataset.streams
+    stream.on_disk, path = Mock(evict=Mock(side_effect=[0, 1, 7])), tmp_path / 'local/shard.00001.mds'
+    assert [stream._evict_some(path, 100) for _ in range(3)] == [False, True, True]
+    assert stream.on_disk.evict.mock_calls == [call(400)] * 3, 'room for several shards'
+    assert re.findall(r'full; .* were removed', caplog.text) == [
+        'full; 1 B of the least recently used shards were removed'
+    ]
+    stream.on_disk = None
+    assert not stream._evict_some(path, 100)
+
+
 def test_missing_required_hash_is_rejected_at_start(tmp_path):
     with pytest.raises(ValueError, match=r'validate_hash: the shards have no xxh3_64 hash, only sha1, xxh64; '):
         loader_over(None, write_samples(tmp_path / 'local'), validate_hash='xxh3_64')
@@ -263,13 +276,14 @@ def test_damaged_local_shard_is_unpacked_again(tmp_path):
         served(loader_over(None, local))
 
 
-def test_rewritten_dataset_is_never_mixed_with_old_shards(store, tmp_path, caplog):
-    url = store.upload(write_samples(tmp_path / 'source', hashes=['xxh64']))
+@pytest.mark.parametrize('hashes', [['xxh64'], []])
+def test_rewritten_dataset_is_never_mixed_with_old_shards(store, tmp_path, caplog, hashes):
+    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
     local = tmp_path / 'local'
     assert served(loader_over(url, local)) == expected()
-    for path in write_samples(tmp_path / 'again', salt='other', hashes=['xxh64']).iterdir():
+    for path in write_samples(tmp_path / 'again', salt='other', count=54, hashes=hashes).iterdir():
         store.put(url, path.name, path.read_bytes())
-    assert served(loader_over(url, local)) == expected('other')
+    assert served(loader_over(url, local)) == expected('other', 54)
     assert 'streams.a: the dataset was rewritten since it was cached' in caplog.text
 
 

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
-from commands import refusal
+import torch
+from commands import output_of, refusal, refusals
+from golden import check_golden
 
 from diffusion.errors import UserError
+from diffusion.tasks import generate
 from diffusion.tasks.argument_checks import check_pipeline
 from diffusion.tasks.exported_pipeline import ExportedPipeline
 
@@ -22,20 +26,42 @@ def pipeline(folder: Path, name: str, scheduler: dict[str, object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ('name', 'scheduler', 'wanted', 'message'),
-    [
-        ('StableDiffusionXLPipeline', SAMPLE, 'euler', "'euler' does not fit into an exported pipeline; use dpm++"),
-        ('PRXPipeline', SAMPLE, 'heun', "'heun' does not fit into an exported pipeline; use dpm++ or unipc"),
-        ('PRXPipeline', DIFFUSION, 'euler', "'euler' does not fit into a PRXPipeline; use ddim, ddpm, dpm++, pndm"),
-        ('PRXPixelPipeline', FLOW, 'dpm++', "'dpm++' does not fit into a PRXPixelPipeline; use euler, or generate"),
-        ('StableDiffusion3Pipeline', FLOW, 'pndm', "'pndm' cannot sample a flow; use ddim, dpm++, euler"),
-    ],
-)
-def test_scheduler_that_a_pipeline_cannot_use_is_refused(name, scheduler, wanted, message, tmp_path, capsys):
-    folder = pipeline(tmp_path / 'export', name, scheduler)
-    error = refusal(capsys, 'generate', folder, 'a', '--out', tmp_path / 'out', '--scheduler', wanted)
-    assert f'--scheduler: {message}' in error
+def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path, capsys):
+    pipeline(tmp_path / 'xl', 'StableDiffusionXLPipeline', SAMPLE)
+    pipeline(tmp_path / 'sd3', 'StableDiffusion3Pipeline', FLOW)
+    pipeline(tmp_path / 'pixels', 'PRXPixelPipeline', FLOW)
+    for name, scheduler in (('prx', FLOW), ('sample', SAMPLE), ('diffusion', DIFFUSION)):
+        pipeline(tmp_path / name, 'PRXPipeline', scheduler)
+    for name, kind in (('unnamed', ''), ('flux', 'FluxPipeline'), ('i1', 'I1Pipeline')):
+        pipeline(tmp_path / name, kind, FLOW)
+    for name in ('lora', 'none'):
+        (tmp_path / name).mkdir()
+    for name in ('lora/pytorch_lora_weights.safetensors', 'lora.bin', 'model.safetensors'):
+        (tmp_path / name).touch()
+    words = ['xl a --scheduler euler', 'sample a --scheduler heun', 'diffusion a --scheduler euler']
+    words += ['pixels a --scheduler dpm++', 'sd3 a --scheduler pndm']
+    words += ['prx a --rescale 1', 'i1 a --rescale 1 --shift 3', 'i1 a --guide apg', 'sd3 a --weights ema']
+    words += ['unnamed a', 'flux a', 'lora a', 'model.safetensors a', 'prx a --lora TMP/lora', 'none a --lora TMP/lora']
+    words += ['sd3 a --lora TMP/none', 'sd3 a --lora TMP/lora.bin', 'sd3 a --seed 4294967296', 'none a --guide {']
+    found = refusals(capsys, tmp_path, [f'generate TMP/{each} --out TMP/out' for each in words])
+    check_golden(Path(__file__).parent / 'golden/generate-mistakes', {'messages.txt': found})
+
+
+def test_export_draws_with_its_own_defaults_and_the_given_options(tmp_path, monkeypatch, capsys):
+    folder, drawn = pipeline(tmp_path / 'export', 'StableDiffusionPipeline', DIFFUSION), torch.zeros(2, 3, 8, 8)
+    monkeypatch.setattr(generate, 'ExportedPipeline', made := Mock())
+    made.return_value.generate.return_value, made.return_value.noise_scheduler = drawn, 'DDIMScheduler'
+    output = output_of(capsys, 'generate', folder, 'A cat, red!', '???', '--out', tmp_path / 'out', '--seed', '9')
+    assert output == f'2 images in {tmp_path}/out\n'
+    assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == ['00009-a-cat-red.png', '00010-empty.png']
+    defaults = {'num_inference_steps': 50, 'guidance_scale': 7.5, 'guidance_rescale': 0.0}
+    defaults |= {'negative_prompt': '', 'seeds': range(9, 11), 'noise_scheduler': 'DDIMScheduler'}
+    draw = made.return_value.generate
+    assert draw.call_args == call(['A cat, red!', '???'], **defaults)
+    words = ['--steps', '3', '--guidance', '2', '--negative', 'x', '--scheduler', 'ddpm', '--out', tmp_path / 'out']
+    output_of(capsys, 'generate', folder, 'a', 'b', *words)
+    given = {'num_inference_steps': 3, 'guidance_scale': 2.0, 'negative_prompt': 'x', 'noise_scheduler': 'ddpm'}
+    assert draw.call_args == call(['a', 'b'], **defaults | given | {'seeds': range(2)})
 
 
 CLASSES = [['evil', 'Evil'], ['diffusers.utils', 'Evil'], ['transformers', 'AutoModel'], [None, 'Evil']]
@@ -74,62 +100,14 @@ def test_published_parts_of_a_pipeline_are_accepted_and_code_beside_them_is_refu
         check_pipeline(folder)
 
 
-def test_only_pipelines_with_guidance_rescaling_take_it(tmp_path, capsys):
-    given = ['--rescale', '1'], ['--rescale', '1', '--shift', '3'], ['--guide', 'apg']
-    for name, words in zip(('PRXPipeline', 'I1Pipeline', 'I1Pipeline'), given, strict=True):
-        folder = pipeline(tmp_path / words[-2], name, FLOW)
-        error = refusal(capsys, 'generate', folder, 'a', '--out', tmp_path / 'out', *words)
-        assert f'{words[-2]}: a {name} has no such argument; generate from the run' in error
-
-
-def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsys):
-    def problem(source: Path, *options: str) -> str:
-        return refusal(capsys, 'generate', source, 'a', '--out', tmp_path / 'out', *options)
-
-    other = pipeline(tmp_path / 'other', '', FLOW)
-    assert f'{other}/model_index.json: does not name a pipeline; export the run again' in problem(other)
-    other = pipeline(tmp_path / 'flux', 'FluxPipeline', FLOW)
-    message = problem(other)
-    assert f'{other}: is a FluxPipeline; use a folder of ' in message and 'StableDiffusionPipeline, ' in message
-    lora = tmp_path / 'lora'
-    lora.mkdir()
-    assert f'--lora: {lora} is not an exported pipeline' in problem(lora, '--lora', str(lora))
-    sd3 = pipeline(tmp_path / 'sd3', 'StableDiffusion3Pipeline', FLOW)
-    assert f'--weights: {sd3} is an export, which holds one set' in problem(sd3, '--weights', 'ema')
-    assert f'--lora: {lora}/pytorch_lora_weights.safetensors does not exist' in problem(sd3, '--lora', str(lora))
-    (lora / 'pytorch_lora_weights.safetensors').touch()
-    assert f'use the exported base model with --lora {lora}, or the folder of the run' in problem(lora)
-    prx = pipeline(tmp_path / 'prx', 'PRXPipeline', FLOW)
-    assert '--lora: diffusers cannot load a LoRA into a PRXPipeline; export' in problem(prx, '--lora', str(lora))
-    (pickled := tmp_path / 'lora.bin').touch()
-    assert f'--lora: {pickled} is not a .safetensors file, and pickled' in problem(sd3, '--lora', str(pickled))
-    file = tmp_path / 'model.safetensors'
-    file.touch()
-    assert f'{file}: is a single file, which does not record how to sample; give the run' in problem(file)
-
-
 def test_export_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    def problem(*options: str) -> str:
-        return refusal(capsys, 'export', tmp_path / 'run', *options)
-
     recipe = {'name': 'run', 'global_batch': 8, 'model': {'name': 'tiny_prx'}, 'trainer': {'max_duration': '1ba'}}
     recipe['streams'] = {'small': {'local': 'shards', 'resolution': 32}}
     (tmp_path / 'run' / 'ba1').mkdir(parents=True)
     (tmp_path / 'run' / 'ba1' / 'state.pt').touch()
     (tmp_path / 'run' / 'recipe.yaml').write_text(json.dumps(recipe))
-    folder, file = str(tmp_path / 'out'), str(tmp_path / 'out.safetensors')
-    assert '--out: no program reads the model tiny_prx from a single file; give a folder' in problem('--out', file)
-    for options, message in (
-        (['--out', folder, '--at', '3'], '--at: batch 3 needs --ema-width; without it, give the checkpoint'),
-        (['--out', folder, '--merge'], '--merge: {}/run/ba1 has no LoRA, so there is nothing to merge; remove --merge'),
-        (['--out', '{}/run'], '--out: {}/run is not empty; remove it or give another folder'),
-        (['--out', f'{folder}.pt'], '--out: {}/out.pt is a .pt file, which needs --layout i1; or give a folder'),
-        (['--out', folder, '--layout', 'x'], "--layout: 'x' is not a layout of the model tiny_prx; remove --layout"),
-    ):
-        assert message.format(tmp_path) in problem(*(word.format(tmp_path) for word in options))
-    assert "--push: 'painter' is not the name of a repository; write org/name" in (
-        problem('--out', folder, '--push', 'painter')
-    )
-    assert '--public: makes a repository on the Hub public; add --push org/name' in problem('--out', folder, '--public')
-    assert '--push: HF_HUB_OFFLINE is set; unset it, or export without' in problem('--out', folder, '--push', 'a/b')
+    words = ['out.safetensors', 'run', 'out.pt']
+    words += [f'out {more}' for more in ('--at 3', '--merge', '--layout x', '--push painter', '--public', '--push a/b')]
+    found = refusals(capsys, tmp_path, [f'export TMP/run --out TMP/{each}' for each in words])
+    check_golden(Path(__file__).parent / 'golden/export-mistakes', {'messages.txt': found})
     assert [each.name for each in tmp_path.iterdir()] == ['run']

@@ -1,7 +1,6 @@
 """`diffusion compare` from the command line: images of folders, checkpoints and exports, a page, a server, a result."""
 
 import json
-import re
 import shutil
 import signal
 import socket
@@ -9,12 +8,14 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
 import yaml
+from commands import refusals
 from evaluation.comparisons import answers_text
+from golden import check_golden
 from PIL import Image
 
 from diffusion import cli
@@ -37,8 +38,6 @@ def folders(tmp_path, monkeypatch) -> Path:
         for index in range(len(PROMPTS)):
             Image.new('RGB', (32, 32), (30 * index, 100 * offset, 90)).save(tmp_path / name / f'{index:03}.png')
     (tmp_path / 'prompts.txt').write_text('\n'.join(PROMPTS))
-    (tmp_path / 'empty.txt').write_text('\n \n')
-    (tmp_path / 'prompts.csv').write_text('id,sentence\n1,a\n')
     (tmp_path / 'one.txt').write_text('a\n')
     return tmp_path
 
@@ -51,7 +50,7 @@ def build(*words: str | Path, out: str = 'page') -> int:
     return run('a', 'b', '--prompts', 'prompts.txt', '--out', out, *words)
 
 
-def test_page_answers_and_result(folders, capsys):
+def test_page_answers_and_result(folders, capsys, caplog):
     assert build() == 0
     printed = capsys.readouterr().out
     assert 'page/index.html: 8 pairs and 2 attention checks' in printed
@@ -71,7 +70,7 @@ def test_page_answers_and_result(folders, capsys):
     printed = capsys.readouterr().out
     assert 'Image quality: A and B differ; people prefer A. Preference for A is 100.0%' in printed
     assert 'Prompt alignment: A and B differ; people prefer B.' in printed
-    assert Path('result.png').stat().st_size > 10_000
+    assert Path('result.png').stat().st_size > 10_000 and 'figure: result.png' in caplog.messages
 
     # Answers by hand, beside their key or with --key, in any combination of files.
     files = [*Path('page/answers').glob('*.json')]
@@ -89,58 +88,39 @@ def test_limit_takes_evenly_spread_prompts_with_their_images(folders):
     assert build('--limit', '8', out='all') == 0
 
 
-BUILD = ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new']
-BAD: dict[str, tuple[list[str], str]] = {
-    'nothing': ([], 'A and B: are missing; give two of run, checkpoint, exported pipeline and folder of images'),
-    'no B': (['a', *BUILD[2:]], 'B: is missing; give two of run'),
-    'checks': ([*BUILD, '--checks', '9'], '--checks: 9 is more than the 8 prompts; use at most as many'),
-    'build and serve': ([*BUILD, '--serve', 'page'], "--serve: serves the page that is built in --out; remove 'page'"),
-    'analyze and serve': (['--analyze', 'x.json', '--serve'], '--analyze: only reads answers; remove --serve'),
-    'no prompts': (['a', 'b', '--out', 'new'], '--prompts: is missing; add for example --prompts prompts.txt'),
-    'A is nowhere': (['nowhere', *BUILD[1:]], 'A: nowhere: does not exist; check'),
-    'B is not a model': (['a', '.', *BUILD[2:]], 'B: checkpoint: . is not a checkpoint or a'),
-    'A and B are one folder': (['a', '../{name}/a', *BUILD[2:]], 'A and B: are the same (a); name two different ones'),
-    'one prompt': ([*BUILD, '--prompts', 'one.txt'], '--prompts: one prompt gives no confidence interval'),
-    'limit': ([*BUILD, '--limit', '9'], '--limit: 9 is more than the 8'),
-    'steps of images': (
-        [*BUILD, '--steps', '9'],
-        '--steps: A and B are folders of images, so nothing is generated; remove this option',
+MISTAKES = [
+    '',
+    'a --prompts prompts.txt --out new',
+    'nowhere b --prompts prompts.txt --out new',
+    'a . --prompts prompts.txt --out new',
+    'a TMP/a --prompts prompts.txt --out new',
+    'a b --out new',
+    'a b --prompts prompts.txt',
+    'a b --prompts one.txt --out new',
+    'a b --prompts prompts.txt --out a',
+    *(
+        f'a b --prompts prompts.txt --out new {more}'
+        for more in ('--checks 9', '--limit 9', '--steps 9', '--serve page')
     ),
-    'out has something': ([*BUILD, '--out', 'a'], '--out: a is not empty (000.png); give'),
-    'serve nothing': (['--serve'], '--serve: name the folder of the page, such as --serve page'),
-    'serve another folder': (['--serve', 'a'], '--serve: a has no index.html; build the page with'),
-    'port without serve': (['--analyze', 'a', '--port', '80'], '--port: needs --serve; add that, or remove this'),
-    'analyze and build': (['a', '--analyze', 'x.json'], '--analyze: only reads answers; remove A and B'),
-    'analyze nothing': (['--analyze', 'none.json'], '--key: there is no key.json near none.json; give the one beside'),
-}
+    *('--serve', '--serve a', '--analyze x.json --serve', '--analyze a --port 80'),
+    *('a --analyze x.json', '--analyze none.json', '--analyze empty --key page/key.json'),
+    *('--analyze hers.json --key page/key.json', '--analyze mine.json --key prompts.txt'),
+    *(f'--analyze mine.json --key page/key.json {more}' for more in ('', '--png a', '--png mine.json/b.png')),
+    *(f'--analyze mine.json --key page/key.json --difference {points}' for points in (50, 0)),
+]
 
 
-@pytest.mark.parametrize('mistake', BAD)
-def test_mistake_is_one_message_before_anything_is_made(folders, capsys, mistake):
-    words, message = BAD[mistake]
-    assert run(*(word.format(name=folders.name) for word in words)) == USAGE_ERROR
-    error = capsys.readouterr().err
-    assert error.startswith('error: ') and message.format(folder=folders) in error and error.count('\n') <= 3
-    assert not Path('new').exists()
-
-
-def test_mistakes_of_an_analysis_name_the_file(folders, capsys):
+def test_mistake_is_one_message_before_anything_is_made(folders, capsys):
     assert build() == 0 and build(out='other') == 0
     key, other = (read_key(Path(name, 'key.json')) for name in ('page', 'other'))
     Path('hers.json').write_text(answers_text(other, 1))
     Path('mine.json').write_text(answers_text(key, 1))
-    for words, message in [
-        (['hers.json', '--key', 'page/key.json'], f"hers.json: answers comparison '{other.comparison}', not"),
-        (['mine.json', '--key', 'page/key.json'], '--analyze: image quality: .* at least 2 people with answers; found'),
-        (['mine.json', '--key', 'prompts.txt'], 'prompts.txt: is not the key.json'),
-        (['mine.json', '--key', 'page/key.json', '--difference', '50'], '--difference: 50 is out of range; use more'),
-        (['mine.json', '--key', 'page/key.json', '--difference', '0'], '--difference: 0 is out of range; use more'),
-        (['mine.json', '--key', 'page/key.json', '--png', 'a'], '--png: a is not the name of a PNG file'),
-        (['mine.json', '--key', 'page/key.json', '--png', 'mine.json/b.png'], '--png: .*mine.json is not a folder'),
-    ]:
-        capsys.readouterr()
-        assert run('--analyze', *words) == USAGE_ERROR
-        assert re.search(message, capsys.readouterr().err), message
+    Path('empty').mkdir()
+    capsys.readouterr()
+    found = refusals(capsys, folders, [f'compare {words}'.strip() for words in MISTAKES])
+    found = found.replace(other.comparison, 'OTHER').replace(key.comparison, 'OURS')
+    check_golden(Path(__file__).parent / 'golden/compare-mistakes', {'messages.txt': found})
+    assert not Path('new').exists()
 
 
 def test_port_in_use_is_found_before_the_page_is_built(folders, capsys):
@@ -208,6 +188,22 @@ def test_server_takes_answers_until_ctrl_c(folders):
     assert 'Answers of 1 person are in page/answers.' in printed
     assert 'Analyze them with:\n  diffusion compare --analyze page/answers' in printed
     assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
+
+
+def test_addresses_of_other_hosts_are_printed_for_people(folders, capsys, monkeypatch):
+    assert build() == 0
+    token, server = read_key(Path('page/key.json')).token, MagicMock()
+    server.__enter__.return_value = Mock(server_port=80, serve_forever=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(compare, 'make_server', lambda *_, **__: server)
+    for host, shown, is_any in (('::', '[::]', True), ('0.0.0.0', '0.0.0.0', True), ('::1', '[::1]', False)):
+        capsys.readouterr()
+        compare.serve_page(Path('page'), host=host, port=0)
+        expected = 'Send this address to people, who each open it in their own browser:\n'
+        expected += f'  http://{shown}:80/?token={token}\n'
+        expected += "  (replace the host by this machine's name or address)\n" * is_any
+        expected += 'Ctrl-C ends the server; the same command starts it again at the same address.\n\n'
+        expected += 'Answers of 0 people are in page/answers. Analyze them with:\n'
+        assert capsys.readouterr().out == expected + '  diffusion compare --analyze page/answers\n'
 
 
 # -- checkpoints and exports --

@@ -13,7 +13,9 @@ import pytest
 import torch
 import yaml
 from captioning.vlm_server import MODEL
+from commands import refusals
 from evaluation.judge_server import JudgeServer, write_dpg
+from golden import check_golden
 from PIL import Image
 from recipe_files import write_yaml
 from small_networks import write_clip, write_clip_vision, write_dino, write_inception, write_mask2former
@@ -176,29 +178,18 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
     assert set(run.glob('evaluations/*/*/*/*.png')) <= set(files)
 
 
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'metrics': ['fidd']}, "there is no metric 'fidd'; did you mean 'fid'"),
-        ({'metrics': []}, 'not a list of at least one metric'),
-        ({'num_images': 10**6, 'images_per_prompt': 10}, '100000 prompts are more than'),
-        ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
-        ({'guidance_scales': [3, 3]}, 'not a list of different values'),
-        ({'num_inference_steps': []}, 'not a list of different values'),
-        ({'num_inference_steps': [2, 2000]}, '2000 is out of range; use 1 to 1000'),
-        ({'noise_scheduler': ['ddim', 'dimm']}, "'dimm' is unknown; did you mean 'ddim'"),
-        ({'metrics': ['geneval_hf']}, 'prompts: geneval_hf needs the path of evaluation_metadata.jsonl .*, not None'),
-        (
-            {'metrics': ['ned_rapidocr']},
-            'prompts: ned_rapidocr needs the path of prompts that ask for text, .*, not None',
-        ),
-        ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
-    ],
-)
-def test_mistakes_are_named(prepared, changes, message):
-    recipe, _ = prepared(**changes)
-    with pytest.raises(UserError, match=message):
-        evaluate(load(recipe))
+def test_mistakes_are_named(prepared):
+    path, _ = prepared()
+    found = []
+    for changes in (
+        *('metrics=[fidd]', 'metrics=[]', 'num_images=1000000 images_per_prompt=10', 'networks.vgg=x', 'layout=geneva'),
+        *('guidance_scales=[3,3]', 'num_inference_steps=[]', 'num_inference_steps=[2,2000]'),
+        *('noise_scheduler=[ddim,dimm]', 'metrics=[geneval_hf]', 'metrics=[ned_rapidocr]'),
+    ):
+        with pytest.raises(UserError) as error:
+            evaluate(load(path, [f'evaluators.image_metrics.{change}' for change in changes.split()]))
+        found.append(f'{changes}\n{error.value}\n'.replace(str(path.parent), 'TMP'))
+    check_golden(Path(__file__).parent / 'golden/image-metrics-mistakes', {'messages.txt': '\n'.join(found)})
 
 
 def test_few_images_are_a_warning_and_references_of_another_size_are_refused(prepared, caplog):
@@ -511,20 +502,14 @@ def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_
     assert [each['steps'] for each in page.data['runs'][0]['evaluations'][0]['guidance']] == 4 * [2, 3]
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--metrics', 'fdi'], "there is no metric 'fdi'"),
-        (['--guidance', '3'], '--metrics: the other options need it'),
-        (['--metrics', 'fid', '--guidance=-1'], 'guidance_scales: -1'),
-        (['--metrics', 'fid', '--network', 'vgg=x'], "there is no network 'vgg'"),
-        (['--metrics', 'dpg', '--prompts', 'dpg_bench.csv'], 'judge: is missing; dpg needs a vision-language model'),
-        (['--metrics', 'dpg', '--judge', 'none.yaml'], 'none.yaml does not exist'),
-        (['--metrics', 'fid', 'globl_batch=3'], 'globl_batch'),
-    ],
-)
-def test_mistakes_in_options_are_found_before_torch_is_imported(prepared, capsys, monkeypatch, options, message):
+def test_mistakes_in_options_are_found_before_torch_is_imported(prepared, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr('diffusion.tasks.evaluate.evaluate', lambda recipe: pytest.fail('the evaluation began'))
-    _, run = prepared()
-    assert cli.main(['evaluate', str(run), *options]) == 2
-    assert message in capsys.readouterr().err
+    prepared()
+    words = ['--metrics fdi', '--guidance 3', '--metrics fid --guidance=-1', '--metrics fid --network vgg=x']
+    words += [
+        '--metrics dpg --prompts dpg_bench.csv',
+        '--metrics dpg --judge TMP/a/none.yaml',
+        '--metrics fid globl_batch=3',
+    ]
+    found = refusals(capsys, tmp_path, [f'evaluate TMP/a/runs/run {each}' for each in words])
+    check_golden(Path(__file__).parent / 'golden/evaluate-mistakes', {'messages.txt': found})

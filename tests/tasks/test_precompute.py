@@ -66,7 +66,7 @@ def write(content, tmp_path):
     return write_file
 
 
-def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, tmp_path, monkeypatch):
+def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, tmp_path, monkeypatch, caplog):
     reads = Counter()
     get_item = ImageTextDataset.get_item
 
@@ -75,7 +75,10 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
         return get_item(dataset, index, *rest)
 
     monkeypatch.setattr(ImageTextDataset, 'get_item', counting)
-    precompute(load(write(), ['loader.num_workers=0']))
+    recipe = load(write(), ['loader.num_workers=0'])
+    caplog.set_level('INFO', 'diffusion.tasks.precompute')
+    for _ in range(2):
+        precompute(recipe)
     assert len(reads) == sum(COUNTS.values()) + 24
     assert set(reads.values()) == {1}
     out = tmp_path / 'latents'
@@ -87,11 +90,17 @@ def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, t
         index = json.loads((folder / 'index.json').read_text())
         assert sum(shard['samples'] for shard in index['shards']) == count
         assert {*index['shards'][0]['raw_data']['hashes']} == {'sha1', 'xxh64'}
-        assert len(index['shards']) > 1
         assert index['shards'][0]['column_names'] == ['captions', 'key', 'latent_moments']
         names = {shard['raw_data']['basename'] for shard in index['shards']} | {'index.json', 'manifest.json'}
         assert {path.name for path in folder.iterdir()} == names
         assert LatentManifest.read(folder, '').shape == str(shape)
+    done = [('shapes/32x48', 8, 2), ('shapes/32x32', 24, 3), ('shapes/64x32', 16, 4), ('squares', 24, 6)]
+    assert caplog.messages == [
+        'shards to encode: 15, on 1 devices',
+        *(f'{out}/{name}: {count} images of {name[-5:]} px, shards: {shards}' for name, count, shards in done[:3]),
+        f'{out}/squares: 24 images of 64x64 px, shards: 6',
+        *(f'{out}/{name}: already done' for name, *_ in done),
+    ]
 
 
 def test_latents_are_written_to_an_object_store_once(write, content, store, tmp_path):

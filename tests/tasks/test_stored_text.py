@@ -1,6 +1,5 @@
 """Text embeddings stored without padding, and image features for REPA, against encoding in training."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,14 @@ from recipe_files import write_yaml
 from shards import open_shards
 from transformers import Dinov2Config, Dinov2Model
 
+from diffusion.config.image_shapes import Shape
 from diffusion.config.load import check_paths, load
 from diffusion.data.latents import LatentManifest
+from diffusion.data.transforms import decode_for_model
 from diffusion.errors import UserError
+from diffusion.models import batch_keys
 from diffusion.tasks.precompute import precompute
+from diffusion.training.components import build_loader, build_model
 from diffusion.training.train import train
 
 PRX = {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'patch_size': 2, 'text_width': 32}
@@ -64,24 +67,37 @@ def test_losses_equal_those_of_encoding_in_training(stored, tiny_recipe, mode):
     assert offline == pytest.approx(online, rel=1e-5)
 
 
-def test_only_embeddings_of_tokens_are_stored(stored):
-    root, _ = stored
-    assert json.loads((root / 'latents' / 'small' / 'manifest.json').read_text())['text_padding'] == 'removed'
-    dataset = open_shards(root / 'latents' / 'small')
-    for index in range(len(dataset)):
-        sample = dataset[index]
-        assert len(sample['text_lengths']) == len(sample['captions'])
-        assert sample['text_embeds'].shape == (sample['text_lengths'].sum(), 32)
-        assert sample['text_lengths'].max() < 16
+def test_stored_items_are_those_of_the_encoders(stored, tiny_recipe, pictures):
+    root, model = stored
+    sections = {'streams': {'small': {'local': str(root / 'latents' / 'small'), 'resolution': 32}}}
+    sections |= {'dataset': {'name': 'latents'}, 'loader': IN_ORDER}
+    recipe = load(write_yaml(root / 'read.yaml', tiny_recipe(root / 'runs', model=model, **sections)))
+    dataset, images = build_loader(recipe).dataset, open_shards(pictures[32])
+    built: Any = build_model(recipe)
+    captions = set()
+    for index in range(12):
+        item, stored_image = dataset[index], images[index]
+        ids = item[batch_keys.INPUT_IDS][None]
+        (caption,) = [text for text in stored_image['captions'] if torch.equal(built._tokens([text]), ids)]
+        captions.add(stored_image['captions'].index(caption))
+        mask = built.text.padding_mask(ids)[0]
+        assert torch.equal(item[batch_keys.TEXT_MASK], mask)
+        assert not item[batch_keys.TEXT_EMBEDS][~mask].any()
+        pixels = decode_for_model(stored_image['image'], Shape(32, 32))[None]
+        for found, expected in (
+            (item[batch_keys.TEXT_EMBEDS][mask], built.embed(ids).embeds[0][mask]),
+            (item[batch_keys.LATENT_MOMENTS], built.encode(pixels)[0]),
+            (item[batch_keys.IMAGE_FEATURES], built.image_features(pixels)[0]),
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert captions == {0, 1}
 
 
 def test_manifest_records_the_image_encoder_and_the_grid_of_its_features(stored):
     root, _ = stored
     manifest = LatentManifest.read(root / 'latents' / 'small', '')
     assert manifest.image_encoder_source == str(root / 'dino')
-    assert manifest.features_shape == [2, 2, 32]
-    sample = open_shards(root / 'latents' / 'small')[0]
-    assert sample['image_features'].shape == (4, 32)
+    assert manifest.features_shape == [2, 2, 32] and manifest.text_padding == 'removed'
 
 
 def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored, tiny_recipe, tmp_path):
@@ -112,7 +128,6 @@ def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored
 
 
 def test_mask_of_stored_text_replaces_that_of_token_ids(small_vae):
-    from diffusion.models import batch_keys
     from diffusion.models.families.prx.builder import tiny_prx
 
     settings = {key: value for key, value in PRX.items() if key != 'name'}

@@ -13,7 +13,8 @@ from unittest.mock import Mock, call
 
 import pytest
 from checkpointing.run_folders import write
-from commands import output_of, refusal
+from commands import output_of, refusals
+from golden import check_golden
 from small_networks import write_clip
 from waiting import wait_until
 
@@ -250,6 +251,18 @@ def test_watcher_waits_between_two_searches(site, monkeypatch):
     assert clock.sleep.mock_calls == [call(0.2)] * 2
 
 
+def test_evaluation_that_ignores_sigterm_is_killed(site, monkeypatch):
+    monkeypatch.setattr('os.killpg', kill := Mock())
+    each = Mock(checkpoint='ba10', process=Mock(pid=7))
+    each.process.wait.side_effect = [subprocess.TimeoutExpired('fake', 10), None]
+    watcher = Watcher(site.settings())
+    watcher._running.append(each)
+    watcher._stop()
+    assert kill.mock_calls == [call(7, signal.SIGTERM), call(7, signal.SIGKILL)]
+    assert each.mock_calls[-3:] == [call.renewal.close(), call.kept.close(), call.claim.release()]
+    assert each.process.wait.mock_calls == [call(10), call()]
+
+
 def test_command_pins_the_best_checkpoints(site, capsys, monkeypatch):
     monkeypatch.setattr(signal, 'signal', handle := Mock())
     monkeypatch.setattr(watch_arguments, 'configure_logging', logs := Mock())
@@ -372,19 +385,11 @@ def test_commands_of_jobs_and_of_several_processes(site, monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['gone'], 'gone: is not a folder'),
-        (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
-        (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
-        (['RUN', '--max-nodes', '3'], '--max-nodes: is for the jobs of --launch; add --launch, or remove --max-nodes'),
-        (['RUN', '--keep-best', 'dgp/m:1'], "there is no metric 'dgp'; did you mean 'dpg'"),
-        (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: set the evaluators'),
-        (['RUN', '--launch', 'gone.yaml', '--processes', '2'], '--launch: set the evaluators'),
-        (['RUN', '--launch', JOB, '--max-nodes', '1', 'nodes=2'], '--max-nodes: 1 is less than the 2 nodes of'),
-    ],
-)
-def test_mistakes_in_options(site, capsys, options, message):
-    words = (site.run if word == 'RUN' else word for word in options)
-    assert message in refusal(capsys, 'watch', *words)
+def test_mistakes_in_options(site, capsys, tmp_path):
+    shutil.copy(JOB, tmp_path / 'job.yaml')
+    words = ['--guidance 3', '--keep-best fid:0', '--keep-best fid:x', '--keep-best dgp/m:1', '--max-nodes 3']
+    words += ['--launch gone.yaml --metrics fid', '--launch gone.yaml --processes 2']
+    words += ['--launch TMP/job.yaml --max-nodes 1 nodes=2']
+    commands = [f'watch TMP/{each}' for each in ('gone', *(f'runs/run {more}' for more in words))]
+    found = {'messages.txt': refusals(capsys, tmp_path, commands)}
+    check_golden(Path(__file__).parent / 'golden/watch-mistakes', found)

@@ -207,9 +207,14 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert [stream.choose for stream in dataset.streams] == [128, 64, 32]
     assert (dataset.epoch_size, dataset.length) == (224, 224)
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
-    assert 'streams.s1: 64 samples (2 batches) per epoch; drops 6 of 70 samples per epoch' in caplog.text
-    assert 'streams.s0: 1.28 copies of each sample per epoch, ' in caplog.text
-    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies' in caplog.text
+    copies = 'each with its own crop, caption, timestep and noise'
+    assert caplog.messages[:5] == [
+        'streams.s0: 128 samples (4 batches) per epoch; drops 0 of 100 samples per epoch',
+        f'streams.s0: 1.28 copies of each sample per epoch, {copies}',
+        'streams.s1: 64 samples (2 batches) per epoch; drops 6 of 70 samples per epoch',
+        'streams.s2: 32 samples (1 batches) per epoch; drops 0 of 5 samples per epoch',
+        f'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies of a sample, {copies}',
+    ]
 
 
 def test_warns_if_whole_batches_change_proportion(caplog):

@@ -1,11 +1,14 @@
 """Fingerprint of a run's data, and its comparison on resume."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from composer.core import Timestamp
+from golden import check_golden
 from shards import streams_of
 
 from diffusion.callbacks.run_recipe import SameRun
@@ -27,51 +30,24 @@ def identity(write_recipe, pictures):
     return build
 
 
-def test_fingerprint_is_plain_json_and_describes_data(identity, monkeypatch):
+CHANGES = ['global_batch=16', 'loader.shuffle_block_size=1000', 'dataset.flip=true', 'streams.px32.resolution=64']
+
+
+def test_data_and_differences_are_as_reviewed(identity, pictures, write_recipe, monkeypatch):
     monkeypatch.setenv('CROP', 'center')
     found = identity(dataset={'name': 'image_text', 'crop': '${oc.env:CROP}'})
-    assert json.loads(json.dumps(found)) == found
-    data = found['data']
-    assert (found['seed'], data['global_batch'], data['num_canonical_nodes']) == (17, 8, 8)
-    assert data['shuffle_block_size'] == 500_000, "Streaming's default for null is included"
-    dataset = {'name': 'image_text', 'crop': '${oc.env:CROP}', 'min_crop_scale': 1.0, 'flip': False}
-    assert data['dataset'] == dataset | {'caption_choice': 'random', 'caption_weights': None}
-    small = data['streams']['px32']
-    assert (small['shape'], small['choose'], small['samples']) == ('32x32', 40, 40)
-    assert len(small['index_sha256']) == 64
-
-
-CHANGES = {
-    'global_batch=16': [
-        'global_batch: 8 in the checkpoint, 16 now',
-        'shuffle_block_size: 500000 in the checkpoint, 262144 now',
-        'num_canonical_nodes: 8 in the checkpoint, 16 now',
-        'streams.px32.choose: 40 in the checkpoint, 32 now',
-        'streams.px64.choose: 24 in the checkpoint, 16 now',
-    ],
-    'loader.shuffle_block_size=1000': ['shuffle_block_size: 500000 in the checkpoint, 1000 now'],
-    'dataset.flip=true': ['dataset.flip: False in the checkpoint, True now'],
-    'streams.px32.resolution=64': ['streams.px32.shape: 32x32 in the checkpoint, 64x64 now'],
-}
-
-
-@pytest.mark.parametrize(('override', 'expected'), CHANGES.items(), ids=list(CHANGES))
-def test_changed_setting_is_named_in_differences(identity, override, expected):
-    assert differences(identity()['data'], identity(override)['data']) == expected
-
-
-def test_added_removed_and_reordered_streams_are_differences(identity, pictures, write_recipe):
+    assert found['data']['streams']['px32']['index_sha256'] != found['data']['streams']['px64']['index_sha256']
+    shown = re.sub('[0-9a-f]{64}', 'HASH', json.dumps(found, indent=1)) + '\n'
     both = streams_of(pictures)
-    one = {'px32': both['px32']}
-    lines = differences(identity()['data'], identity(streams=one)['data'])
-    assert lines[-1] == 'streams.px64: present in the checkpoint, missing now'
-    lines = differences(identity(streams=one)['data'], identity()['data'])
-    assert lines[-1] == 'streams.px64: missing in the checkpoint, present now'
-    recipe = load(write_recipe(streams=both))
+    alone, recipe = identity(streams={'px32': both['px32']}), load(write_recipe(streams=both))
     recipe.streams = dict(reversed(recipe.streams.items()))
-    swapped = run_identity(recipe, build_loader(recipe))
-    lines = differences(identity()['data'], swapped['data'])
-    assert [line.split(':')[0] for line in lines] == ['streams.px64.position', 'streams.px32.position']
+    changes = {override: (found, identity(override)) for override in CHANGES}
+    changes |= {'without px64': (found, alone), 'with px64': (alone, found)}
+    changes['px64 first'] = (found, run_identity(recipe, build_loader(recipe)))
+    text = ''
+    for name, (before, now) in changes.items():
+        text += '\n  '.join([f'{name}:', *differences(before['data'], now['data'])]) + '\n'
+    check_golden(Path(__file__).parent / 'golden/fingerprint', {'data.json': shown, 'differences.txt': text})
 
 
 def test_settings_that_do_not_affect_data_are_no_difference(identity, pictures, tmp_path):

@@ -3,6 +3,7 @@
 import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from numbered import SAMPLES, loader_over, served, write_samples
@@ -128,9 +129,14 @@ def test_disk_shortage(source, tmp_path, monkeypatch):
     served(loader)
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': 0}))
     assert not summary(host_limits.disk_problems(loader)), 'downloaded shards need no more space'
+    loader = loader_over(source, tmp_path / 'limited', cache_limit=total - 2000)
+    served(loader)
+    left = total - 2000 - loader.dataset.cache_budget.used_bytes()
+    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': left}))
+    assert not summary(host_limits.disk_problems(loader)), 'the cache evicts the other shards'
 
 
-def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path, caplog):
+def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path, caplog, monkeypatch):
     largest = max(path.stat().st_size for path in source.glob('*.mds'))
     loader = loader_over(source, tmp_path / 'a', workers=2, cache_limit=4 * largest - 1)
     ((message, fatal),) = summary(host_limits.cache_problems(loader))
@@ -146,6 +152,11 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
     limit = {'cache_limit': sum(path.stat().st_size for path in source.glob('*.mds'))}
     assert not summary(host_limits.cache_problems(loader_over(source, tmp_path / 'c', workers=2, **limit)))
     part = bytes_text(50 / SAMPLES * sum(path.stat().st_size for path in source.glob('*.mds')))
+    monkeypatch.setattr(host_limits.dist, 'get_world_size', lambda: 16)
+    monkeypatch.setattr(host_limits.dist, 'get_local_world_size', lambda: 8)
+    dataset = Mock(shuffle=True, shuffle_block_size=1000, num_canonical_nodes=64)
+    assert host_limits._shuffled_together(Mock(dataset=dataset)) == 32 * 1000, 'on each of two nodes'
+    monkeypatch.undo()
     ahead: dict[str, Any] = {'shuffle': False, 'predownload': 25}  # in each of two workers
     blocks: dict[str, Any] = {'shuffle_block_size': 25, 'num_canonical_nodes': 2}
     for number, settings in enumerate((ahead, blocks)):

@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -35,7 +36,7 @@ def test_sufficient_resources_log_no_warning(source, tmp_path, caplog):
 
 def test_shared_memory_shortage(source, tmp_path, monkeypatch):
     """Docker's default of 64 MB is enough for the order of 60 samples, but not of 10 million."""
-    usage = type('Usage', (), {'free': 64 * 10**6})
+    usage: Any = SimpleNamespace(free=64 * 10**6)
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: usage)
     loader = loader_over(None, source, workers=1)
     assert not summary(host_limits.shared_memory_problems(loader))
@@ -131,7 +132,8 @@ def test_disk_shortage(source, tmp_path, monkeypatch):
     assert not summary(host_limits.disk_problems(loader)), 'downloaded shards need no more space'
     loader = loader_over(source, tmp_path / 'limited', cache_limit=total - 2000)
     served(loader)
-    left = total - 2000 - loader.dataset.cache_budget.used_bytes()
+    budget: Any = loader.dataset.cache_budget
+    left = total - 2000 - budget.used_bytes()
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': left}))
     assert not summary(host_limits.disk_problems(loader)), 'the cache evicts the other shards'
 
@@ -149,7 +151,7 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
     host_limits.check_machine(larger)
     assert message in caplog.messages
     assert not fatal and f'less than the {whole} that are shuffled together, so shards will be' in message
-    limit = {'cache_limit': sum(path.stat().st_size for path in source.glob('*.mds'))}
+    limit: dict[str, Any] = {'cache_limit': sum(path.stat().st_size for path in source.glob('*.mds'))}
     assert not summary(host_limits.cache_problems(loader_over(source, tmp_path / 'c', workers=2, **limit)))
     part = bytes_text(50 / SAMPLES * sum(path.stat().st_size for path in source.glob('*.mds')))
     monkeypatch.setattr(host_limits.dist, 'get_world_size', lambda: 16)

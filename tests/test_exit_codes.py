@@ -254,17 +254,13 @@ def test_train_starts_a_process_per_gpu_or_device(site, in_process, monkeypatch)
     monkeypatch.setattr(train_command, 'run_on_this_machine', lambda command, _, count: f'{count} with {command[-1]}')
     two = 'GPU-a,GPU-b'
     for gpus, devices, expected in (
-        *(
-            ('', '', '1 with '),
-            ('GPU-a', '', '1 with '),
-            (two, '', '2 with '),
-            (two, '1', '1 with '),
-            (two, '2', '2 wi'),
-        ),
-        *(
-            ('', '3', '3 with global_batch=6'),
-            (two, '3', '2 error: --devices: 3 is more than the 2 GPUs of this machi'),
-        ),
+        ('', '', '1 with '),
+        ('GPU-a', '', '1 with '),
+        (two, '', '2 with '),
+        (two, '1', '1 with '),
+        (two, '2', '2 wi'),
+        ('', '3', '3 with global_batch=6'),
+        (two, '3', '2 error: --devices: 3 is more than the 2 GPUs of this machi'),
         ('', '5', f'78 error: {site.recipe} has a mistake:\n  global_batch: 6 does not divide over 5 devices'),
     ):
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)

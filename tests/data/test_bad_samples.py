@@ -117,6 +117,7 @@ def test_more_than_a_tenth_and_more_than_8_samples_are_too_many(served, replaced
 def test_replacements_are_uniform_over_shard():
     rows = [replacement(1, sample, 0, attempt, samples=10) for sample in range(200) for attempt in (1, 2)]
     assert set(rows) == set(range(10)) and min(map(rows.count, rows)) > 20
+    assert len({replacement(1, 5, epoch, 1, samples=1000) for epoch in range(9)}) > 5, 'others in each epoch'
 
 
 def test_quarantine_appends_to_file_and_creates_no_folder(tmp_path, caplog):

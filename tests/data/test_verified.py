@@ -20,6 +20,7 @@ from processes import Forked
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from waiting import wait_until
 
+from diffusion.data.loader import describe_exit
 from diffusion.errors import DataError, GaveUp, UserError
 from diffusion.storage import bucket_interface, transfers
 from diffusion.storage.object_store import RemoteFolder
@@ -142,6 +143,11 @@ def test_worker_killed_with_the_lock_of_the_others_does_not_hang_the_run(store, 
         for _ in iterator:
             pass
     assert not any(worker.is_alive() for worker in iterators[0]._workers)
+
+
+def test_status_or_signal_of_a_dead_worker_is_described():
+    assert describe_exit(1) == 'exited with status 1'
+    assert describe_exit(-7).startswith('was killed by SIGBUS; is /dev/shm full? To fix: ')
 
 
 def test_worker_timeout_names_shards_in_progress(store, bucket, tmp_path):

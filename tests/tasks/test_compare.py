@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from diffusion.config.load import load
 from diffusion.evaluation import compared_images
 from diffusion.evaluation.comparison_page import read_key
 from diffusion.exit_codes import USAGE_ERROR
-from diffusion.tasks import compare
+from diffusion.tasks import compare, compare_arguments
 from diffusion.training.train import train
 
 PROMPTS = [f'a {color} square' for color in ('red', 'green', 'blue', 'gray', 'pink', 'black', 'white', 'brown')]
@@ -188,6 +188,19 @@ def test_server_takes_answers_until_ctrl_c(folders):
     assert 'Answers of 1 person are in page/answers.' in printed
     assert 'Analyze them with:\n  diffusion compare --analyze page/answers' in printed
     assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
+
+
+def test_page_is_served_to_this_machine_by_default(folders, monkeypatch):
+    assert build() == 0
+    monkeypatch.setattr(compare_arguments, 'check_address', (calls := Mock()).check)
+    monkeypatch.setattr(compare, 'serve_page', calls.serve)
+    monkeypatch.setattr(signal, 'signal', calls.handle)
+    assert run('--serve', 'page') == 0
+    assert calls.mock_calls == [
+        call.check('127.0.0.1', 8765),
+        call.handle(signal.SIGTERM, signal.default_int_handler),
+        call.serve(Path('page'), host='127.0.0.1', port=8765),
+    ]
 
 
 def test_addresses_of_other_hosts_are_printed_for_people(folders, capsys, monkeypatch):

@@ -64,6 +64,14 @@ def test_other_scheduler_of_a_flow_has_the_noise_levels_of_training(first, secon
     assert replaced.config.get('prediction_type') == wanted.config.get('prediction_type')
 
 
+def test_other_scheduler_of_a_diffusion_has_the_noise_levels_of_training():
+    trained: Any = inference_scheduler('ddim', Objective(prediction_type='v_prediction', snr_shift=2.0))
+    replaced = scheduler_like(trained, 'dpm++')
+    assert type(replaced).__name__ == 'DPMSolverMultistepScheduler'
+    assert replaced.config.prediction_type == 'v_prediction'
+    assert torch.equal(replaced.alphas_cumprod, trained.alphas_cumprod)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'prediction',

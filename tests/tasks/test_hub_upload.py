@@ -95,13 +95,13 @@ def test_refusals_name_the_way_out(hub, exported, monkeypatch):
         check_access('other/painter', public=False)
     with pytest.raises(UserError, match=r'--push: hf://team/painter: the store refuses access \(403\).*is complete'):
         upload(exported, 'team/painter', CARD, public=False)
-    hub.uploaded[NAME] = Repository(private=False, files={'.gitattributes': b'', 'flux.safetensors': b''})
+    hub.uploaded[NAME] = Repository(private=False, files=dict.fromkeys(('.gitattributes', *'dabc'), b''))
     with pytest.raises(UserError, match=r'someone/painter exists and is public; add --public, or change it at'):
         check_access(NAME, public=False)
     check_access(NAME, public=True)
-    with pytest.raises(UserError, match=r'has other files \(flux\.safetensors\), which this export would not replace'):
+    with pytest.raises(UserError, match=r'has other files \(a, b, c\), which this export would not replace'):
         upload(exported, NAME, CARD, public=True)
-    assert set(hub.uploaded[NAME].files) == {'.gitattributes', 'flux.safetensors'}
+    assert set(hub.uploaded[NAME].files) == {'.gitattributes', *'dabc'}
     hub.uploaded[NAME].private = True
     with pytest.raises(UserError, match=r'exists and is private; remove --public, or change it at'):
         check_access(NAME, public=True)

@@ -1,6 +1,7 @@
 """`diffusion check`: command lines, printed output and exit statuses; shell completion, as bash does it."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,25 +60,25 @@ def test_valid_recipe_is_printed_and_timed(write, capsys):
     assert note == '# not looked at: data in object stores (streams.a); add --data' and ': ok, checked in ' in last
 
 
-def test_settings_that_another_component_does_not_inherit_are_noted(write, capsys):
+def test_notes_warnings_and_missing_values_are_printed(write, local, tmp_path, pictures, capsys):
+    write(GOOD, 'good.yaml')
     write(GOOD.replace('tiny,', 'tiny, caption_dropout: 0.3, block_out_channels: [32],'), 'base.yaml')
-    path = write('extends: base.yaml\nmodel: {name: tiny_prx}')
-    notes = [line for line in output_of(capsys, 'check', path, '--quiet').splitlines() if line.startswith('# note')]
-    defaults = 'so its defaults apply; set them here to change that'
-    assert notes == [f'# note: model: tiny_prx does not inherit caption_dropout from tiny, {defaults}']
-    assert '# note' not in output_of(capsys, 'check', path, '--quiet', 'model.caption_dropout=0.3')
-
-
-def test_missing_values_are_printed_and_listed_with_their_description(capsys):
-    out = output_of(capsys, 'check', YAMLS / 'phase1.yaml')
-    assert 'remote: ???\n' in out
-    assert '#   streams.laion.remote: is still ???; set the object store folder that holds index.json' in out
-    assert 'streams.laion.remote: is still ???' in refusal(capsys, 'check', YAMLS / 'phase1.yaml', '--strict')
-
-
-def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
-    out = output_of(capsys, 'check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet')
-    assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in out
+    write('extends: base.yaml\nmodel: {name: tiny_prx}', 'other.yaml')
+    write('{"shards": [{"samples": 0, "raw_data": {"bytes": 0}}]}', 'index.json')
+    problems = ['streams.a.local=/nope', 'streams.a.local=TMP', 'streams.a.resolution=64']
+    few = ['trainer.max_duration=5000ba', 'trainer.max_duration=5001ba', 'trainer.max_duration=60sec']
+    few += ['global_batch=41', 'global_batch=40 trainer.max_duration=1000ep', '--strict']
+    commands = ['TMP/other.yaml', 'TMP/other.yaml model.caption_dropout=0.3', 'diffusion:phase1']
+    commands += ['TMP/good.yaml callbacks.speed_monitor.window_size=???']
+    shown = ''
+    for words in (*commands, *(f'{local} {more}' for more in (*few, *problems))):
+        out = output_of(capsys, 'check', '--quiet', *words.replace('TMP', str(tmp_path)).split())
+        shown += f'diffusion check --quiet {words}\n{out}\n'
+    strict = [f'{local} {more}' for more in problems] + ['diffusion:phase1']
+    shown += refusals(capsys, tmp_path, [f'check --quiet --strict {words}' for words in strict])
+    shown = re.sub(r'in \d+\.\d s', 'in N s', shown).replace(str(tmp_path), 'TMP').replace(str(pictures[32]), 'IMAGES')
+    check_golden(Path(__file__).parent / 'tasks/golden/check', {'output.txt': shown})
+    assert 'remote: ???\n' in output_of(capsys, 'check', YAMLS / 'phase1.yaml')
 
 
 def test_mistakes_are_answered_in_a_line_with_the_way_out(write, tmp_path, monkeypatch, capsys):
@@ -103,34 +104,6 @@ def test_mistakes_are_answered_in_a_line_with_the_way_out(write, tmp_path, monke
     check_golden(
         Path(__file__).parent / 'tasks/golden/check-mistakes', {'messages.txt': refusals(capsys, tmp_path, words)}
     )
-
-
-def test_local_data_that_is_absent_or_too_small_is_listed(local, tmp_path, capsys):
-    (tmp_path / 'index.json').write_text('{"shards": [{"samples": 0, "raw_data": {"bytes": 0}}]}')
-    assert ': ok, checked in ' in output_of(capsys, 'check', local, '--quiet', '--strict')
-    for override, problem in (
-        ('streams.a.local=/nope', 'streams.a.local: /nope has no index.json'),
-        (f'streams.a.local={tmp_path}', f'streams.a.local: {tmp_path} has no samples'),
-        ('streams.a.resolution=64', 'streams.a.resolution: 64x64, but the images in'),
-    ):
-        out = output_of(capsys, 'check', local, override, '--quiet')
-        assert 'valid, but incomplete; before it can run it needs\n' in out and f'#   {problem}' in out
-        assert problem in refusal(capsys, 'check', local, override, '--strict', '--quiet')
-
-
-@pytest.mark.parametrize(
-    ('overrides', 'warning'),
-    [
-        (['trainer.max_duration=5000ba'], ''),
-        (['trainer.max_duration=5001ba'], '40 images are seen 1,000 times each in 5,001 batches of 8'),
-        (['trainer.max_duration=60sec'], ''),
-        (['global_batch=41'], 'a batch of 41 repeats some of the 40 images'),
-        (['global_batch=40', 'trainer.max_duration=1000ep'], ''),
-    ],
-)
-def test_few_images_for_a_recipe_are_warned_of(local, capsys, overrides, warning):
-    out = output_of(capsys, 'check', local, '--quiet', *overrides)
-    assert f'# warning: run: {warning}' in out if warning else 'warning' not in out
 
 
 def test_data_in_an_object_store_is_checked_on_request(write, pictures, store, capsys):

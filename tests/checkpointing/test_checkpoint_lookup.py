@@ -7,10 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from callbacks.guarded_run import At
 from checkpointing.run_folders import names, write
 from checkpointing.saved_runs import recipe_writer
-from composer.core import Event
 from faults import Fault, active
 from waiting import wait_until
 
@@ -25,7 +23,7 @@ from diffusion.tasks import evaluate as evaluation
 from diffusion.tasks import export as exporting
 from diffusion.tasks.argument_checks import GenerateOptions
 from diffusion.tasks.generate import run_generate
-from diffusion.training.train import build_trainer, train
+from diffusion.training.train import train
 from tests.data.processes import Forked
 
 NEWEST = KeepConfig(last=1)
@@ -178,22 +176,3 @@ def test_evaluation_export_and_generation_claim_what_they_read(trained, tmp_path
     run_generate(GenerateOptions(str(recipe.run_dir), ['a'], out=str(tmp_path / 'images'), steps=1))
     assert held == [{2}] * 4, 'evaluation, export with its card, generation'
     assert claim_files(recipe.run_dir) == []
-
-
-def test_run_keeps_what_is_claimed_while_it_trains(trained):
-    """Two of its checkpoints are claimed at batch 3; the claim of one is released at batch 5."""
-    recipe = load(trained, ['trainer.max_duration=7ba', 'checkpointing.asynchronous=false'])
-    run, seen = recipe.run_dir, []
-    first, second = claimed_checkpoint(run / 'ba2', 'test'), claimed_checkpoint(run / 'ba3', 'test')
-    trainer = build_trainer(recipe)
-    trainer.state.callbacks += [
-        At(Event.BATCH_START, 2, first.__enter__),
-        At(Event.BATCH_START, 3, second.__enter__),
-        At(Event.BATCH_START, 5, lambda: seen.append(names(run))),
-        At(Event.BATCH_START, 5, lambda: first.__exit__(None, None, None)),
-        At(Event.BATCH_START, 6, lambda: seen.append(names(run))),
-    ]
-    trainer.fit()
-    trainer.close()
-    second.__exit__(None, None, None)
-    assert [*seen, names(run)] == [['ba2', 'ba3', 'ba5'], ['ba3', 'ba6'], ['ba3', 'ba7']]

@@ -1,7 +1,7 @@
 """Files of i1's own code: read, written, trained from, and refused."""
 
 import logging
-import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,80 +21,21 @@ from diffusion.training.initial_weights import read_weights, start_from
 from diffusion.training.train import train
 from tests.models.test_i1 import BLOCKS, HEADS, PATCH, TINY, WIDTH, Plain, texts_of
 
-TEXT, LENGTH, SIDE = 32, 16, 2
-ROLES = [
-    (r'^patch_embed\.', 'x_embedder.proj.'),
-    (r'^null_caption$', 'text_encoder_adapter.learnable_null_caption'),
-    (r'^text_embed\.', 'text_encoder_adapter.connector_in.'),
-    (r'^text_blocks\.0\.attention_norm\.weight', 'text_encoder_adapter.connector_norm1.scale'),
-    (r'^text_blocks\.0\.mlp_norm\.weight', 'text_encoder_adapter.connector_norm2.scale'),
-    (r'^text_blocks\.1\.attention_norm\.weight', 'text_encoder_adapter.connector_norm3.scale'),
-    (r'^text_blocks\.1\.mlp_norm\.weight', 'text_encoder_adapter.connector_norm4.scale'),
-    (r'^text_blocks\.0\.mlp\.', 'text_encoder_adapter.connector_mlp.'),
-    (r'^text_blocks\.1\.mlp\.', 'text_encoder_adapter.connector_mlp2.'),
-    (r'^text_blocks\.0\.out\.', 'text_encoder_adapter.connector_attn.proj.'),
-    (r'^text_blocks\.1\.out\.', 'text_encoder_adapter.connector_attn2.proj.'),
-    (r'^text_blocks\.0\.', 'text_encoder_adapter.connector_attn.'),
-    (r'^text_blocks\.1\.', 'text_encoder_adapter.connector_attn2.'),
-    *((rf'^blocks\.{i}\.', f'{block}.') for i, block in enumerate(['in_blocks.0', 'in_blocks.1', 'mid_block'])),
-    *((rf'^blocks\.{i + 3}\.', f'out_blocks.{i}.') for i in range(2)),
-    (r'(?<!connector_)(?<=[0-9k])\.attention_norm\.weight', '.norm1.scale'),
-    (r'\.mlp_norm\.weight', '.norm2.scale'),
-    (r'\.attention_output_norm\.weight', '.norm3.scale'),
-    (r'\.mlp_output_norm\.weight', '.norm4.scale'),
-    (r'\.(image|text)_(qkv)\.', r'.attn.\2_\1.'),
-    (r'\.(image|text)_out\.', r'.attn.proj_\1.'),
-    (r'\.(image|text)_skip\.', r'.skip_linear_\1.'),
-    (r'\.(image|text)_mlp\.', r'.mlp_\1.'),
-    (r'\.up\.', '.w12.'),
-    (r'\.down\.', '.w3.'),
-    (r'(blocks\.\d|mid_block)\.([qk]_norm)\.weight', r'\1.attn.\2.scale'),
-    (r'\.([qk]_norm)\.weight', r'.\1.scale'),
-    (r'^output_norm\.weight', 'final_layer.norm_final.scale'),
-    (r'^output\.', 'final_layer.linear.'),
+TEXT, LENGTH = 32, 16
+LAYOUT = [
+    line.split()
+    for file in sorted((Path(__file__).parent / 'golden' / 'i1_layout').iterdir())
+    for line in file.read_text().splitlines()
 ]
-"""Names in their files of what the plain implementation calls otherwise."""
-
-
-def theirs(name: str) -> str:
-    for pattern, replacement in ROLES:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    d, hidden, head = WIDTH, int(2 / 3 * 4 * WIDTH), WIDTH // HEADS
-    linears = {'x_embedder.proj': (d, 4, PATCH, PATCH), 't_embedder.linear1': (d, 256), 't_embedder.linear2': (d, d)}
-    linears['final_layer.linear'] = (4 * PATCH**2, d)
-    scales = {'final_layer.norm_final': d}
-    for number in ('', '2'):
-        attention, mlp = (f'text_encoder_adapter.connector_{kind}{number}' for kind in ('attn', 'mlp'))
-        linears |= {f'{attention}.qkv': (3 * d, d), f'{attention}.proj': (d, d)}
-        linears |= {f'{mlp}.w12': (2 * hidden, d), f'{mlp}.w3': (d, hidden)}
-        scales |= {f'{attention}.q_norm': head, f'{attention}.k_norm': head}
-    linears['text_encoder_adapter.connector_in'] = (d, TEXT)
-    scales |= {f'text_encoder_adapter.connector_norm{i}': d for i in (1, 2, 3, 4)}
-    for block in ('in_blocks.0', 'in_blocks.1', 'mid_block', 'out_blocks.0', 'out_blocks.1'):
-        scales |= {f'{block}.norm{i}': d for i in (1, 2, 3, 4)}
-        scales |= {f'{block}.attn.{each}_norm': head for each in 'qk'}
-        for kind in ('image', 'text'):
-            linears |= {f'{block}.attn.qkv_{kind}': (3 * d, d), f'{block}.attn.proj_{kind}': (d, d)}
-            linears |= {f'{block}.mlp_{kind}.w12': (2 * hidden, d), f'{block}.mlp_{kind}.w3': (d, hidden)}
-            if block.startswith('out'):
-                linears[f'{block}.skip_linear_{kind}'] = (d, 2 * d)
-    found: dict[str, tuple[int, ...]] = {f'{name}.scale': (size,) for name, size in scales.items()}
-    found |= {f'{name}.weight': shape for name, shape in linears.items()}
-    found |= {f'{name}.bias': shape[:1] for name, shape in linears.items()}
-    found |= {'pos_embed': (1, SIDE**2, d), 'text_encoder_adapter.learnable_null_caption': (1, LENGTH, TEXT)}
-    for axis, (rows, pairs) in enumerate([(LENGTH + 1, head // 4), (SIDE, head // 8), (SIDE, head // 8)]):
-        found |= {f'rope_embedder.{kind}_tables.{axis}': (rows, pairs) for kind in ('cos', 'sin')}
-    return found
+"""Tensors of their files: the name in the plain implementation (- if it has none), their name, and the shape."""
+THEIRS = {ours: theirs for ours, theirs, *_ in LAYOUT}
+SHAPES = {theirs: tuple(map(int, shape)) for _, theirs, *shape in LAYOUT}
 
 
 @pytest.fixture(scope='module')
 def weights():
     draw = torch.Generator().manual_seed(3)
-    return {name: torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes().items()}
+    return {name: torch.randn(shape, generator=draw) * 0.2 for name, shape in SHAPES.items()}
 
 
 @pytest.fixture
@@ -130,14 +71,14 @@ def model(small_vae):
 
 class PlainOfFile(Plain):
     def __init__(self, stored: dict[str, Tensor], names: Any) -> None:
-        self.weights = {name: stored[theirs(name)] for name in names}
+        self.weights = {name: stored[THEIRS[name]] for name in names}
 
 
 def test_file_predicts_as_the_plain_implementation(write, weights, model, recipe_from, caplog):
     raw = {name: each + 1 for name, each in weights.items()}
     file = write(train_state={'model_raw': raw, 'step': 7})
     names = [*model.denoiser.state_dict()]
-    assert {theirs(name) for name in names} == {name for name in weights if not name.startswith(('t_', 'pos_', 'rope'))}
+    assert {THEIRS[name] for name in names} == {name for name in weights if not name.startswith(('t_', 'pos_', 'rope'))}
     for which, stored in (('ema', weights), ('training', raw)):
         with caplog.at_level(logging.INFO):
             start_from(model, recipe_from({'from': str(file), 'weights': which}).initial_weights)
@@ -171,7 +112,7 @@ def test_fine_tune_and_lora_start_from_a_file_and_export_to_one(write, weights, 
     assert 'in the layout that i1 reads' in output_of(capsys, *words)
     content = torch.load(out, weights_only=True)
     exported = content['model']
-    assert {name: tuple(each.shape) for name, each in exported.items()} == shapes()
+    assert {name: tuple(each.shape) for name, each in exported.items()} == SHAPES
     config = {'input_size': 4, 'image_resolution': 32, 'hidden_size': WIDTH, 'depth': BLOCKS, 'num_heads': HEADS}
     config |= {'in_channels': 4, 'patch_size': PATCH, 'text_embed_dim': TEXT, 'text_num_tokens': LENGTH}
     assert content['config'] == config | {'mlp_ratio': 4.0, 'rope_theta': 10000.0}

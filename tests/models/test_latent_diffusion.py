@@ -343,6 +343,19 @@ def test_generated_images_depend_only_on_their_own_seed(shared_model):
     assert model.training, 'the training mode is restored'
 
 
+def test_worse_weights_of_autoguidance_are_kept_until_others_are_asked_for(make_model):
+    model, loaded = make_model(train_text_encoder=False), []
+
+    def weights(guidance: Any) -> dict[str, torch.Tensor]:
+        loaded.append(guidance.batch)
+        return model.state_dict()
+
+    model.weak_weights = weights
+    for batch in (3, 3, 4):
+        model.generate(['a'], guidance={'name': 'autoguidance', 'batch': batch}, num_inference_steps=1)
+    assert loaded == [3, 4]
+
+
 @pytest.mark.parametrize(
     'name', ['dpm++', 'euler_ancestral', *(pytest.param(each, marks=pytest.mark.slow) for each in ('heun', 'pndm'))]
 )

@@ -12,6 +12,7 @@ from stock_pipeline import assert_command_draws_the_same
 
 from diffusion.cli import main
 from diffusion.config.recipe import LoraConfig
+from diffusion.models.clip_vocabulary import vocabulary_files
 from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit.builder import tiny_mmdit
 from diffusion.models.families.prx.builder import tiny_prx
@@ -108,6 +109,11 @@ def test_export_decodes_with_its_own_autoencoder(tmp_path, small_flux2, small_ra
     pipeline = write_folder(model, None, folder, torch.float32, lora=False)  # type: ignore[arg-type]
     stored = json.loads((folder / 'vae/config.json').read_text())['_class_name']
     assert stored == json.loads((Path(vae) / 'config.json').read_text())['_class_name']
+    vocabulary, merges = vocabulary_files()
+    assert json.loads((folder / 'tokenizer/vocab.json').read_text()) == json.loads(vocabulary)
+    assert (folder / 'tokenizer/merges.txt').read_text() == merges
+    settings = json.loads((folder / 'tokenizer/tokenizer_config.json').read_text())
+    assert settings['tokenizer_class'] == 'CLIPTokenizer' and settings.get('extra_special_tokens') != []
     code = folder / 'normalized_pipelines.py'
     assert 'diffusion.' not in code.read_text().replace('diffusers.', ''), 'it runs without this package'
     assert loading(pipeline, 'sd', []) == "DiffusionPipeline.from_pretrained('sd', trust_remote_code=True)"

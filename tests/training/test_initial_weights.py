@@ -131,13 +131,16 @@ def test_trained_text_encoder_is_loaded_too(published, recipe_from, caplog):
         build_trainer(recipe_from(folder / 'unet', train_text_encoder=True, name='other'))
 
 
-def test_half_precision_weights_are_read(published, recipe_from, tmp_path):
+def test_half_precision_weights_are_read(published, recipe_from, tmp_path, caplog):
     model, folder = published
     unet = UNet2DConditionModel.from_pretrained(folder / 'unet', low_cpu_mem_usage=False)
     unet.half().save_pretrained(tmp_path / 'shards', max_shard_size='300KB')
     assert len([*(tmp_path / 'shards').glob('*.safetensors')]) > 1
     expected = {name: each.half().float() for name, each in denoiser_of(model).items()}
     assert_equal(started(recipe_from(tmp_path / 'shards')), expected)
+    unet.save_pretrained(tmp_path / 'halves', variant='fp16')
+    assert_equal(started(recipe_from(tmp_path / 'halves', name='other')), expected)
+    assert f'{tmp_path}/halves: only has half-precision weights (fp16), which are loaded' in caplog.messages
 
 
 def test_run_starts_from_a_file_in_the_original_layout(published, recipe_from, single_file):

@@ -195,6 +195,7 @@ def test_later_changes_to_the_denoiser_do_not_change_its_count():
     denoiser.register_forward_pre_hook(lambda *_: pytest.fail('the original was called'))
     denoiser.forward = None  # type: ignore[assignment]
     assert count(8, 8, 5) == 2 * 9 * 16 * 64
+    assert empty_copy(denoiser, 'meta').forward is not None, 'it is not copied'
 
 
 def test_flops_of_encoders_match_torch(small_vae):

@@ -15,7 +15,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import UserError
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained, load_vae
 
 PARTS = [AutoencoderKL, CLIPTextModel, CLIPTokenizer]
 AUTO_CLASSES = ('AutoConfig', 'AutoModel', 'AutoTokenizer')
@@ -71,6 +71,8 @@ def test_configuration_that_is_no_object_is_a_user_error(tmp_path, part, content
     (tmp_path / 'config.json').write_bytes(content)
     with pytest.raises(UserError, match=r'config\.json: (is not valid JSON|has \w+, expected)'):
         load_pretrained(part, str(tmp_path), subfolder='')
+    with pytest.raises(UserError, match=r'config\.json: (is not valid JSON|has list, expected)'):
+        load_vae(str(tmp_path))
 
 
 @pytest.mark.parametrize('header', [b'{}', b'{"other": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'])

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.models.diffusers_weights import check_local_denoiser
+from diffusion.models.diffusers_weights import check_local_denoiser, fitting_hint, way_out
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.original_layout import read_original
 from diffusion.training.initial_weights import read_weights
@@ -191,12 +192,24 @@ def test_text_width_that_does_not_fit_is_named(recipe_from, single_file):
 
 
 @pytest.mark.parametrize(
+    ('width', 'name'),
+    [(768, 'Stable Diffusion 1.x'), (1024, 'Stable Diffusion 2.x'), (2048, 'Stable Diffusion XL')],
+)
+def test_families_are_named_by_the_width_of_their_text(width, name):
+    assert way_out(Mock(config={'cross_attention_dim': width})) == f'use weights of {name}, or other model settings'
+    stored, own = ({'down.attn2.to_k.weight': torch.zeros(3, each)} for each in (width, 64))
+    expected = f'takes text embeddings of width {width} ({name}), the model has width 64'
+    assert fitting_hint(stored, own) == f'; its cross-attention {expected}'
+    assert fitting_hint(stored, stored) == fitting_hint(stored, {}) == ''
+
+
+@pytest.mark.parametrize(
     ('change', 'message'),
     [
         ({'attention_head_dim': [2, 2]}, r'attention_head_dim is \[2, 2\], expected'),
         ({'_class_name': 'PRXTransformer2DModel'}, r"a PRXTransformer2DModel, but the model's denoiser is a UNet"),
         ({'attention_head_dim': 1, 'sample_size': 8, 'only_cross_attention': [False, False]}, None),
-        ({'cross_attention_dim': 768}, r'cross_attention_dim is 768, expected 32'),
+        ({'cross_attention_dim': 768}, r'cross_attention_dim is 768, expected 32; use other model settings'),
     ],
 )
 def test_settings_that_compute_something_else_are_refused(published, recipe_from, tmp_path, change, message):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from commands import refusal
 from golden import check_golden
 from shards import write_buckets
 
+from diffusion.config import store_checks
 from diffusion.config.checkpointing_checks import credentials_problem, runs_dir_problem
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
-from diffusion.config.path_checks import check_output, check_stream_folders
-from diffusion.config.recipe import StreamConfig
+from diffusion.config.path_checks import check_output, check_paths, check_stream_folders
+from diffusion.config.recipe import Component, PrecomputeConfig, Recipe, StreamConfig
+from diffusion.config.store_checks import copied_streams
 from diffusion.errors import UserError
 from diffusion.storage import mds
 
@@ -37,18 +40,22 @@ def problems(folder: Path, **settings: Any) -> list[str]:
     return [str(problem) for problem in found]
 
 
-def test_wrong_folders_are_named_with_the_cause_and_the_way_out(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path('mixed'), [(64, 64), (512, 600)])
-    write(Path('small'), [(100, 70), (64, 84)] * 20)
+def write_folders(folder: Path) -> None:
+    """Write datasets, most of which have mistakes."""
+    write(folder / 'mixed', [(64, 64), (512, 600)])
+    write(folder / 'small', [(100, 70), (64, 84)] * 20)
     indexes = {'zero': [0, 0], 'negative': [5, -5], 'huge': [2**31], 'most': [2**31 - 1], 'true': [True], 'pixels': [1]}
     indexes |= {'several/64x32': [7], 'several/40x48': [0], 'several/48x40': ['x']}
     for name, counts in indexes.items():
-        Path(name).mkdir(parents=True)
-        Path(name, 'index.json').write_text(json.dumps({'shards': [{'samples': count} for count in counts]}))
+        (folder / name).mkdir(parents=True)
+        (folder / name / 'index.json').write_text(json.dumps({'shards': [{'samples': count} for count in counts]}))
     shapes = {Shape(64, 32): 7, Shape(40, 48): 0, Shape(48, 40): 1, Shape(32, 32): 5}
-    write_buckets(Path('several'), 48, {shape: {'samples': count} for shape, count in shapes.items()})
-    Path('several/pixels').symlink_to('../pixels')
+    write_buckets(folder / 'several', 48, {shape: {'samples': count} for shape, count in shapes.items()})
+
+
+def test_wrong_folders_are_named_with_the_cause_and_the_way_out(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folders(Path())
     is_file = Path.is_file
 
     def is_readable_file(path: Path) -> bool:
@@ -68,6 +75,39 @@ def test_wrong_folders_are_named_with_the_cause_and_the_way_out(tmp_path: Path, 
     lines = [f'{number}: {name} {side} {more}' for number, (name, side, more) in enumerate(places)]
     lines += ['', *map(str, for_training), '', 'for training only:', *map(str, others), '']
     check_golden(Path(__file__).parent / 'golden' / 'folders', {'streams.txt': '\n'.join(lines)})
+
+
+@pytest.mark.parametrize('task', ['train', 'precompute', 'evaluate'])
+def test_streams_in_a_store_have_the_problems_of_the_same_folders(store, tmp_path, monkeypatch, task):
+    folder = tmp_path / 'mds'
+    write_folders(folder)
+    for name, manifest in (
+        ('mixed', {'image_encoder': 'x'}),
+        ('small', {}),
+        ('several/64x32', {'image_encoder': None}),
+    ):
+        (folder / name / 'manifest.json').write_text(json.dumps(manifest))
+    url = store.upload(folder)
+    shard = folder / 'small/shard.00000.mds'
+    *_, size = struct.unpack('<17I', shard.read_bytes()[4 : 4 + 4 * 17])
+
+    def recipe(place: str, key: str) -> Recipe:
+        names = [path.name for path in sorted(folder.iterdir())] + ['none']
+        streams = {name: StreamConfig(512, **{key: f'{place}/{name}'}, aspects=name == 'several') for name in names}
+        streams |= {'buckets': StreamConfig(48, **{key: f'{place}/several'})}
+        model = Component('tiny_prx', {'representation_alignment': {'encoder': 'x'}})
+        sections = {'train': 'streams', 'evaluate': 'eval_streams'}
+        more = {sections[task]: streams} if task in sections else {'precompute': PrecomputeConfig(streams=streams)}
+        return Recipe('a', 8, model, task, dataset=Component('latents'), checkpoint=str(tmp_path), **more)
+
+    expected = [str(each).replace('.local: ', '.remote: ') for each in check_paths(recipe(str(folder), 'local'))]
+    assert ('the latents of streams.small have none' in str(expected)) == (task == 'train')
+    for most, missing in ((size, 0), (size - 1, 1)):
+        monkeypatch.setattr(store_checks, 'MAX_BEGINNING_BYTES', most)
+        with copied_streams(recipe(url, 'remote')) as copies:
+            found = [str(each) for each in copies.check()]
+        left = [each for each in expected if not missing or 'small have shorter sides' not in each]
+        assert found == [each.replace(str(folder), url) for each in left] and len(expected) - len(left) == missing
 
 
 @pytest.mark.parametrize(

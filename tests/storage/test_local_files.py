@@ -3,6 +3,7 @@
 import os
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from diffusion.runs import run_lock
 from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.heartbeats import write_heartbeat
 from diffusion.storage import local_files
+from diffusion.storage.host_memory import keep_freed_memory
 from diffusion.storage.local_files import check_writable, why_not_writable
 from diffusion.storage.locks import hold_lock
 
@@ -117,3 +119,11 @@ def test_error_has_the_part_of_the_path_that_is_wrong(tmp_path, monkeypatch):
     assert str(why_not_writable(tmp_path / 'a')).startswith(f'{tmp_path} cannot be written to (permissions, or a read-')
     with pytest.raises(UserError, match='^--out: .*file is not a folder'):
         check_writable(tmp_path / 'file', '--out')
+
+
+@pytest.mark.parametrize(('accepted', 'used'), [(2**26, [2**26]), (2**25, [2**26, 2**25])])
+def test_freed_memory_is_kept_in_the_largest_blocks_that_malloc_accepts(monkeypatch, accepted, used):
+    mallopt = Mock(side_effect=lambda option, size: size <= accepted)
+    monkeypatch.setattr('ctypes.CDLL', lambda name: Mock(mallopt=mallopt))
+    keep_freed_memory()
+    assert [each.args for each in mallopt.call_args_list] == [*((-3, size) for size in used), (-1, 2**28)]

@@ -58,6 +58,20 @@ def test_lock_on_a_file_removed_by_its_owner_is_taken_again(tmp_path: Path) -> N
     assert not path.exists()
 
 
+def test_lock_file_of_another_user_is_locked_without_write_access(tmp_path: Path, monkeypatch) -> None:
+    path, plain = tmp_path / 'lock', locks.open_own_file
+    path.touch()
+
+    def open_readable(path: Path, flags: int, mode: int = 0) -> int:
+        if flags & (os.O_CREAT | os.O_RDWR):
+            raise PermissionError(13, 'Permission denied')
+        return plain(path, flags)
+
+    monkeypatch.setattr(locks, 'open_own_file', open_readable)
+    with locks.hold_lock(path, raise_taken) as is_held:
+        assert is_held and not try_in_another_process(path, shared=False)
+
+
 def test_nothing_is_held_if_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks.fcntl, 'flock', Mock(side_effect=OSError(38, 'Function not implemented')))
     open_files = len(os.listdir('/proc/self/fd'))

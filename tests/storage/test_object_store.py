@@ -16,7 +16,7 @@ from other_clouds import Cloud, serve
 
 from diffusion.errors import GaveUp, UserError
 from diffusion.storage import object_store, s3_client, transfers
-from diffusion.storage.bucket_clients import HubClient, locate
+from diffusion.storage.bucket_clients import AzureClient, GoogleClient, HubClient, locate
 from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy
 from tests.data.processes import Forked
@@ -269,11 +269,28 @@ def test_delete_all_retries_and_raises_the_first_refusal(store: Store) -> None:
 
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('GCS_KEY', 'key')
+    gone, policy = locate('gs://bucket/lock'), RetryPolicy(timeout_seconds=7.0)
+    assert isinstance(transfers.acquire_client(gone, policy), GoogleClient), 'the secret is missing'
     monkeypatch.setenv('GCS_SECRET', 'secret')
     for url in ('gs://bucket/lock', 'hf://datasets/org/name/lock'):
         with pytest.raises(UserError, match='conditional write|uploading'):
             object_store.write(url, b'one', if_absent=True)
-    assert transfers.acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
+    assert transfers.acquire_client(gone, object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
+
+
+def test_azure_takes_account_and_key_from_the_url_and_from_both_names_of_variables(monkeypatch: pytest.MonkeyPatch):
+    for name in ('ACCOUNT_NAME', 'ACCOUNT_ACCESS_KEY', 'STORAGE_ACCOUNT_NAME', 'STORAGE_ACCOUNT_KEY'):
+        monkeypatch.delenv(f'AZURE_{name}', raising=False)
+    monkeypatch.setenv('AZURE_STORAGE_ACCOUNT_KEY', 'a2V5')
+    with pytest.raises(UserError, match='^az://: the account is missing; set AZURE_ACCOUNT_NAME, or use a URL such as'):
+        AzureClient('az', '', 5.0)
+    found = []
+    for name in ('AZURE_STORAGE_ACCOUNT_NAME', 'AZURE_ACCOUNT_NAME'):
+        monkeypatch.setenv(name, name.lower().replace('_', ''))
+        found += [AzureClient('az', account, 5.0).client.url for account in ('', 'me')]
+    names = ('azurestorageaccountname', 'me', 'azureaccountname', 'azureaccountname')
+    assert found == [f'https://{name}.blob.core.windows.net/' for name in names]
+    assert AzureClient('az', 'me', 5.0).client.credential.account_key == 'a2V5'
 
 
 def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:

@@ -283,12 +283,17 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     def problems(start):
         return {each.where: each.what for each in check_paths(load(write({'init_from': start})))}
 
-    ambiguous = problems({'from': 'org/name', 'revision': COMMIT})
-    assert 'org/name is a local path, but revision is for a repository' in ambiguous['init_from.from']
-    assert 'write hf://org/name' in ambiguous['init_from.from']
-    for start in ('hf://org/name', 'org/absent'):
-        assert not problems({'from': start, 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
-    assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']
+    stream = {'streams.a.local': problems('org/name')['streams.a.local']}
+    missing = 'does not exist; give a checkpoint or the folder of a run, a folder of diffusers or a file'
+    ambiguous = (
+        'org/name is a local path, but revision is for a repository on the Hub; remove revision, or write hf://org/name'
+    )
+    assert problems({'from': 'org/name', 'revision': COMMIT}) == stream | {'init_from.from': ambiguous}
+    for start in ({'from': 'hf://org/name', 'revision': COMMIT}, f'org/absent@{COMMIT}', 'org/name', 's3://b/run'):
+        assert problems(start) == stream
+    repository = f'org/other {missing}; for the repository org/other on the Hub, set revision'
+    assert problems('org/other') == stream | {'init_from': repository}
+    assert problems({'from': './other'}) == stream | {'init_from.from': f'./other {missing}'}
 
 
 @pytest.mark.parametrize('name', ['prx', 'mmdit', 'i1'])

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import refusal
 from golden import check_golden
 from shards import write_buckets
 
 from diffusion.config import store_checks
-from diffusion.config.checkpointing_checks import credentials_problem, runs_dir_problem
+from diffusion.config.checkpointing_checks import credentials_problem
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
 from diffusion.config.path_checks import check_output, check_paths, check_stream_folders
@@ -157,30 +156,6 @@ def test_hostile_index_is_refused(name, tmp_path):
     assert problem.where == 'streams.a.local'
     with pytest.raises(UserError, match=r'index\.json'):
         read_index(source_of(stream))
-
-
-@pytest.mark.parametrize(
-    'runs_dir',
-    ['runs', '/a/b', 's3://bucket', 's3://bucket/runs/', 'gs://b/r', 'az://c/r', 'azure://a.blob.core.windows.net/c/r'],
-)
-def test_folders_and_stores_with_conditional_writes_can_hold_runs(runs_dir):
-    assert runs_dir_problem(runs_dir) is None
-
-
-@pytest.mark.parametrize(
-    ('runs_dir', 'message'),
-    [
-        ('hf://org/name', 'hf:// cannot hold runs; use s3://bucket/runs, gs://'),
-        ('file:///runs', 'or a folder that all nodes share'),
-        ('s3:/bucket/runs', 'so it is a folder; for a store, write s3://bucket/runs'),
-        ('s3://', 's3:// has no bucket; use a URL such as s3://bucket/runs'),
-        ('azure://account.blob.core.windows.net', 'has no container; use a URL such as azure://ACCOUNT.blob'),
-    ],
-)
-def test_other_stores_and_incomplete_urls_are_refused_with_the_way_out(write_recipe, capsys, runs_dir, message):
-    assert message in (runs_dir_problem(runs_dir) or '')
-    error = refusal(capsys, 'check', write_recipe(), f'runs_dir={runs_dir}', '--quiet')
-    assert 'runs_dir: ' in error and message in error
 
 
 @pytest.mark.parametrize(

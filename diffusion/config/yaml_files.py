@@ -303,7 +303,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, yaml.Mark] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = self.construct_object(key_node)
             if not isinstance(key, str | int | float):  # bool is a subclass of int
                 raise _invalid(key_node, 'a key must be text or a number; put it in quotes')
             if key in seen:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from commands import modules_of
 
-from diffusion.config import registry
+from diffusion.config import families, registry
 from diffusion.config.families import Family
 from diffusion.config.recipe import Component
 from diffusion.config.registry import build, check_keywords, register, resolve, signature
@@ -101,6 +101,7 @@ def test_every_name_has_a_signature_without_heavy_imports():
         ('Derived', {'depth': 1, 'name': 7}, ['here.name: 7 is not a string or null; put it in quotes']),
         ('Bare', {'depth': 3}, ['here.depth: unknown key; known: none']),
         ('Options', {'speed': 3}, []),
+        ('Options', {'speed': 3, 'sped': 1}, ["here.sped: unknown key; did you mean 'speed'?"]),
         (
             'Options',
             {'speed': 3, 'direction': 'don'},
@@ -256,6 +257,21 @@ def test_dataset_that_the_loader_cannot_build_is_refused_with_the_contract(tmp_p
     else:  # only the keywords can be checked
         assert bool(registry.contract_problem('dataset', 'Mine')) == (case != 'without item')
     assert registry.contract_problem('dataset', 'image_text') is None
+
+
+def test_registering_without_a_name_or_a_family_is_an_error():
+    with pytest.raises(ValueError, match='^register: 5 cannot be the name of a component; pass a string$'):
+        register('callback', 5, Drawing)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^register_family: 'x' is not a family; pass diffusion.Family\(...\)$"):
+        registry.register_family('x')  # type: ignore[arg-type]
+
+
+def test_family_that_was_added_last_comes_first(monkeypatch):
+    monkeypatch.setattr(families, '_registered', [])
+    one, two = Family(u_net=True), Family(image_sizes=True)
+    for family in (one, two, one):
+        families.add(family)
+    assert families.families() == [two, one, *families.built_in()]
 
 
 def test_registering_another_component_under_a_used_name_is_an_error():

@@ -46,6 +46,12 @@ def files(tmp_path):
     return write
 
 
+def test_written_yaml_is_readable():
+    assert dump({'b': ['ä', {'c': ''}], 'a': None}) == "b:\n- ä\n- c: ''\na: null\n"
+    words = ' '.join(['word'] * 60)
+    assert dump_inline({'b': ['ä', words], 'a': None}) == f'{{b: [ä, {words}], a: null}}'
+
+
 def test_later_files_change_mappings_and_replace_lists(files):
     folder = files(
         a='x: {one: 1, two: 2}\nl: [1, 2]', b='extends: a.yaml\nx: {two: 3}\nl: [4]', c='extends: b.yaml\nx: {one: 0}'

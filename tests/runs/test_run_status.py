@@ -179,6 +179,9 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
     os.utime(lock, (1e9, 1e9))
     monkeypatch.setattr('diffusion.runs.run_status.WATCH_SECONDS', 1.0)
     assert inspect_run(run).state == 'ended'
+    for age, state in ((8.0, 'starting'), (11.0, 'ended')):
+        os.utime(lock, (time.time() - age,) * 2)
+        assert inspect_run(run).state == state
     writer = threading.Timer(0.2, lambda: lock.write_text(json.dumps({'owner': asdict(owner), 'count': 1})))
     writer.start()
     assert inspect_run(run).state != 'ended', 'although its clock is years behind'
@@ -245,6 +248,12 @@ def test_status_of_a_run_in_a_bucket(bucket_run, store):
             writer.last_batch_at -= 70.0
             writer._write()
         found, text = inspect_run(bucket_run), report(bucket_run)
+        writer.last_batch_at -= 25.0
+        writer._write()
+        assert inspect_run(bucket_run).state == 'running', 'the other node is not silent yet'
+        (later := StatusWriter(bucket_run, training(0, 3001))).last_batch_at -= 95.0
+        later._write()
+        assert inspect_run(bucket_run).state == 'silent'
     assert (found.state, found.batch, found.newest_checkpoint) == ('running', 3001, f'{bucket_run}/ba1000')
     assert [node['host'] for node in found.nodes] == ['gpu0', 'gpu1'] and 'no batch' not in text
     assert f'process {os.getpid()} on ' in text and 'batches 0 to 3000; running\ngoodput ' in text

@@ -23,6 +23,7 @@ from diffusion.config.load import (
     to_yaml,
 )
 from diffusion.config.recipe import LoraConfig, ParallelismConfig
+from diffusion.config.schema import Problem
 from diffusion.config.yaml_files import dump, parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +242,11 @@ def test_all_mistakes_are_reported_in_one_error(write):
     found = [problem.where for problem in error.value.problems]
     assert found == ['trainr', 'seed', 'loader.shufle', 'streams.a.resolution']
     assert str(error.value).startswith(f'{path} has 4 mistakes:\n  trainr: ')
+    one, two = Problem('', 'a.yaml is empty'), Problem('seed', 'is wrong')
+    assert str(RecipeError([one], 'a.yaml')) == 'a.yaml is empty'
+    assert str(RecipeError([one, two], 'a.yaml')) == 'a.yaml has 2 mistakes:\n  a.yaml is empty\n  seed: is wrong'
+    assert str(RecipeError([two], 'a.yaml')) == 'a.yaml has a mistake:\n  seed: is wrong'
+    assert str(RecipeError([two])) == 'the recipe has a mistake:\n  seed: is wrong'
 
 
 def test_missing_files_are_found_by_check_paths(write, tmp_path):

@@ -123,7 +123,10 @@ def test_fault_of_the_server_is_one_warning_without_the_url(fault, hook, notifie
     sender.close()
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
-    assert "notify.webhook: the message for event 'hang' was not delivered" in warning.getMessage()
+    no_url = 'the URL does not start with https:// or http://'
+    reasons = {'errors': 'HTTP status 500', 'refused': 'Connection refused', 'not a URL': no_url, 'a file': no_url}
+    reason = reasons.get(fault, '')
+    assert f"notify.webhook: the message for event 'hang' was not delivered ({reason}" in warning.getMessage()
     assert 'not-for-any-log' not in caplog.text and 'T000' not in caplog.text
 
 

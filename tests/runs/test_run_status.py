@@ -213,6 +213,17 @@ def test_writer_that_hangs_delays_neither_training_nor_the_end(tmp_path, monkeyp
     assert time.monotonic() - begin < 2
 
 
+@pytest.mark.parametrize(('run', 'last'), [('runs/a', [10.0, 10.0]), ('s3://b/a', [16.0, 30.0])])
+def test_intervals_between_writes_double_up_to_a_limit(monkeypatch, run, last):
+    monkeypatch.setattr(run_lock, 'owner_of', lambda run: None)
+    monkeypatch.setattr(StatusWriter, '_write', lambda self: None)
+    writer, done = StatusWriter(run, training(0, 5)), Mock()
+    done.is_set.side_effect = [*[False] * 6, True]
+    monkeypatch.setattr(writer, '_done', done)
+    writer._write_until_done()
+    assert [each.args[0] for each in done.wait.call_args_list] == [1.0, 2.0, 4.0, 8.0, *last]
+
+
 def test_writer_neither_creates_a_missing_run_folder_nor_fails(tmp_path):
     for folder in (tmp_path / 'gone', tmp_path):
         writer = StatusWriter(folder, training(0, 5, nodes=1))

@@ -207,19 +207,6 @@ def test_mistakes_are_reported_with_path_cause_and_way_out(write):
     check_transcripts(Path(__file__).parent / 'golden' / 'mistakes', outcome)
 
 
-WRONG_FILES = {
-    'name: run\nmodel: [1, 2\n': 'recipe.yaml:3:1: ',
-    'name: run\nmodel:\n\tname: tiny\n': 'recipe.yaml:3:1: .*indent with spaces',
-    'extends: nowhere.yaml\n': r'extends: .*nowhere.yaml does not exist; the path is relative to',
-}
-
-
-@pytest.mark.parametrize('text', WRONG_FILES)
-def test_file_that_cannot_be_read_is_an_error(write, text):
-    with pytest.raises(RecipeError, match=WRONG_FILES[text]):
-        load(write(text))
-
-
 @given(batch=st.integers(1, 200), microbatch=st.integers(1, 200))
 @settings(max_examples=100, deadline=None)
 def test_microbatch_is_refused_if_it_fits_no_number_of_devices(batch, microbatch):
@@ -299,25 +286,8 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
         assert problems(start) == stream
     repository = f'org/other {missing}; for the repository org/other on the Hub, set revision'
     assert problems('org/other') == stream | {'init_from': repository}
+    load(write({'model': {'name': 'prx', 'pretrained': 'org/name'}}))  # it is a folder
     assert problems({'from': './other'}) == stream | {'init_from.from': f'./other {missing}'}
-
-
-@pytest.mark.parametrize('name', ['prx', 'mmdit', 'i1'])
-def test_pretrained_repository_needs_a_revision(write, tmp_path, monkeypatch, name):
-    def missing(**keywords):
-        try:
-            load(write({'model': {'name': name, **keywords}}), allow_missing=True)
-        except RecipeError as error:
-            return {problem.where: problem.what for problem in error.problems}['model.revision']
-        return ''
-
-    assert re.match('is missing; give the commit of [Psg]', missing())
-    assert 'if it is a local folder, write model.pretrained=./org/name' in missing(pretrained='org/name')
-    given = [{'revision': COMMIT}, {'revision': '???'}, {'pretrained': None}, {'pretrained': './org/name'}]
-    assert not any(missing(**keywords) for keywords in given)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'org/name').mkdir(parents=True)
-    assert not missing(pretrained='org/name')
 
 
 def test_settings_of_lora_have_defaults(write, tmp_path):

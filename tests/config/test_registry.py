@@ -1,13 +1,16 @@
 """Registered components: signatures parsed from source equal those of the imported objects; checks of keywords."""
 
+import ast
 import importlib
 import inspect
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from commands import modules_of
+from golden import check_transcripts
 
 from diffusion.config import families, registry
 from diffusion.config.families import Family
@@ -91,32 +94,17 @@ def test_every_name_has_a_signature_without_heavy_imports():
     assert not modules_of(program) & {'torch', 'composer', 'diffusers', 'streaming'}
 
 
-@pytest.mark.parametrize(
-    ('attribute', 'kwargs', 'expected'),
-    [
-        ('Derived', {'depth': 3, 'wide': True, 'name': None}, []),
-        ('Derived', {'wide': True}, ['here.depth: is missing and has no default; set it (int)']),
-        ('Derived', {'depth': 3, 'wid': True}, ["here.wid: unknown key; did you mean 'wide'?"]),
-        ('Derived', {'depth': 3.5}, ['here.depth: 3.5 is not an integer']),
-        ('Derived', {'depth': 1, 'name': 7}, ['here.name: 7 is not a string or null; put it in quotes']),
-        ('Bare', {'depth': 3}, ['here.depth: unknown key; known: none']),
-        ('Options', {'speed': 3}, []),
-        ('Options', {'speed': 3, 'sped': 1}, ["here.sped: unknown key; did you mean 'speed'?"]),
-        (
-            'Options',
-            {'speed': 3, 'direction': 'don'},
-            ["here.direction: 'don' is not one of up, down; did you mean 'down'?"],
-        ),
-        ('anything', {'size': 2, 'color': 'red'}, []),
-        ('anything', {'size': 'two'}, ["here.size: 'two' is not an integer"]),
-    ],
-)
-def test_keywords_are_checked_against_the_source(tmp_path, monkeypatch, attribute, kwargs, expected):
-    # Importing the package fails, so the test shows that it is only read.
+def test_keywords_are_checked_against_the_source(tmp_path, monkeypatch):
+    """The lines of the file are keywords of a class or function. Importing its package fails: it is only read."""
     write_files(tmp_path / 'parts_package', {'__init__.py': "raise RuntimeError('imported')\n", 'parts.py': PARTS})
     monkeypatch.syspath_prepend(tmp_path)
-    register('model', 'part', f'parts_package.parts:{attribute}')
-    assert problems('model', 'part', kwargs) == expected
+
+    def outcome(line: str) -> list[str]:
+        name, _, keywords = line.partition(' ')
+        registry.TARGETS['model'][name] = f'parts_package.parts:{name}'
+        return problems('model', name, ast.literal_eval(keywords)) or ['accepted']
+
+    check_transcripts(Path(__file__).parent / 'golden' / 'keywords', outcome)
 
 
 def test_keywords_of_a_typed_dict_have_the_defaults_of_the_decorator(tmp_path, monkeypatch):
@@ -281,30 +269,14 @@ def test_registering_another_component_under_a_used_name_is_an_error():
         register('model', 'drawing', Shape)
 
 
-@pytest.mark.parametrize(
-    ('annotation', 'good', 'bad'),
-    [
-        ('int', [1], [True, 1.0, '1', None]),
-        ('float', [1, 1.0], ['1e-4', None]),
-        ('bool', [True], [1, 'true']),
-        ('str | None', ['a', None], [1, ['a']]),
-        ('Optional[int]', [1, None], ['a']),
-        ('Union[int, str, None]', [1, 'a', None], [1.5]),
-        ("Literal['a', 3]", ['a', 3], ['b', 4]),
-        ('list[int]', [[], [1]], ['a', [1.5], {}]),
-        ('Sequence[str]', [['a']], ['a', [1]]),
-        ('str | Time', ['1ba'], [5]),
-        ("'int | None'", [1, None], ['a']),
-    ],
-)
-def test_simple_annotations_are_types(annotation, good, bad):
-    kind = simple_type(annotation)
-    assert all(fits(kind, value) for value in good)
-    assert not any(fits(kind, value) for value in bad)
+VALUES = (1, 1.5, True, None, 'a', '1', [], [1], ['a'], [1.5], {}, {'a': 1})
 
 
-@pytest.mark.parametrize(
-    'annotation', ['', 'Optional[Profiler]', 'Callable[[int], str]', 'np.ndarray', 'dict[str, int]']
-)
-def test_other_annotations_are_not_checked(annotation):
-    assert simple_type(annotation) is None
+def test_annotations_are_types_of_values():
+    """The lines of the file are annotations; those that are no types of YAML's values are not checked."""
+
+    def outcome(line: str) -> list[str]:
+        kind = simple_type(line.removeprefix('annotation: '))
+        return ['not checked' if kind is None else ', '.join(repr(value) for value in VALUES if fits(kind, value))]
+
+    check_transcripts(Path(__file__).parent / 'golden' / 'annotations', outcome)

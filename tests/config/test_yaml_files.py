@@ -81,6 +81,9 @@ def test_circular_extends_error_shows_the_chain(files):
         read_chain(folder / 'a.yaml')
     with pytest.raises(UnreadableYAML, match='circular reference'):
         read_chain(folder / 'c.yaml')
+    (folder / 'd.yaml').write_text('extends: deep/nowhere.yaml')
+    with pytest.raises(UnreadableYAML, match=r'd\.yaml: extends: .*nowhere\.yaml does not exist; the path is relative'):
+        read_chain(folder / 'd.yaml')
 
 
 @pytest.mark.parametrize('text', ['yes', 'no', 'on', 'off', '010', '00e5', '1:30', '2024-01-01', 'true'])

@@ -79,18 +79,6 @@ def test_path_that_is_no_text_file_is_refused_without_waiting(kind, tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize('name', ['..', '.', '.git', 'a/b', '/abs', '', 'a' * 129, '-x', '--help', 'a\\b', 'a\n', '名'])
-def test_name_that_cannot_name_a_folder_is_refused_with_the_rule(name):
-    with pytest.raises(RecipeError, match='name: .* cannot name a folder; use letters, digits, underscores'):
-        load('yamls/quickstart.yaml', [f'name={json.dumps(name)}'])
-
-
-@pytest.mark.parametrize('batch', [2**31 + 1, 2**62, 1_000_000_000_007])
-def test_huge_batch_is_refused_at_once(batch):
-    with pytest.raises(RecipeError, match=f'global_batch: {batch} is more than'):
-        load('yamls/quickstart.yaml', [f'global_batch={batch}', 'device_train_microbatch_size=3'])
-
-
 @given(text=st.text('${}:.,oc[]ab\'"\\ ', max_size=25))
 @settings(max_examples=80, deadline=None)
 def test_any_text_is_read_or_refused(text):

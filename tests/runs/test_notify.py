@@ -179,21 +179,6 @@ def test_low_goodput_is_sent_half_an_hour_after_the_start(hook, notifier, tmp_pa
     assert (message['goodput'], message['wall_seconds']) == (0.5, 1800)
 
 
-@pytest.mark.parametrize(
-    ('override', 'expected'),
-    [
-        ('notify.webhook=https://example.com/not-for-any-log', 'notify.webhook: is not the name of an environment'),
-        ('notify.command=curl not-for-any-log', 'notify.command: is not the name of an environment variable; export'),
-        ('notify.events=[hung]', 'notify.events'),
-        ('notify.goodput_below=80', r'notify.goodput_below: 80 is not in \(0, 1\]'),
-    ],
-)
-def test_mistake_in_the_section_is_found_by_check(override, expected):
-    with pytest.raises(RecipeError, match=expected) as error:
-        load('yamls/quickstart.yaml', [override])
-    assert 'not-for-any-log' not in str(error.value)
-
-
 def test_launch_requires_that_the_job_has_the_variable(write_spec):
     overrides = {'notify.webhook': 'HOOK'}
     path = write_spec('local', overrides=overrides)

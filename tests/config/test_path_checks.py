@@ -179,11 +179,3 @@ def test_credentials_that_do_not_suffice_are_named_before_the_run(
     assert found is None if message is None else message in str(found)
     problems = check_output(load(write_recipe(), [f'runs_dir={runs_dir}']))
     assert [each.where for each in problems] == ([] if message is None else ['runs_dir'])
-
-
-def test_tiers_are_off_by_default_and_take_times_and_durations(write_recipe):
-    assert load(write_recipe()).checkpointing.tiers is None
-    for interval in ('30s', 'auto', '50ba'):
-        tiers = load(write_recipe(), [f'checkpointing.tiers.memory.save_interval={interval}']).checkpointing.tiers
-        assert tiers is not None and tiers.memory is not None
-        assert (tiers.memory.save_interval, tiers.disk) == (interval, None)

@@ -236,20 +236,6 @@ def test_all_mistakes_are_reported_in_one_error(write):
     assert str(RecipeError([two])) == 'the recipe has a mistake:\n  seed: is wrong'
 
 
-def test_missing_files_are_found_by_check_paths(write, tmp_path):
-    (tmp_path / 'index.json').write_text('{"shards": [')
-    for overrides, *expected in (
-        (
-            ['init_from=gone', f'streams.a.local={tmp_path}'],
-            'is not an index of MDS shards',
-            'init_from: .*gone does not',
-        ),
-        (['task=generate', 'generate.prompts=[a]', 'checkpoint=gone'], 'checkpoint: gone does not exist; give a'),
-    ):
-        found = [str(problem) for problem in check_paths(load(write({}), overrides))]
-        assert len(found) == len(expected) and all(map(re.search, expected, found))
-
-
 def test_imports_register_custom_components(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(registry.TARGETS, 'model', {**registry.TARGETS['model']})  # other tests list all models
@@ -262,11 +248,6 @@ def test_imports_register_custom_components(write, tmp_path, monkeypatch):
     assert load(write(content)).model.kwargs == {'depth': 5}
     with pytest.raises(RecipeError, match="model.dpth: unknown key; did you mean 'depth'"):
         load(write({'imports': ['my_models'], 'model': {'name': 'enormous', 'dpth': 5, 'depth': 1}}))
-
-
-@pytest.mark.parametrize('start', [{'from': '???', 'revision': '???'}, 'runs/phase1'])
-def test_initial_weights_may_be_missing_or_those_of_a_run(write, start):
-    load(write({'init_from': start}), allow_missing=True)
 
 
 def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, monkeypatch):
@@ -287,6 +268,9 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     repository = f'org/other {missing}; for the repository org/other on the Hub, set revision'
     assert problems('org/other') == stream | {'init_from': repository}
     load(write({'model': {'name': 'prx', 'pretrained': 'org/name'}}))  # it is a folder
+    evaluation = load(write({}), ['task=generate', 'generate.prompts=[a]', 'checkpoint=gone'])
+    missing_checkpoint = 'checkpoint: gone does not exist; give a checkpoint or the folder of a run'
+    assert [str(each) for each in check_paths(evaluation)] == [missing_checkpoint]
     assert problems({'from': './other'}) == stream | {'init_from.from': f'./other {missing}'}
 
 

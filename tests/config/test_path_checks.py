@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import check_golden
+from golden import check_golden, check_transcripts
 from shards import write_buckets
 
 from diffusion.config import store_checks
-from diffusion.config.checkpointing_checks import credentials_problem
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
 from diffusion.config.path_checks import check_output, check_paths, check_stream_folders
@@ -158,24 +157,18 @@ def test_hostile_index_is_refused(name, tmp_path):
         read_index(source_of(stream))
 
 
-@pytest.mark.parametrize(
-    ('runs_dir', 'environ', 'message'),
-    [
-        ('gs://b/r', {'GCS_KEY': 'k', 'GCS_SECRET': 's'}, 'unset GCS_KEY and GCS_SECRET'),
-        ('gs://b/r', {}, None),
-        ('az://c/r', {}, 'set AZURE_ACCOUNT_NAME'),
-        ('az://c/r', {'AZURE_ACCOUNT_NAME': 'a'}, None),
-        ('s3://b/r', {}, None),
-    ],
-)
-def test_credentials_that_do_not_suffice_are_named_before_the_run(
-    write_recipe, monkeypatch, runs_dir, environ, message
-):
-    for name in ('GCS_KEY', 'GCS_SECRET', 'AZURE_ACCOUNT_NAME', 'AZURE_STORAGE_ACCOUNT_NAME'):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    found = credentials_problem(runs_dir)
-    assert found is None if message is None else message in str(found)
-    problems = check_output(load(write_recipe(), [f'runs_dir={runs_dir}']))
-    assert [each.where for each in problems] == ([] if message is None else ['runs_dir'])
+def test_output_that_cannot_be_written_is_named_before_the_run(write_recipe, tmp_path, monkeypatch):
+    """The lines of the file are overrides, and environment variables in capitals."""
+    monkeypatch.chdir(tmp_path)
+    Path('file').touch()
+
+    def outcome(line):
+        words = line.split()
+        with monkeypatch.context() as patch:
+            for name in ('GCS_KEY', 'GCS_SECRET', 'AZURE_ACCOUNT_NAME', 'AZURE_STORAGE_ACCOUNT_NAME'):
+                patch.delenv(name, raising=False)
+            for word in words:
+                patch.setenv(*word.split('=')) if word[0].isupper() else None
+            return check_output(load(write_recipe(), [word for word in words if word[0].islower()])) or ['accepted']
+
+    check_transcripts(Path(__file__).parent / 'golden' / 'outputs', outcome)

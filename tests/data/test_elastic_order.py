@@ -17,7 +17,7 @@ from streaming.base.world import World
 
 from diffusion.config.device_checks import nodes_problem
 from diffusion.config.image_shapes import square
-from diffusion.config.load import RecipeError, load
+from diffusion.config.load import load
 from diffusion.data.epoch_order import OccurrenceSpanner
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.models import batch_keys
@@ -252,17 +252,6 @@ def test_unsuitable_node_count_error_suggests_canonical_nodes():
 def test_device_dependent_settings_are_rejected(amount, settings, message):
     with pytest.raises(ValueError, match=message):
         dataset_without_shards([(stream(**amount), [300])], 64, **settings)
-
-
-def test_recipe_check_reports_same_problems_without_data(write_recipe, pictures):
-    local = {'local': str(pictures[32])}
-    streams = {'a': {**local, 'resolution': 32, 'choose': 12}, 'b': {**local, 'resolution': 64}}
-    loader = {'num_canonical_nodes': 3, 'batching_method': 'random'}
-    with pytest.raises(RecipeError) as error:
-        load(write_recipe(streams=streams, loader=loader))
-    places = ['loader.batching_method', 'loader.num_canonical_nodes', 'streams.a.choose']
-    assert [problem.where for problem in error.value.problems] == places
-    assert 'random mixes images of 32x32, 64x64 px in a batch; use per_stream' in str(error.value)
 
 
 def test_real_loader_serves_simulated_batches(write_recipe, pictures):

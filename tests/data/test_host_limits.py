@@ -11,10 +11,9 @@ from numbered import SAMPLES, loader_over, served, write_samples
 from processes import Forked
 from streaming.base.shared import SharedMemory
 
-from diffusion.config.byte_sizes import bytes_text, parse_bytes
+from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.load import load
 from diffusion.data import host_limits
-from diffusion.errors import UserError
 from diffusion.training.components import build_loader
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
@@ -194,13 +193,3 @@ def test_leftover_shared_memory_is_distinguished_from_live(tmp_path, source, cap
         assert 'left behind by runs that have ended' in caplog.text and '/dev/shm/999990_*' in caplog.text
     finally:
         dead.unlink()
-
-
-@pytest.mark.parametrize(
-    ('text', 'size'), [('500gb', 500 * 10**9), ('1.5 GiB', 3 * 2**29), (17, 17), ('64kib', 65536), ('9b', 9)]
-)
-def test_sizes_are_parsed(text, size):
-    assert parse_bytes(text) == size
-    for wrong in ('', '5 apples', '-1gb', '0'):
-        with pytest.raises(UserError, match=f'{wrong!r} is not a size; write a number and a unit'):
-            parse_bytes(wrong)

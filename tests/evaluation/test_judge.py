@@ -14,7 +14,7 @@ from captioning.vlm_server import MODEL
 from evaluation.judge_server import Drawing, JudgeServer, answer_about, write_dpg, write_tifa
 from PIL import Image
 
-from diffusion.config.image_metrics import better_directions, image_metrics_problems
+from diffusion.config.image_metrics import better_directions
 from diffusion.config.language_model import JudgeConfig
 from diffusion.errors import GaveUp, UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint
@@ -236,16 +236,6 @@ def test_mistakes_are_named(judged: Callable[..., Any], server: JudgeServer, tmp
     (tmp_path / 'tifa.json').write_text('{"question": 1}')
     with pytest.raises(UserError, match='tifa.json: has no list of prompts, also not under'):
         read_prompts(tmp_path / 'tifa.json')
-    problems = image_metrics_problems({'metrics': ['dpg'], 'prompts': 'p.jsonl'})
-    assert problems['judge'].startswith('is missing; dpg needs a vision-language model, such as {endpoint: ')
-    assert problems['prompts'] == 'dpg needs the path of dpg_bench.csv from its authors, not p.jsonl'
-    given = {'prompts': 'p.json', 'judge': {'model': 'm'}}
-    assert not image_metrics_problems({**given, 'metrics': ['tifa']})
-    unused = {'judge': 'has nothing to do; add dpg or tifa or judge_score to the metrics, or remove the judge'}
-    assert image_metrics_problems({**given, 'metrics': ['fid']}) == image_metrics_problems(given) == unused
-    assert [*image_metrics_problems({**given, 'metrics': ['fdi']})] == ['metrics']
-    both = {'metrics': 'dpg and tifa need different files of prompts; measure them in two evaluations'}
-    assert image_metrics_problems({**given, 'metrics': ['dpg', 'tifa']}) == both
 
 
 def test_a_question_whose_parent_is_missing_is_kept_with_a_warning(

@@ -31,6 +31,7 @@ def test_claim_ends_when_it_is_released_or_was_not_renewed_within_its_lease(tmp_
     content = json.loads(Path(claim.place).read_text())
     assert content == {'owner': asdict(claim.owner), 'renewed': 1e9, 'lease_seconds': 50.0, 'job': True}
     assert claims.take('ba10', 0) is claims.take('ba10', 1) is None, 'it is being evaluated'
+    inode = Path(claim.place).stat().st_ino
     for seconds, ends in ((40.0, 90.0), (80.0, 130.0)):
         now[0] = 1e9 + seconds
         claim.renew()
@@ -38,6 +39,7 @@ def test_claim_ends_when_it_is_released_or_was_not_renewed_within_its_lease(tmp_
         assert claims.held() == {'ba10'}
     now[0] += 0.5
     assert claims.held() == set() and claims.has_ended('ba10', 1)
+    assert Path(claim.place).stat().st_ino == inode, 'clients of a network file system see a changed file sooner'
     claim.renew()
     assert claims.held() == {'ba10'}
     claim.release()

@@ -136,6 +136,16 @@ def test_pauses_grow_up_to_a_limit_and_end_at_the_deadline(monkeypatch: pytest.M
         RetryPolicy(tries=5).run(Mock(side_effect=DamagedDownload('cut')), 's3://data/a')
 
 
+def test_pause_takes_half_to_all_of_its_time_and_calls_wait_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [0.0], []
+    monkeypatch.setattr(retry.time, 'monotonic', lambda: now[0])
+    monkeypatch.setattr(retry.time, 'sleep', lambda seconds: now.append(now.pop() + seconds))
+    for shortest in (True, False):
+        monkeypatch.setattr(retry.random, 'uniform', lambda low, high, shortest=shortest: low if shortest else high)
+        RetryPolicy(wait=lambda: waits.append(now[0]))._pause(4.0)
+    assert now == [pytest.approx(6.0, abs=0.05)] and len(waits) == pytest.approx(300, abs=2)
+
+
 def test_error_raised_by_wait_ends_a_pause_and_a_stalled_download(store: Store) -> None:
     url, start = store.bucket('data', a=b'x') + '/a', time.monotonic()
 

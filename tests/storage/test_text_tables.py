@@ -40,16 +40,9 @@ def test_lines_that_are_no_objects_or_too_long_are_skipped() -> None:
     assert [*map(list, found)] == [['a'], ['c']]
 
 
-@pytest.mark.parametrize(
-    ('content', 'message'),
-    [
-        ('{"version": 1, "columns": {}}', 'format 1 of another version of diffusion, not 2'),
-        ('{"version": 2}', "'columns'"),
-        ('[]', 'list indices'),
-        ('{', 'Expecting'),
-    ],
-)
-def test_list_of_caption_tables_that_cannot_be_read_is_refused(content: str, message: str) -> None:
-    with pytest.raises(UserError, match=rf'^a: cannot be read \({message}.*\); delete it and run diffusion caption'):
-        read_list(content.encode(), 'a')
+def test_list_of_caption_tables_that_cannot_be_read_is_refused() -> None:
+    causes = {'{"version": 1}': 'format 1 of another version of diffusion, not 2', '{"version": 2}': "'columns'"}
+    for content, cause in (causes | {'[]': 'list indices', '{': 'Expecting'}).items():
+        with pytest.raises(UserError, match=rf'^a: cannot be read \({cause}.*\); delete it and run diffusion caption'):
+            read_list(content.encode(), 'a')
     assert read_list(None, 'a') == {} and read_list(b'{"version": 2, "columns": {"b": {}}}', 'a') == {'b': {}}

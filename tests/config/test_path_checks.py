@@ -95,7 +95,7 @@ def test_streams_in_a_store_have_the_problems_of_the_same_folders(store, tmp_pat
         streams |= {'buckets': StreamConfig(48, **{key: f'{place}/several'})}
         model = Component('tiny_prx', {'representation_alignment': {'encoder': 'x'}})
         sections = {'train': 'streams', 'evaluate': 'eval_streams'}
-        more = {sections[task]: streams} if task in sections else {'precompute': PrecomputeConfig(streams=streams)}
+        more: Any = {sections[task]: streams} if task in sections else {'precompute': PrecomputeConfig(streams=streams)}
         return Recipe('a', 8, model, task, dataset=Component('latents'), checkpoint=str(tmp_path), **more)
 
     expected = [str(each).replace('.local: ', '.remote: ') for each in check_paths(recipe(str(folder), 'local'))]

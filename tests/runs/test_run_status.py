@@ -176,7 +176,8 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
     monkeypatch.setattr('diffusion.runs.run_status.WATCH_SECONDS', 1.0)
     assert inspect_run(run).state == 'ended'
     for age, state in ((8.0, 'starting'), (11.0, 'ended')):
-        os.utime(lock, (time.time() - age,) * 2)
+        moment = time.time() - age
+        os.utime(lock, (moment, moment))
         assert inspect_run(run).state == state
     writer = threading.Timer(0.2, lambda: lock.write_text(json.dumps({'owner': asdict(owner), 'count': 1})))
     writer.start()
@@ -250,13 +251,13 @@ def test_status_of_a_run_in_a_bucket(bucket_run, store):
         attempt = Attempt(0, time.time() - 100, 0.0, 0, time.time() - 90, 3000, time.time())
         append_attempt(bucket_run, 'begin', attempt)
         append_attempt(bucket_run, 'progress', attempt)
-        for node in range(2):
-            writer = StatusWriter(bucket_run, training(node, 3001 - node))
+        writers = [StatusWriter(bucket_run, training(node, 3001 - node)) for node in range(2)]
+        for writer in writers:
             writer.last_batch_at -= 70.0
             writer._write()
         found, text = inspect_run(bucket_run), report(bucket_run)
-        writer.last_batch_at -= 25.0
-        writer._write()
+        writers[1].last_batch_at -= 25.0
+        writers[1]._write()
         assert inspect_run(bucket_run).state == 'running', 'the other node is not silent yet'
         (later := StatusWriter(bucket_run, training(0, 3001))).last_batch_at -= 95.0
         later._write()

@@ -91,8 +91,9 @@ def test_streams_in_a_store_have_the_problems_of_the_same_folders(store, tmp_pat
 
     def recipe(place: str, key: str) -> Recipe:
         names = [path.name for path in sorted(folder.iterdir())] + ['none']
-        streams = {name: StreamConfig(512, **{key: f'{place}/{name}'}, aspects=name == 'several') for name in names}
-        streams |= {'buckets': StreamConfig(48, **{key: f'{place}/several'})}
+        places: dict[str, Any] = {name: {key: f'{place}/{name}'} for name in names}
+        streams = {name: StreamConfig(512, aspects=name == 'several', **places[name]) for name in names}
+        streams['buckets'] = StreamConfig(48, **places['several'])
         model = Component('tiny_prx', {'representation_alignment': {'encoder': 'x'}})
         sections = {'train': 'streams', 'evaluate': 'eval_streams'}
         more: Any = {sections[task]: streams} if task in sections else {'precompute': PrecomputeConfig(streams=streams)}

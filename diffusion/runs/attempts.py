@@ -184,7 +184,6 @@ def _append_to_object(url: str, record: dict[str, Any]) -> None:
     """
     path, files = working_folder(url, LAUNCH) / ATTEMPTS, files_of_run(url)
     with _update:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if record['event'] == 'begin' or path not in _reconciled or not path.exists():
             # Include the records in the store, because the upload replaces them.
             records = newer_records(files.read(ATTEMPTS), path.read_bytes() if path.exists() else b'')

@@ -91,7 +91,7 @@ def test_omitted_options_have_the_defaults_of_the_dataclasses(parse):
 def test_given_options_have_the_types_of_the_fields(parse):
     words = ['b=1', '--out', 'x', '--max-rejected', '0.5', '--workers', '2e3', '--port', '0', '--store', 'original']
     words += ['--sizes', '256', '512', '--columns', 'a', '--columns', 'b', '--serve', '--hash', 'ab']
-    words += ['--metrics', 'fid, kid', '--guidance', '1,7.5', '--network', 'dino=x', '--network', 'cmmd=y=z']
+    words += ['--metrics', 'fid, ,kid,', '--guidance', '1,7.5', '--network', 'dino=x', '--network', 'cmmd=y=z']
     settings = Settings('a.yaml', ['b=1'], out=Path('x'), max_rejected=0.5, workers=2000, port=0, store='original')
     settings.sizes, settings.columns, settings.serve, settings.hash = [256, 512], ['a', 'b'], '', 'ab'
     evaluation = Evaluation(['fid', 'kid'], [1.0, 7.5], {'dino': 'x', 'cmmd': 'y=z'})
@@ -108,6 +108,10 @@ def test_given_options_have_the_types_of_the_fields(parse):
         (['--port', '65536'], 'argument --port: 65536 is out of range'),
         (['--max-rejected', '2'], 'argument --max-rejected: 2 is not a fraction in (0, 1]'),
         (['--max-rejected', 'inf'], "argument --max-rejected: 'inf' is not a finite number"),
+        (['--workers', '1e400'], "argument --workers: '1e400' is not an integer"),
+        (['--workers', '15e-1'], "argument --workers: '15e-1' is not an integer"),
+        (['--max-rejected', 'nan'], "argument --max-rejected: 'nan' is not a finite number"),
+        (['--network', 'dino='], "argument --network: 'dino=' is not NAME=VALUE"),
         (['--guidance', '1,x'], "argument --guidance: 'x' is not a number"),
         (['--network', 'dino'], "argument --network: 'dino' is not NAME=VALUE"),
         (['--store', 'none'], "argument --store: invalid choice: 'none'"),

@@ -1,6 +1,7 @@
 """Registered components: signatures parsed from source equal those of the imported objects; checks of keywords."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -214,7 +215,7 @@ def test_settings_are_those_of_components_of_this_package_with_their_defaults():
     assert registry.settings_of('model', '???') == {}
 
 
-@pytest.mark.parametrize('target', ['parts.Mine', 'parts:', 7, Shape(3)])
+@pytest.mark.parametrize('target', ['parts.Mine', 'parts:', 7, Shape(3), functools.partial(int)])
 def test_registering_something_else_than_a_component_is_an_error(target):
     with pytest.raises(ValueError, match=r"register: callback 'own': .* is not a component; pass the class"):
         register('callback', 'own', target)

@@ -122,7 +122,9 @@ def test_lock_is_refreshed_and_released_by_owner(run):
     with hold_run_lock(run, {}) as owner:
         first = lock_text(run)
         assert owner_of(run) == owner
+        number = (run / LOCK).stat().st_ino if isinstance(run, Path) else 0
         wait_until(lambda: lock_text(run) not in ('', first))
+        assert not isinstance(run, Path) or (run / LOCK).stat().st_ino == number
     assert lock_text(run) is None
     assert not isinstance(run, Path) or not list(run.iterdir())
     with hold_run_lock(run, {}) as owner:
@@ -233,7 +235,7 @@ def test_waiting_stops_on_request(run, refreshed_lock):
     assert_locked(run, r'run\.lock', stopped=lambda: True)
 
 
-def test_owner_that_lost_lock_exits_without_writing(run):
+def test_owner_that_lost_lock_exits_without_writing(run, capfd):
     first = hold_forever(run)
     wait_until_held(run)
     # Suspended, like a machine during migration, and taken for dead.
@@ -242,6 +244,7 @@ def test_owner_that_lost_lock_exits_without_writing(run):
     os.kill(first.pid, signal.SIGCONT)
     assert first.wait() == CONFIG_ERROR
     assert owner_of(run) == other
+    assert f'run.lock: {other}, took over the lock; this process exits' in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,6 +48,9 @@ def test_claim_ends_when_it_is_released_or_was_not_renewed_within_its_lease(tmp_
     assert second is not None and second.name == 'evaluations/ba10.claim-2'
     assert claims.take('ba7', 0) is not None and (tmp_path / 'evaluations/ba7.json').write_text('{}')
     assert (claims.tries(), claims.held()) == ({'ba10': 2, 'ba7': 1}, {'ba10', 'ba7'})
+    names = ('ba3.claim-2', 'ba3.claim-1', 'ba3.claim-1.json')
+    claims._files = Mock(**{'list.return_value.files': dict.fromkeys(names)})
+    assert claims.tries() == {'ba3': 2}, 'in any order'
 
 
 @pytest.mark.parametrize('job', [True, False])

@@ -128,6 +128,8 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     assert [found.tag for found in object_store.list_objects(f'{folder}/mds/a')] == ['oid5']
     folders, objects = object_store.list_folder(f'{folder}/mds')
     assert folders == ['org/name/mds/b'] and [found.key for found in objects] == ['org/name/mds/a']
+    clouds.put('datasets', 'org/name/mds/c', b'')
+    assert [found.key for found in object_store.list_folder(f'{folder}/mds')[1]] == ['org/name/mds/a', 'org/name/mds/c']
     assert object_store.read(f'{folder}/mds/b/1') == b'mds/b/1'
     object_store.download(f'{folder}/mds/a', tmp_path / 'a', size=5)
     assert (tmp_path / 'a').read_bytes() == b'mds/a'

@@ -172,10 +172,12 @@ def test_links_and_pipes_in_the_folder_of_a_run_do_no_harm(tmp_path: Path) -> No
 def test_file_in_place_is_never_empty_and_stays_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, path = LocalPlace(tmp_path), tmp_path / 'run.lock'
     place.write('run.lock', 'a long content', in_place=True)
-    number, plain, seen = path.stat().st_ino, os.pwrite, []
+    number, plain, seen, flushed = path.stat().st_ino, os.pwrite, [], Mock()
+    monkeypatch.setattr(os, 'fsync', flushed)
     monkeypatch.setattr(os, 'pwrite', lambda *args: (seen.append(path.read_text()), plain(*args))[1])
     place.write('run.lock', 'short', in_place=True)
     assert seen == ['a long content'] and path.read_text() == 'short' and path.stat().st_ino == number
+    assert flushed.call_count == 1
 
 
 @pytest.mark.parametrize('kind', ['run', 'dataset'])

@@ -72,8 +72,7 @@ def _keep_problems(keep: KeepConfig) -> list[Problem]:
             problems.append(Problem(f'checkpointing.keep.{key}', f'{count} is negative; use 0 to turn the rule off'))
     every = keep.every
     if isinstance(every, str) and every != MISSING and not re.fullmatch(r'0*[1-9]\d*ba', every):
-        what = f'{every!r} is not a number of batches; write it as 10000ba'
-        problems.append(Problem('checkpointing.keep.every', what))
+        problems.append(Problem('checkpointing.keep.every', f'{every!r} is not a number of batches; write 10000ba'))
     return problems
 
 

@@ -186,9 +186,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         # Composer's own saver, which `trainer.save_folder` selects, does not accept times.
         of_composer = where == 'trainer.save_interval' and 'save_folder' in recipe.trainer
         may_be_time = where.endswith('.save_interval') and not of_composer
-        if may_be_time and is_time(value):
-            continue
-        if (problem := duration_problem(value)) is not None:
+        problem = None if may_be_time and is_time(value) else duration_problem(value)
+        if problem is not None:
             gather.problem(where, f'{problem}, a time such as 10m, or auto' if may_be_time else problem)
     return gather.problems
 

@@ -62,10 +62,8 @@ def check_initial_weights(init_from: str | InitFrom | None) -> list[Problem]:
     if repository is not None:
         problems = _hub_problems(start, repository)
     elif start.source.endswith(PICKLES):
-        what = (
-            f'{start.source} is a {Path(start.source).suffix} file, which is pickled and may run any code when it is '
-        )
-        problems['from'] = what + 'read; convert it to safetensors'
+        what = f'is a {Path(start.source).suffix} file, which is pickled and may run any code when it is read'
+        problems['from'] = f'{start.source} {what}; convert it to safetensors'
     own = {'from': 'init_from'} if isinstance(init_from, str) else {}
     return [Problem(own.get(key, f'init_from.{key}'), what) for key, what in problems.items()]
 

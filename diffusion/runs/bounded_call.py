@@ -43,8 +43,7 @@ def storage_problem(function: Callable[[], object], seconds: float | None = None
             return str(error) or type(error).__name__
         return ''
 
-    limit = STORAGE_SECONDS if seconds is None else seconds
-    return call_with_limit(run, limit, 'its storage does not respond')
+    return call_with_limit(run, STORAGE_SECONDS if seconds is None else seconds, 'its storage does not respond')
 
 
 def within_limit(function: Callable[[], object], seconds: float | None = None) -> bool:

@@ -22,7 +22,7 @@ from diffusion.config.load import (
     load,
     to_yaml,
 )
-from diffusion.config.recipe import LoraConfig, ParallelismConfig
+from diffusion.config.recipe import ParallelismConfig
 from diffusion.config.schema import Problem
 from diffusion.config.yaml_files import dump, parse_yaml
 
@@ -272,10 +272,3 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     missing_checkpoint = 'checkpoint: gone does not exist; give a checkpoint or the folder of a run'
     assert [str(each) for each in check_paths(evaluation)] == [missing_checkpoint]
     assert problems({'from': './other'}) == stream | {'init_from.from': f'./other {missing}'}
-
-
-def test_settings_of_lora_have_defaults(write, tmp_path):
-    recipe = load(write({'init_from': 'runs/phase1', 'model': {'name': 'sd2'}, 'lora': {}}))
-    assert recipe.lora == LoraConfig(rank=16, alpha=16.0, targets=['to_q', 'to_k', 'to_v', 'to_out.0'])
-    (tmp_path / 'saved.yaml').write_text(to_yaml(recipe))
-    assert all_values(load(tmp_path / 'saved.yaml')) == all_values(recipe)

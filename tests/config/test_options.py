@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from golden import check_golden
+from golden import check_golden, check_transcripts
 
 from diffusion.config.declarations import Fraction
 from diffusion.config.options import Count, Option, Overrides, Port, RecipeFile, add_command, option_words
@@ -99,29 +99,15 @@ def test_given_options_have_the_types_of_the_fields(parse):
     assert parse('--out', 'x', *option_words(evaluation))[1] == evaluation
 
 
-@pytest.mark.parametrize(
-    ('words', 'message'),
-    [
-        ([], 'the following arguments are required: --out'),
-        (['--workers', '0'], 'argument --workers: 0 is less than 1; use 1 or more'),
-        (['--workers', '1.5'], "argument --workers: '1.5' is not an integer"),
-        (['--port', '65536'], 'argument --port: 65536 is out of range'),
-        (['--max-rejected', '2'], 'argument --max-rejected: 2 is not a fraction in (0, 1]'),
-        (['--max-rejected', 'inf'], "argument --max-rejected: 'inf' is not a finite number"),
-        (['--workers', '1e400'], "argument --workers: '1e400' is not an integer"),
-        (['--workers', '15e-1'], "argument --workers: '15e-1' is not an integer"),
-        (['--max-rejected', 'nan'], "argument --max-rejected: 'nan' is not a finite number"),
-        (['--network', 'dino='], "argument --network: 'dino=' is not NAME=VALUE"),
-        (['--guidance', '1,x'], "argument --guidance: 'x' is not a number"),
-        (['--network', 'dino'], "argument --network: 'dino' is not NAME=VALUE"),
-        (['--store', 'none'], "argument --store: invalid choice: 'none'"),
-        (['--key', 'a', '--hash', 'b'], 'argument --hash: not allowed with argument --key'),
-    ],
-)
-def test_wrong_options_are_usage_errors(parse, capsys, words, message):
-    with pytest.raises(SystemExit, match='2'):
-        parse(*words)
-    assert message in capsys.readouterr().err
+def test_wrong_options_are_usage_errors(parse, capsys):
+    """The lines of the file are arguments."""
+
+    def outcome(line):
+        with pytest.raises(SystemExit, match='2'):
+            parse(*line.split()[1:])
+        return [capsys.readouterr().err.splitlines()[-1].partition(' (choose from')[0]]
+
+    check_transcripts(Path(__file__).parent / 'golden' / 'usage', outcome)
 
 
 def test_help_is_the_doc_strings_and_defaults(parse, monkeypatch):

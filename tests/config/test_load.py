@@ -272,3 +272,5 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     missing_checkpoint = 'checkpoint: gone does not exist; give a checkpoint or the folder of a run'
     assert [str(each) for each in check_paths(evaluation)] == [missing_checkpoint]
     assert problems({'from': './other'}) == stream | {'init_from.from': f'./other {missing}'}
+    (tmp_path / 'runs/run/latest').mkdir(parents=True)
+    assert problems('org/other') == stream, 'the run resumes from its own checkpoint'

@@ -113,6 +113,7 @@ def test_streams_in_a_store_have_the_problems_of_the_same_folders(store, tmp_pat
     ('columns', 'settings'),
     [
         ({'image': 'bytes', 'captions': 'json'}, {}),
+        ({'image': 'bytes', 'width': 'int'}, {}),
         (COLUMNS | {'moments': 'ndarray:float64:3'}, {}),
         (COLUMNS, {'compression': 'zstd'}),
     ],
@@ -125,6 +126,7 @@ def test_folder_of_unknown_sizes_is_accepted(tmp_path: Path, columns: dict[str, 
 def test_damaged_and_missing_shards_are_left_to_the_reader(tmp_path: Path, damage: int) -> None:
     shard = write(tmp_path, [(64, 64)] * 3) / 'shard.00000.mds'
     assert [sample['width'] for sample in mds.first_samples(tmp_path, 16)] == [64, 64, 64]
+    assert [sample['key'] for sample in mds.first_samples(tmp_path, 2)] == ['0', '1']
     shard.write_bytes(shard.read_bytes()[:damage])
     with pytest.raises(ValueError):
         mds.first_samples(tmp_path, 16)

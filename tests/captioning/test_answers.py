@@ -12,7 +12,7 @@ from commands import refusal
 from golden import check_transcripts
 
 from diffusion.captioning.settings import load_settings
-from diffusion.config.language_model import VisionLanguageConfig
+from diffusion.config.language_model import JudgeConfig, VisionLanguageConfig
 from diffusion.config.language_model_checks import vision_problems
 from diffusion.config.prompt_files import Prompt, load_prompt
 from diffusion.errors import UserError
@@ -120,6 +120,27 @@ def test_a_prompt_file_with_mistakes_is_refused_with_all_of_them(tmp_path: Path,
             return str(error).split('\n  ')
 
     check_transcripts(Path(__file__).parent / 'golden' / 'prompts', outcome)
+
+
+def test_the_settings_of_a_judge_decide_its_answers_and_its_name() -> None:
+    local = JudgeConfig(model='org/a b/', revision='0123456789' * 4, engine='transformers', dtype='float16')
+    remote = JudgeConfig(model='m', scales=['mine.yaml'], max_tokens=5, temperature=0.5, seed=3, attempts=4)
+    sampling = {'max_tokens': 5, 'temperature': 0.5, 'seed': 3, 'attempts': 4}
+    assert remote.made_with == {'model': 'm', 'revision': None, 'engine': 'endpoint', 'sampling': sampling}
+    assert local.made_with['sampling'] == {'max_tokens': 400, 'temperature': 0.0, 'seed': 17, 'dtype': 'float16'}
+    assert (local.label, remote.label) == ('a-b/0123456', 'm')
+    assert local.instructions == {'scales[0]': 'alignment', 'scales[1]': 'aesthetics'}
+    assert remote.instructions == {'scales[0]': 'mine.yaml'}
+    rating = Prompt('x', 1, 'Rate it.', answer=r'rating: (\w+)', scale=[1, 5])
+    answers = (
+        'rating: 1',
+        'rating: 0',
+        'rating: 5',
+        'rating: 6',
+        'rating: x',
+        'rating: 2 </think> rating: 3, rating: 4',
+    )
+    assert [rating.parsed(answer) for answer in answers] == ['1', None, '5', None, None, '4']
 
 
 SETTINGS = {'model': 'm', 'endpoint': 'http://localhost:1/v1', 'columns': {'a': 'short'}}

@@ -39,7 +39,7 @@ def registered(monkeypatch):
 def test_messages_have_the_wrong_value_and_the_nearest_ones():
     """The lines of the files are expressions, the results of which are messages or None."""
 
-    names = vars(declarations) | {'np': np, 'typed': typed, 'Settings': Settings}
+    names = vars(declarations) | {'np': np, 'part': part, 'typed': typed, 'Settings': Settings}
 
     def outcome(line: str) -> list[object]:
         try:
@@ -57,10 +57,6 @@ def part(width: Annotated[int, MultipleOf(4)], *, levels: Annotated[Sequence[int
 
 def test_constrained_function_raises_user_errors_and_is_otherwise_unchanged():
     assert part(8, levels=[2, 3]) == 40
-    with pytest.raises(UserError, match='width: 6 is not a positive multiple of 4; use 4 or 8'):
-        part(6)
-    with pytest.raises(UserError, match='levels: 0 is less than 1'):
-        part(4, levels=[1, 0])
     with pytest.raises(TypeError, match=r"part\(\) got an unexpected keyword argument 'level'; did you mean 'levels'"):
         part(4, level=[1])  # type: ignore[call-arg]
 

@@ -146,14 +146,6 @@ def test_largest_microbatch_fits_and_its_double_does_not():
     assert not fits_in_memory(memory_of(PHASE2, replace(setup, microbatch=2 * largest)), gpu)
 
 
-def test_strategies_start_with_the_recipes_and_are_unique():
-    for settings in (DDP, SHARDED, RESHARDED, replace(SHARDED, replicas=4)):
-        found = strategies(Setup(64, 16, settings))
-        labels = [setup.label for setup in found]
-        assert found[0].parallelism == settings
-        assert len(set(labels)) == len(labels)
-
-
 VARIATIONS = {
     'phase1': [
         'speed.preset=none',

@@ -338,6 +338,16 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     assert [_kind('ended', cause) for cause in causes] == ['good', 'bad', 'plain', 'plain', 'plain']
     assert [_kind(state, 'done') for state in ('running', 'silent', 'starting')] == ['good', 'bad', 'plain']
 
+    results = tmp_path / 'b/evaluations/ba40.json'
+    results.write_text(json.dumps(json.loads(results.read_text()) | {'metrics': {}}))
+    write_attempts(tmp_path / 'b', 40, devices=None)
+    for receipt in (tmp_path / 'b').glob('ba*/receipt.json'):
+        receipt.unlink()
+    write_status(tmp_path / 'a', 40, 1000)
+    with hold_run_lock(tmp_path / 'a', {}):
+        a, b = TableSource(str(tmp_path), price=2.0, link=lambda name: None).read().data['rows']
+    assert (a['state'], a['kind'], b['dollars'], b['evaluation']) == ('running', 'good', None, 'loss 0.4 (ba40)')
+
     monkeypatch.setattr(RunReader, 'read', Mock(side_effect=UserError('gone')))
     data = table.read().data
     assert data['rows'] == [] and data['notes'] == ['gone', 'gone']

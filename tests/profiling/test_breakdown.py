@@ -141,6 +141,8 @@ def test_stages_sum_to_an_independently_measured_step(measured):
     assert sum(report.shares.values()) == pytest.approx(1, abs=1e-9)
     assert set(report.shares) == set(STAGES)
     assert (report.batches, report.samples) == (3, 24)
+    batch = next(iter(DataLoader(samples(8), batch_size=8)))
+    assert report.flops == 3 * measured.trainer.state.model.flops_per_batch(batch)
     assert report.samples_per_second == pytest.approx(8 / measured.step_seconds, rel=0.05)
     for stage in ('encode', 'forward', 'backward', 'optimizer'):
         assert report.shares[stage] > 0.01, stage

@@ -19,6 +19,11 @@ def test_reads_of_values_are_found_on_every_device(device):
     with find_waits() as found:
         float(values.sum())
         values[values > 1].tolist()
+    with find_waits() as others:
+        values[values > 5] = 0
+        torch.equal(values, values.nonzero().cpu().to(device))
+        values[torch.zeros(1, dtype=torch.int64, device=device)]
+    assert others.total() == 4 if device == 'cpu' else others.total() >= 4, dict(others)
     assert not nothing
     assert found.total() == 3 if device == 'cpu' else found.total() >= 3, dict(found)
     assert {site.function for site in found} == {'test_reads_of_values_are_found_on_every_device'}

@@ -58,12 +58,6 @@ def test_a_shard_is_read_by_one_node_and_with_a_small_cache_in_every_epoch():
     assert (striped.first.bytes, striped.later.bytes) == (256e12, 256e12)
 
 
-def test_dollars_of_requests_and_egress():
-    reads = reads_per_epoch(recipe_with(), 49e12, nodes=16).first
-    assert reads.egress_usd == pytest.approx(49e12 / 1e9 * 0.09)
-    assert reads.request_usd == pytest.approx(49e12 / 2**24 / 1000 * 0.0004)
-
-
 def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
     work = phase(PHASES[1], MEANS, samples=790_000_000)
     wanted: dict[Encoding, float] = {'pictures': 49e12, 'latents': 26e12}
@@ -78,14 +72,6 @@ def test_bytes_per_sample_of_latents_and_text(path, latents):
     assert sample_bytes(work, 'latents+text') == latents + 157_696 + CAPTION_BYTES
     assert sample_bytes(phase(path), 'latents') == 2 * latents + CAPTION_BYTES  # with variances
     assert sample_bytes(phase(path, [*MEANS, 'precompute.dtype=float32']), 'latents') == 2 * latents + CAPTION_BYTES
-
-
-def test_read_bandwidth_is_bytes_times_throughput_and_divides_among_nodes():
-    work = phase()
-    storage = storage_of(work, 'latents+text', images_per_second=11_600, nodes=16)
-    assert storage.bytes_per_second == pytest.approx(11_600 * storage.bytes_per_sample)
-    assert storage.bytes_per_second_per_node * 16 == pytest.approx(storage.bytes_per_second)
-    assert storage.read_bytes == pytest.approx(work.images * storage.bytes_per_sample)
 
 
 def test_local_shards_give_samples_and_bytes(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
+from golden import check_golden
 from original_layout import original_layout
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -163,31 +165,22 @@ def test_readers_get_the_transformer_of_stable_diffusion_3_back(config, tmp_path
 def test_published_sizes_have_the_published_names_and_shapes():
     """Counts and shapes are those of v2-1_768-ema-pruned, sd_xl_base_1.0 and sd3.5_medium."""
     with torch.device('meta'):
-        sd2 = unet_tensors(UNet2DConditionModel(**sd2_builder.UNET))
-        xl = unet_tensors(UNet2DConditionModel(**sdxl_builder.UNET))
-        vae = vae_tensors(AutoencoderKL(**STABLE_DIFFUSION_VAE))
-        clip_h = open_clip_tensors(CLIPTextModel(CLIPTextConfig(**sd2_builder.TEXT_ENCODER)), layers=24)
-        clip_g = open_clip_tensors(CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_builder.CLIP_BIG_G)))
-    assert [len(each) for each in (sd2, xl, vae, clip_h, clip_g)] == [686, 1680, 248, 292, 389]
-    shapes = {
-        'input_blocks.2.1.transformer_blocks.0.attn2.to_k.weight': (320, 1024),
-        'output_blocks.11.0.skip_connection.weight': (320, 640, 1, 1),
-        'output_blocks.2.1.conv.weight': (1280, 1280, 3, 3),
-        'output_blocks.8.2.conv.weight': (640, 640, 3, 3),
-    }
-    assert {name: tuple(sd2[f'model.diffusion_model.{name}'].shape) for name in shapes} == shapes
-    shapes = {
-        'label_emb.0.0.weight': (1280, 2816),
-        'input_blocks.7.1.transformer_blocks.9.attn2.to_k.weight': (1280, 2048),
-        'middle_block.1.transformer_blocks.9.ff.net.0.proj.weight': (10240, 1280),
-    }
-    assert {name: tuple(xl[f'model.diffusion_model.{name}'].shape) for name in shapes} == shapes
-    shapes = {'decoder.up.3.upsample.conv.weight': (512, 512, 3, 3), 'encoder.mid.attn_1.q.weight': (512, 512, 1, 1)}
-    assert {name: tuple(vae[name].shape) for name in shapes} == shapes
-    assert clip_h['transformer.resblocks.23.attn.in_proj_weight'].shape == (3072, 1024)
-    assert clip_g['text_projection'].shape == (1280, 1280)
-    # `is_open_clip_sdxl_model` and the like look for these.
-    assert 'positional_embedding' in clip_g and 'transformer.resblocks.9.mlp.c_proj.bias' in clip_g
+        files = {
+            'sd2': unet_tensors(UNet2DConditionModel(**sd2_builder.UNET)),
+            'sdxl': unet_tensors(UNet2DConditionModel(**sdxl_builder.UNET)),
+            'vae': vae_tensors(AutoencoderKL(**STABLE_DIFFUSION_VAE)),
+            'clip_h': open_clip_tensors(CLIPTextModel(CLIPTextConfig(**sd2_builder.TEXT_ENCODER)), layers=24),
+            'clip_g': open_clip_tensors(CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_builder.CLIP_BIG_G))),
+        }
+    found = {}
+    for file, tensors in files.items():
+        alike: dict[str, list[str]] = {}
+        for name in sorted(tensors):
+            alike.setdefault(re.sub(r'\d+', '', name), []).append(name)
+        shapes = [sorted({tuple(tensors[each].shape) for each in names}) for names in alike.values()]
+        lines = [f'{len(names)} {names[-1]} {each}' for names, each in zip(alike.values(), shapes, strict=True)]
+        found[f'{file}.txt'] = '\n'.join([f'{len(tensors)} tensors', *lines, ''])
+    check_golden(Path(__file__).parent / 'golden' / 'single_files', found)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ OPTIONS = {
     'minutes on 36 images': 'finetune --samples 36 --gpu h200 --gpus 8 --stall 10 --price 3.84',
     'too large': 'phase2 --gpu a10g --gpus 8 device_train_microbatch_size=64 --price 1',
     'unknown price': 'phase1 phase2 --gpu b200 --gpus 8 --torch 2.9',
+    'two stages': 'speedrun speedrun_1024 --gpu h200 --gpus 32 --price 2 --samples 8700000',
     'impossible speed': 'phase1 --gpu a100-80gb --images-per-second 4000 --gpus 8 --price 1',
 }
 

@@ -231,7 +231,7 @@ def reference_norm() -> float:
 
 
 def test_hook_gets_a_description_of_a_skipped_batch_and_skips_are_logged(tmp_path):
-    guard = LossGuard(action='skip', folder=str(tmp_path))
+    guard = LossGuard(action='skip', folder=str(tmp_path / 'new'))
     messages: list[str] = []
     guard.on_bad_batch = messages.append
     run_to_end(make_trainer(make_data(bad=[BAD]), [guard], loggers=[metrics := InMemoryLogger()]))

@@ -13,10 +13,10 @@ import guarded_run
 import pytest
 import torch
 from composer.callbacks import CheckpointSaver
-from composer.core import Event, Time, Timestamp, TimeUnit
+from composer.core import Event
 from guarded_run import At, make_data, make_trainer, run_to_end
 
-from diffusion.callbacks.preemption import Preemption, save_now
+from diffusion.callbacks.preemption import Preemption
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.runs.stop_signals import STOP_SIGNALS
 from diffusion.tasks import run_recipe
@@ -100,20 +100,6 @@ def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
     )
     assert_preempted(trainer, 'stopped at batch 6 .*ba6.pt is saved')
     assert saved == [3, 6]
-
-
-def test_checkpoint_is_named_by_its_url_its_path_or_its_file_name():
-    only_weights = Mock(spec=CheckpointSaver, weights_only=True)
-    names = {'remote_uploader': None, 'filename': Mock(format=lambda state: 'ba4.pt'), 'saved_checkpoints': []}
-    saver = Mock(spec=CheckpointSaver, weights_only=False, last_checkpoint_batch=Time(4, TimeUnit.BATCH), **names)
-    state = Mock(callbacks=[only_weights, saver], timestamp=Timestamp(batch=4))
-    found = [save_now(state, Mock())]
-    saver.saved_checkpoints = ['a/ba2.pt', 'a/ba4.pt']
-    found.append(save_now(state, Mock()))
-    saver.remote_uploader, saver.remote_file_name = Mock(), Mock(format=lambda state: 's3://a/ba4.pt')
-    found.append(save_now(state, Mock()))
-    assert found == ['ba4.pt', 'a/ba4.pt', 's3://a/ba4.pt'] and not saver._save_checkpoint.called
-    assert save_now(Mock(callbacks=[only_weights]), Mock()) is None
 
 
 @pytest.mark.parametrize('duration', ['6ba', '1ep', '9ba', '48sp'])

@@ -44,7 +44,3 @@ def test_status_and_heartbeat_follow_the_events_of_a_run(tmp_path, monkeypatch):
     of_run._start(state)  # a second call of fit()
     of_run.close(state, Mock())
     assert make.call_count == 1 and writer.start.called and writer.stop.called  # type: ignore[union-attr]
-    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
-        monkeypatch.setenv(name, '1' if name == 'RANK' else '2')
-    of_run._start(state)
-    assert make.call_count == 1, 'the first rank of a node writes its status'

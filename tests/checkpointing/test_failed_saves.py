@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing import checkpoint_writer, checkpointer
 from diffusion.checkpointing.checkpoint_store import read_receipt
-from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
+from diffusion.checkpointing.checkpoint_weights import NoAverages, load_weights, verify_checkpoint, weights_of
 from diffusion.checkpointing.checkpoint_writer import SaveFailed
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.rank_agreement import storage_fault
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, storage_fault
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -276,6 +276,27 @@ def test_checkpoint_carries_the_runs_id_and_its_recipe(undisturbed):
     assert receipt['run'] == read_run_id(undisturbed)
     assert receipt['files'].keys() == {'state.pt', 'recipe.yaml'}
     assert load(undisturbed / 'ba8' / 'recipe.yaml') == load(undisturbed / 'recipe.yaml')
+    with pytest.raises(
+        NoAverages, match=r'ba8: it has no averaged weights \(its run had no EMA\); use --weights train'
+    ):
+        weights_of(undisturbed / 'ba8', 'ema')
+
+
+def test_faults_and_bugs_are_logged_with_their_rank_and_mistakes_where_they_are_caught(caplog):
+    for error, logs, expected in (
+        (OSError('stale'), True, ['a.pt: not loaded (rank 0: stale)']),
+        (TypeError('a bug'), True, ['a.pt: not loaded (rank 0: a bug)']),
+        (TypeError('a bug'), False, []),
+        (UserError('a mistake'), True, []),
+    ):
+        caplog.clear()
+        with pytest.raises(type(error)), raise_on_all_ranks('a.pt: not loaded', logs=logs):
+            raise error
+        assert caplog.messages == expected
+    caplog.set_level('INFO')
+    model = torch.nn.Linear(2, 3)
+    load_weights(model, {**model.state_dict(), 'feature_projector.a': torch.zeros(1)}, 'a.pt')
+    assert caplog.messages == ['a.pt: 1 tensors of parts that only training uses are not loaded']
 
 
 def test_fault_of_storage_is_found_behind_errors_of_torch_but_not_behind_a_mistake():

@@ -44,13 +44,9 @@ class Applied(Algorithm):
         CALLS.append((type(self).__name__, event.value))
 
 
-class Replaced(Callback):
-    """Gets a method for an event after the Trainer was built, as profilers give it."""
-
-
 def calls_of_a_run(*, fast: bool, algorithms: bool = True) -> list[tuple[str, str]]:
     CALLS.clear()
-    replaced = Replaced()
+    replaced = Callback()  # gets a method for an event after the Trainer was built, as profilers give it
     trainer = make_trainer(
         make_data()[:16],
         [One(), Every(), replaced, Two()],

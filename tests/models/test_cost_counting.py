@@ -123,10 +123,11 @@ class Pixels(ComposerModel):
         return (outputs[0] - outputs[1]).square().mean()
 
 
-def test_third_party_model_is_counted(monkeypatch):
+def test_third_party_model_is_counted(monkeypatch, capsys):
     monkeypatch.setitem(registry.TARGETS['model'], 'pixels', Pixels)
     request = {'imports': [], 'name': 'pixels', 'kwargs': {'width': 16}, 'flops': ['64x32']}
     found = answer(request | {'activations': [('64x32', 'float32'), ('64x32', 'half')]})
+    assert capsys.readouterr().out == '', 'no tables of torch'
     facts = found['facts']
     assert (facts['trained_parameters'], facts['frozen_parameters']) == (16 * (27 + 1), 16 * (3 + 1))
     pixels = 64 * 32

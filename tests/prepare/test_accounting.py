@@ -10,6 +10,7 @@ from prepare.drawn import draw, encode, report_of, samples, tar_of, write_files
 
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.settings import PrepareSettings, settings_of
+from diffusion.prepare.source import NamedCount, summed_counts, summed_details
 
 IMAGE = encode(draw(1, width=40, height=40), 'PNG')
 FILES = {
@@ -92,6 +93,17 @@ def test_files_beside_parquet(folder: Path) -> None:
     report = prepared('parquet', folder)
     assert report.pictures == 1
     assert sum(each.count for each in report.passed_over.values()) == len(FILES)
+
+
+def test_counts_of_parts_are_summed_with_the_first_20_names_and_messages() -> None:
+    found = summed_counts({'.svg': NamedCount(count, [*map(str, range(count))])} for count in (7, 15, 2))
+    assert found == {'.svg': NamedCount(24, [*map(str, range(7)), *map(str, range(13))])}
+    messages = [
+        {'undecodable': {f'm{number}': number + 1 for number in numbers}} for numbers in (range(15), range(9, 30))
+    ]
+    expected = {f'm{number}': (number + 1) * (2 if 9 <= number < 15 else 1) for number in range(20)}
+    assert summed_details(messages) == {'undecodable': expected}
+    assert [NamedCount(count, [*'abcd'][:count]).shown for count in (3, 4)] == ['a, b, c', 'a, b, c, ...']
 
 
 TEXT = '\ufeffA red apple on a table.\n\nThe apple is shiny.\nStyle: photo, 35mm\n'

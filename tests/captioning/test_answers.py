@@ -15,7 +15,7 @@ from diffusion.captioning.settings import load_settings
 from diffusion.config.language_model import JudgeConfig, VisionLanguageConfig
 from diffusion.config.language_model_checks import vision_problems
 from diffusion.config.prompt_files import Prompt, load_prompt
-from diffusion.errors import UserError
+from diffusion.errors import GaveUp, UserError
 from diffusion.language_models.endpoint import Endpoint, Fault, InFlightLimit, Refused
 from diffusion.language_models.engine import Answer, Question
 from diffusion.language_models.rejection import rejection
@@ -80,6 +80,26 @@ def test_what_is_sent_and_what_each_response_means(monkeypatch: pytest.MonkeyPat
         return [f'{answer.text!r} {answer.rejected} {answer.tokens} {answer.prompt_tokens}']
 
     check_transcripts(Path(__file__).parent / 'golden/endpoint', meaning)
+
+
+def test_pauses_grow_until_the_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    async def post(*_: Any) -> Answer:
+        raise Fault('busy', counts=False, pause_seconds=25.0 if len(pauses) == 9 else 0.0)
+
+    pauses, now = list[float](), [100.0]
+    monkeypatch.setattr('diffusion.language_models.endpoint.asyncio.sleep', pause)
+    monkeypatch.setattr('diffusion.language_models.endpoint.random.uniform', lambda low, high: low * high)
+    monkeypatch.setattr('diffusion.language_models.endpoint.time.monotonic', lambda: now[0])
+    monkeypatch.setattr(Endpoint, '_post', post)
+    engine = Endpoint(VisionLanguageConfig(model='m', endpoint='http://a', patience_seconds=85.875))
+    with pytest.raises(GaveUp, match=r'no answer to 13 requests in 101 s \(busy\); check the server, then start'):
+        asyncio.run(engine._reply(None, Question(0, 0, 'a', PROMPT), 1))
+    assert pauses == [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 25.0, 15.0, 15.0]
+    assert sum(pauses[:-1]) == engine.settings.patience_seconds
 
 
 def test_questions_are_taken_as_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

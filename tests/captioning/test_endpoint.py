@@ -281,29 +281,22 @@ def test_plan_measures_images_and_writes_nothing(
     assert sorted(data.rglob('*')) == before
 
 
-@pytest.mark.parametrize(
-    ('fault', 'status', 'message'),
-    [
+def test_a_server_that_answers_no_image_ends_the_command(
+    server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('diffusion.language_models.endpoint.FIRST_PAUSE_SECONDS', 0.001)
+    data, settings = (
+        write_images(tmp_path / 'data', shards=1, each=24),
+        write_settings(tmp_path / 'vlm.yaml', server.url),
+    )
+    for fault, status, message in (
         ('400', 2, 'refuses every request'),
         ('other model', 1, "the answer is of model 'another', not 'tiny-vlm'"),
         ('500', 1, 'no answer to 8 requests'),
-    ],
-)
-def test_a_server_that_answers_no_image_ends_the_command(
-    server: VlmServer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    status: int,
-    message: str,
-) -> None:
-    monkeypatch.setattr('diffusion.language_models.endpoint.FIRST_PAUSE_SECONDS', 0.001)
-    server.faults, server.rate = (fault,), 1.0
-    data = write_images(tmp_path / 'data', shards=1, each=24)
-    settings = write_settings(tmp_path / 'vlm.yaml', server.url)
-    assert main(['caption', str(data), '--with', str(settings)]) == status
-    assert message in capsys.readouterr().err
+    ):
+        server.faults, server.rate = (fault,), 1.0
+        assert main(['caption', str(data), '--with', str(settings)]) == status
+        assert message in capsys.readouterr().err
 
 
 def test_an_image_without_a_usable_answer_is_asked_about_as_often_as_documented(

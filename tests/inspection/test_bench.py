@@ -33,11 +33,12 @@ def test_tables_list_all_stages_and_worker_counts(write_recipe, pictures, capsys
     # The sizes of encoded pictures depend on the version of Pillow.
     shown = re.sub(r'(?m)^(\| (?:read|decode|total) .*) \d+ \|$', r'\1 N |', out)
     check_golden(Path(__file__).parent / 'golden' / 'bench', {'tables.txt': shown})
-    # 40 and 24 samples make three batches of 16 and two.
-    assert f'| collate | {5 / 640:.3f} | 2 | {64 / 5e-4:.0f} |' in out
     assert f'| resize | 0.100 | 25 | 10000 | {3 * (40 * 32**2 + 24 * 64**2) / 1e6 / 64e-4:.0f} |' in out
     assert f'One core loads {64 / 261e-4:.0f} samples/s, this machine 32 samples/s.' in out
     assert threads == [1, torch.get_num_threads()]
+    for name, result in (('_print_stages', (100.0, 'no counts')), ('_print_loader_rates', 50.0)):
+        monkeypatch.setattr(bench, name, lambda *_, result=result: result)
+    assert output_of(capsys, 'data', 'bench', recipe).endswith('/s.\nThe demand of a GPU is unknown: no counts\n')
 
 
 def test_worker_counts_are_powers_of_two_up_to_the_number_of_cores(recipe, capsys, monkeypatch):

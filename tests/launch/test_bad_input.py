@@ -118,6 +118,7 @@ MISTAKES = {
             'stages': {'one': {'time_limit': VALUE, 'overrides': {'name': VALUE}}},
             'overrides': {'seed': VALUE},
         },
+        {'overrides': {'loggers.wandb.entity': '${oc.env:NOT_SET}'}},
         {'overrides': {'loggers.wandb.entity': VALUE, 'loggers.wandb.group': '${oc.env:HOME}'}},
         {
             'backend': {'raw': {'container': {'env': [{'name': 'HF_TOKEN', 'value': 'x'}]}}},

@@ -79,28 +79,25 @@ def kubectl(add_program):
 
 def test_free_nodes_have_the_gpus_that_running_pods_leave(write_spec, kubectl):
     def node(name: str, gpus: int, *, ready: str = 'True', **spec) -> dict:
-        status = {'conditions': [{'type': 'Ready', 'status': ready}], 'allocatable': {'nvidia.com/gpu': str(gpus)}}
+        status = {
+            'conditions': [{'type': 'Ready', 'status': ready}],
+            'allocatable': {'nvidia.com/gpu': str(gpus)} if gpus else {},
+        }
         return {'metadata': {'name': name}, 'spec': spec, 'status': status}
 
     def pod(node: str, gpus: int) -> dict:
         return {'spec': {'nodeName': node, 'containers': [{'resources': {'limits': {'nvidia.com/gpu': str(gpus)}}}]}}
 
-    nodes = [
-        node('a', 8),
-        node('b', 8),
-        node('c', 8, unschedulable=True),
-        node('d', 8, ready='False'),
-        node('e', 4),
-        node('cpu', 0),
-    ]
-    pods = [pod('b', 1), {'spec': {'containers': [{}]}}]
+    nodes = [node('a', 8), node('b', 8), node('c', 8, unschedulable=True), node('d', 8, ready='False'), node('e', 4)]
+    nodes.append(node('cpu', 0))
+    pods = [pod('b', 1), {'spec': {'containers': [{}]}}, {'spec': {'nodeName': 'e', 'containers': [{}]}}]
     texts = [json.dumps({'items': items}) for items in (nodes, pods)]
     kubectl.write_text("#!/bin/bash\ncase $2 in nodes) echo '{}' ;; *) echo '{}' ;; esac\n".format(*texts))
-    spec, smaller = (load_job_spec(write_spec('kubernetes', gpus_per_node=count)) for count in (8, 4))
-    assert (free_nodes(spec), free_nodes(smaller)) == (1, 3)
+    specs = [load_job_spec(write_spec('kubernetes', gpus_per_node=count)) for count in (8, 4, 1)]
+    assert [free_nodes(spec) for spec in specs] == [1, 3, 3]
     kubectl.write_text('#!/bin/bash\necho Unauthorized >&2; exit 1\n')
     with pytest.raises(ExternalError, match='Unauthorized'):
-        free_nodes(spec)
+        free_nodes(specs[0])
 
 
 def test_kubectl_validates_without_the_extra(write_spec, kubectl, capsys, monkeypatch):

@@ -60,7 +60,7 @@ def test_invalid_request_is_found_offline(change, expected, request_of):
     assert any(expected in problem for problem in problems_of(request | change))
 
 
-def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
+def test_submit_status_logs_and_cancel(write_spec, aws, capsys, monkeypatch):
     import boto3
 
     assert main(['launch', str(write_spec('sagemaker', name='job-of-another'))]) == 0
@@ -74,7 +74,12 @@ def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     assert job['ResourceConfig']['InstanceCount'] == 2
     assert output_of(capsys, 'status', path).startswith(f'{name}: ')
     assert f'--log-stream-name-prefix {name}' in output_of(capsys, 'logs', path)
-    assert main(['cancel', str(path)]) == 0
+    states, client = {'a': 'InProgress', 'b': 'Failed'}, Mock()
+    found = [{'TrainingJobName': each, 'TrainingJobStatus': state} for each, state in states.items()]
+    for function, result in (('_client', client), ('_newest', found)):
+        monkeypatch.setattr(sagemaker, function, lambda jobs, result=result: result)
+    assert output_of(capsys, 'cancel', path) == 'stopping: a\n'
+    client.stop_training_job.assert_called_once_with(TrainingJobName='a')
 
 
 def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):

@@ -95,10 +95,9 @@ def test_harmless_text_is_accepted(kind):
     assert secret_problems({'generate': {'prompts': [HARMLESS[kind]]}, 'model': {'vae': HARMLESS[kind]}}) == []
 
 
-@pytest.mark.parametrize('key', ['revision', 'vae_revision', 'commit', 'sha', 'checksum', 'data_hash', 'git_ref'])
-def test_git_revision_is_no_secret(key):
-    assert secret_problems({key: HEX[:40]}) == []
-    assert secret_problems({'key': HEX[:40]}) != []
+def test_git_revision_is_no_secret():
+    keys = ('revision', 'vae_revision', 'commit', 'sha', 'checksum', 'data_hash', 'git_ref')
+    assert secret_problems(dict.fromkeys(keys, HEX[:40])) == [] != secret_problems({'key': HEX[:40]})
 
 
 def test_secret_by_the_name_of_its_key():

@@ -14,7 +14,6 @@ from diffusion.runs.bounded_call import call_with_limit, storage_problem, within
 from diffusion.runs.environment import machine_name, number, worker_notice_seconds
 from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.runs.run_id import check_run_id, claim_working_folder, create_run_id, read_run_id
-from diffusion.runs.run_lock import Owner
 
 
 @pytest.fixture
@@ -133,7 +132,6 @@ def test_call_ends_at_its_limit_and_raises_the_errors_of_the_function():
 def test_variables_of_a_node_name_its_machine_and_its_notice():
     named = {'SLURMD_NODENAME': 'slurm', 'DIFFUSION_MACHINE': 'pod'}
     assert [machine_name(each) for each in (named, {'SLURMD_NODENAME': 'slurm'})] == ['pod', 'slurm']
-    assert machine_name({}) == os.uname().nodename == Owner.current({}).host
     notices = [worker_notice_seconds({'DIFFUSION_NOTICE_SECONDS': each}) for each in ('30', '6.5', '6', '0')]
     assert notices == [25.0, 1.5, 1.0, 1.0] and worker_notice_seconds({}) is None
     with pytest.raises(UserError, match="^A: 'x' is not a number; set it to a number or unset it"):

@@ -278,6 +278,9 @@ def test_gpu_times_the_last_batches_of_each_window(monkeypatch, sampled, expecte
     assert recording == expected and event.call_args.kwargs == {'enable_timing': True}
     assert (report_of(breakdown).peak_gib, report_of(breakdown).peak_flops_per_second) == (1.5, 1e12)
     assert stage_hooks._listener is None
+    breakdown.fit_start(state, Mock())
+    breakdown.close(state, Mock())
+    assert stage_hooks._listener is None, 'after an exception, only close is called'
 
 
 def test_host_times_waits_and_gpu_times_the_other_stages():

@@ -131,9 +131,20 @@ def test_files_of_a_profile_are_as_reviewed(write_recipe, monkeypatch):
     check_golden(Path(__file__).parent / 'golden', files)
 
 
+def test_breakdown_profiler_and_waits_are_measured_one_after_another(monkeypatch):
+    phases, events = Phases(Breakdown(window=3, skip=5, sampled=3), batches=3, on_gpu=False), []
+    note: Any = lambda what: lambda *_: events.append((what, batch))  # noqa: E731
+    waits = type('Waits', (), {'__enter__': note('watch'), '__exit__': note('end')})
+    monkeypatch.setattr('diffusion.profiling.profile.find_waits', waits)
+    phases.profiler = SimpleNamespace(start=note('start'), stop=note('stop'))  # type: ignore[assignment]
+    for batch in range(1, phases.length + 1):
+        timestamp = SimpleNamespace(batch=SimpleNamespace(value=batch))
+        phases.batch_end(SimpleNamespace(timestamp=timestamp), None)  # type: ignore[arg-type]
+    assert events == [('start', 8), ('stop', 11), ('watch', 11), ('end', 13)]
+    assert phases.breakdown.window > phases.length, 'no second report'
+
+
 def test_profiled_batch_has_at_most_four_microbatches(tmp_path, write_recipe):
-    phases = Phases(Breakdown(window=3, skip=5, sampled=3), batches=3, on_gpu=False)
-    assert phases.length == 5 + 3 + 3 + 2, 'warm-up, breakdown, profiler and waits'
     recipe = load(write_recipe())
     for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
         requested = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)

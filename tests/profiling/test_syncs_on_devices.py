@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.config.load import load
-from diffusion.profiling.device_syncs import find_waits
+from diffusion.profiling.device_syncs import _short, find_waits
 from diffusion.training.train import build_trainer
 
 pytestmark = pytest.mark.filterwarnings('ignore:Synchronization debug mode is a prototype feature')
@@ -27,6 +27,13 @@ def test_reads_of_values_are_found_on_every_device(device):
     assert not nothing
     assert found.total() == 3 if device == 'cpu' else found.total() >= 3, dict(found)
     assert {site.function for site in found} == {'test_reads_of_values_are_found_on_every_device'}
+
+
+def test_files_are_named_from_their_package_on():
+    environment = '/home/diffusion/.venv/lib/python3.11/site-packages'
+    found = [_short(f'{environment}/{file}') for file in ('torch/nn/linear.py', 'composer/trainer/trainer.py')]
+    assert found == ['torch/nn/linear.py', 'composer/trainer/trainer.py']
+    assert _short('/home/diffusion/diffusion/models/vae.py') == 'diffusion/models/vae.py'
 
 
 @pytest.mark.slow

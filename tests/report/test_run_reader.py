@@ -19,11 +19,11 @@ from diffusion.report import metric_reader, report_source, run_parts
 from diffusion.report.page import json_text
 from diffusion.report.report_source import RunsSource, TableSource, _kind, page_data, runs_in, written_report
 from diffusion.report.run_parts import RunCost, batch_hours, gpu_of_product, read_evaluations, run_cost
-from diffusion.report.run_reader import RunContent, RunReader
+from diffusion.report.run_reader import RunContent, RunReader, looks_like_a_run
 from diffusion.report.sample_sheets import evenly_chosen
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.run_lock import hold_run_lock
-from diffusion.storage.places import LocalPlace
+from diffusion.storage.places import Listing, LocalPlace
 
 
 def read(run: Path | str, **options: object) -> RunContent:
@@ -131,7 +131,7 @@ def test_hours_exclude_time_between_attempts_and_count_repeated_batches_once():
         record(BEGIN + 50 * hour, BEGIN + 52 * hour, 80, BEGIN + 51 * hour, 180, BEGIN + 52 * hour),
     ]
     assert batch_hours(records) == ([0, 80, 180], [1.0, 3.0, 4.0])
-    assert batch_hours(records[:1]) is None
+    assert batch_hours(records[:1]) is None and batch_hours(records[:2]) == ([0, 100], [1.0, 2.0])
     many = [record(BEGIN, BEGIN + at, at - 1, BEGIN + at - 1, at, BEGIN + at) for at in range(1, 1000)]
     many += [record(BEGIN, BEGIN + 1000, True, BEGIN + 999, 2000, BEGIN - 1)]
     many += [record(BEGIN, BEGIN + 1000, -1, BEGIN + 999, 2**53, BEGIN + 1000)]
@@ -328,6 +328,7 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
         write_run(tmp_path / name, batches=40, evaluations=name == 'b', sheets=0)
     (tmp_path / 'notes' / 'bats').mkdir(parents=True)
     assert runs_in(str(tmp_path)) == ['a', 'b']
+    assert [looks_like_a_run(Listing({}, {name})) for name in ('ba10', 'bats', 'no10')] == [True, False, False]
     (tmp_path / 'b' / 'report.html').touch()
     assert [written_report(str(tmp_path), name) for name in 'ab'] == [None, './b/report.html']
     table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)
@@ -339,14 +340,21 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
     assert [_kind(state, 'done') for state in ('running', 'silent', 'starting')] == ['good', 'bad', 'plain']
 
     results = tmp_path / 'b/evaluations/ba40.json'
-    results.write_text(json.dumps(json.loads(results.read_text()) | {'metrics': {}}))
+    results.write_text(
+        json.dumps(json.loads(results.read_text()) | {'metrics': {}, 'losses': {'loss': 0.4, 'late': 0.25, 'x': 1}})
+    )
     write_attempts(tmp_path / 'b', 40, devices=None)
     for receipt in (tmp_path / 'b').glob('ba*/receipt.json'):
         receipt.unlink()
     write_status(tmp_path / 'a', 40, 1000)
     with hold_run_lock(tmp_path / 'a', {}):
         a, b = TableSource(str(tmp_path), price=2.0, link=lambda name: None).read().data['rows']
-    assert (a['state'], a['kind'], b['dollars'], b['evaluation']) == ('running', 'good', None, 'loss 0.4 (ba40)')
+    assert (a['state'], a['kind'], b['dollars'], b['evaluation']) == (
+        'running',
+        'good',
+        None,
+        'loss 0.4, late 0.25 (ba40)',
+    )
 
     monkeypatch.setattr(RunReader, 'read', Mock(side_effect=UserError('gone')))
     data = table.read().data

@@ -169,9 +169,7 @@ def test_graphs_are_advised_only_where_weights_stay_in_place():
         ('void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>', 'matrix products'),
         ('triton_red_fused_native_group_norm_silu_3', 'compiled kernels'),
         ('void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>', 'optimizer'),
-        ('void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>', 'layout changes'),
         ('Memcpy HtoD (Pinned -> Device)', 'copies'),
-        ('ncclDevKernel_AllGather_RING_LL', 'communication'),
         ('something else', 'others'),
     ],
 )

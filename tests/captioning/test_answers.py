@@ -54,11 +54,8 @@ def test_the_number_of_requests_in_flight_follows_the_server(monkeypatch: pytest
     assert limit.value == 1
 
 
-BODY = {
-    'model': 'm',
-    'choices': [{'message': {'content': ' A cat on a mat. \n'}, 'finish_reason': 'stop'}],
-    'usage': {'completion_tokens': 7, 'prompt_tokens': 90},
-}
+CHOICES = [{'message': {'content': ' A cat on a mat. \n'}, 'finish_reason': 'stop'}]
+BODY = {'model': 'm', 'choices': CHOICES, 'usage': {'completion_tokens': 7, 'prompt_tokens': 90}}
 
 
 def test_what_is_sent_and_what_each_response_means(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +117,6 @@ def test_questions_are_taken_as_there_is_room_for_them(monkeypatch: pytest.Monke
     assert found == [(0, 8), (9, 16), (17, 22)], '8 at a time, then 20 in flight'
     answers.close()
     assert sorted([*ended, 0, 9, 17]) == taken
-
-
-def test_the_stored_caption_fills_the_placeholder() -> None:
-    prompt = Prompt('x', 1, 'Improve: {caption}', with_caption=True)
-    assert prompt.filled('a {cat}') == 'Improve: a {cat}'
 
 
 def test_a_prompt_file_with_mistakes_is_refused_with_all_of_them(tmp_path: Path, monkeypatch) -> None:

@@ -229,22 +229,16 @@ def test_questions_have_the_first_caption_and_images_that_cannot_be_sent_are_rej
     entry = {'raw_data': {'basename': 'shard.00000.mds', 'bytes': 9, 'hashes': {}}}
     task = ShardTask(3, '', entry, {}, {'a': prompt}, {'a': {'model': 'm'}}, tmp_path)
     png, bmp = (sample(index)['image'] for index in (1, 0))
-    samples = [
-        {'image': png, 'caption': 'old'},
-        {'image': bmp},
-        {'image': b'x'},
-        {'image': b'', 'problem': ('small', '9 px')},
-    ]
-    samples.append({'image': png, 'captions': ['one', 'two']})
+    samples = [{'image': png, 'caption': 'a {cat}'}, {'image': bmp}, {'image': b'x'}]
+    samples += [{'image': b'', 'problem': ('small', '9 px')}, {'image': png, 'captions': ['one', 'two']}]
     questions = [*task.questions({'key': f'k{row}'} | each for row, each in enumerate(samples))]
     assert questions[0].image == png != questions[1].image and not task.is_complete
     for question in questions:
         task.record(Answer(question, 'fine', None, 5, 90))
         task.record(Answer(question, 'asked twice'))
-    text = ''.join(
-        f'{each.shard} {each.row} {each.column} {each.instruction!r} {each.media_type}\n' for each in questions
-    )
-    found = {'questions.txt': f'{text}{readable_json(task.images)}\n', 'journal.jsonl': task.journal.read_text()}
+    rows = [f'{each.shard} {each.row} {each.column} {each.instruction!r} {each.media_type}' for each in questions]
+    text = '\n'.join([*rows, readable_json(task.images), ''])
+    found = {'questions.txt': text, 'journal.jsonl': task.journal.read_text()}
     check_golden(Path(__file__).parent / 'golden/questions', found)
     assert task.is_complete
     again = replace(task, images=[], found={}, is_read=False)

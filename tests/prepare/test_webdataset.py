@@ -184,12 +184,6 @@ def test_folders_and_unusual_names_in_a_tar_are_read(tmp_path: Path) -> None:
         assert {file.key.removeprefix('00000/'): file.kind for file in passed} == names
 
 
-@pytest.mark.parametrize('name', ['00000.tar.gz', '00000.tgz', '00000.tar'])
-def test_gzipped_tars_are_read(tmp_path: Path, name: str) -> None:
-    packed = gzip.compress(tar_of([*sample('1'), *sample('2')]))
-    assert [entry.key.rpartition('/')[2] for entry in read(tmp_path, packed, name)] == ['1', '2']
-
-
 @pytest.mark.parametrize('packed', [False, True])
 def test_truncated_tar_yields_samples_before_the_cut_and_reports_its_offset(tmp_path: Path, packed: bool) -> None:
     whole = tar_of([*sample('1'), *sample('2', 'long ' * 300), *sample('3')])

@@ -223,3 +223,13 @@ def test_gpu_is_monitored_if_there_is_one_and_its_driver_is_found(monkeypatch, c
     monkeypatch.setattr(node_health, 'load_nvml', Mock(side_effect=[driver, None]))
     assert [node_health.current_gpu() for _ in range(2)] == [(driver, 'GPU-3'), None]
     assert "NVML is not available; this GPU's health is not monitored" in caplog.text
+
+
+@pytest.mark.slow
+def test_slow_rank_is_logged(ranks, write_recipe, tmp_path):
+    # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
+    ranks.run(2, write_recipe(imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'}))
+    metrics = read_metrics(tmp_path / 'runs' / 'run' / 'metrics.jsonl')
+    assert list(metrics['straggler/slowest_rank']) == [4, 8]
+    assert metrics['straggler/slowest_rank'][8] == 1.0
+    assert metrics['straggler/slowest_factor'][8] > 1.2

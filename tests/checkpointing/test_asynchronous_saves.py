@@ -1,6 +1,7 @@
 """Saves whose files a thread writes while training continues."""
 
 import datetime
+import random
 import re
 import signal
 import threading
@@ -11,9 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 from callbacks.guarded_run import At, make_data, make_trainer, run_to_end
-from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer, the_checkpointer
+from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer, the_checkpointer
 from composer.core import Event, Time, Timestamp, TimeUnit
 from faults import Fault, active, environment
+from ranks import read_losses
 
 from diffusion.checkpointing import background_save, checkpointer, snapshot
 from diffusion.checkpointing.background_save import BackgroundSave, pause_for_training
@@ -23,6 +25,7 @@ from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.exit_codes import Preempted
+from diffusion.loggers.metrics_file import read_metrics
 from diffusion.runs.environment import NOTICE_SECONDS
 from diffusion.training.train import build_trainer, train
 
@@ -49,6 +52,27 @@ def blocking(write) -> Path:
 
 def saved(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob('ba*'))
+
+
+@pytest.mark.slow
+def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path):
+    """The files are written half a second late, several batches after the one that they save."""
+    runs = []
+    for asynchronous in (False, True):
+        sections = {'parallelism': SHARDED, 'checkpointing': {'asynchronous': asynchronous}}
+        path = write(f'two-{asynchronous}', {'save_interval': '4ba', 'max_duration': '10ba'}, **sections)
+        late = [Fault('create', r'\.ba[48]\.unfinished/(state|__)', sleep=0.5)]
+        ranks.run(2, path, environment=environment(late, tmp_path) if asynchronous else None)
+        runs.append(load(path).run_dir)
+    one, other = runs
+    for batch in (4, 8, 10):
+        verify_checkpoint(other / f'ba{batch}')
+        assert_same_tensors(one / f'ba{batch}', other / f'ba{batch}')
+    assert read_losses(one) == read_losses(other)
+    metrics = read_metrics(other / 'metrics.jsonl')
+    stall, duration = (metrics[f'checkpoint/{name}_seconds'] for name in ('stall', 'save'))
+    first = min(stall)  # the batch at which ba4 was published
+    assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
 
 
 def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, alone):
@@ -189,6 +213,27 @@ def test_two_ranks_share_the_cores_and_pause_if_they_have_less_than_four_each(mo
     monkeypatch.setattr(snapshot.os, 'sched_getaffinity', lambda process: range(cores))
     monkeypatch.setattr(snapshot.dist, 'get_local_world_size', lambda: 2)
     assert (snapshot.copying_threads(), pause_for_training()) == (threads, pause)
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path):
+    """All ranks are killed at a random time while ba2 and ba6 are written, and one rank while ba6 is published."""
+    randomness = random.Random(16)
+    whole, path = (write(name, parallelism=SHARDED) for name in ('whole', 'killed'))
+    ranks.run(2, whole)
+    run = load(path).run_dir
+    late = environment([Fault('create', r'unfinished/(state|__)', sleep=0.2)], tmp_path)
+    for batch in (2, 6):
+        job = ranks.start(2, path, environment=late)
+        job.wait_for(run / f'.ba{batch}.unfinished')
+        job.spend(randomness.random() * 0.4)
+        job.kill()
+    job = ranks.start(2, path, deaths={0: (4, run / '.ba6.unfinished')}, environment=late)
+    job.wait_for_death(0)
+    job.kill()
+    ranks.run(2, path)
+    assert not list(run.glob('.ba*'))
+    assert_same_end(run, load(whole).run_dir)
 
 
 @pytest.mark.cpu_seconds(20)

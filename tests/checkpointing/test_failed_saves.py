@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import traceback
 from collections.abc import Callable
@@ -216,6 +217,41 @@ def mount(*arguments: str | Path) -> None:
     done = subprocess.run(['mount', *map(str, arguments)], capture_output=True, check=False, text=True)
     if done.returncode:
         pytest.skip(f'this machine does not allow mounts: {done.stderr.strip()}')
+
+
+@pytest.mark.slow
+def test_full_file_system_makes_room_and_recovers(write, undisturbed):
+    """It has room for 2.6 checkpoints, of which the run keeps two; a save needs the room of one more."""
+    path = write('full', EACH_BATCH | {'save_num_checkpoints_to_keep': 2}, checkpointing=BLOCKING)
+    run = load(path).run_dir
+    run.mkdir(parents=True)
+    size = sum(file.stat().st_size for file in (undisturbed / 'ba8').iterdir())
+    mount('-t', 'tmpfs', '-o', f'size={int(2.6 * size)}', 'tmpfs', run)
+    messages: list[str] = []
+    seen: list[set[str]] = []
+
+    def fill() -> None:
+        seen.append(checkpoints(run))
+        shutil.rmtree(run / 'ba5')
+        (run / 'filler').write_bytes(bytes(size))
+
+    def free() -> None:
+        seen.append(checkpoints(run))
+        (run / 'filler').unlink()
+
+    try:
+        trainer = build_trainer(load(path))
+        the_checkpointer(trainer).failed_saves.on_failure = messages.append
+        trainer.state.callbacks += [At(Event.BATCH_START, 6, fill), At(Event.BATCH_START, 7, free)]
+        trainer.fit()
+        trainer.close()
+        assert seen == [{'ba5', 'ba6'}, {'ba6'}], 'a full disk costs the checkpoint to be replaced, never the newest'
+        assert checkpoints(run) == {'ba6', 'ba8'}
+        assert_same_end(run, undisturbed)
+        (message,) = messages
+        assert re.search(r'ba7: not saved, no space left on \S+/full: 0\.\d\d GiB needed, 0\.\d\d GiB free', message)
+    finally:
+        subprocess.run(['umount', '-l', run], check=True)
 
 
 def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undisturbed, tmp_path):

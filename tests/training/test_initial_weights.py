@@ -16,13 +16,16 @@ from huggingface_hub import constants
 from original_layout import original_layout
 from safetensors.torch import save_file
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.diffusers_weights import check_local_denoiser, fitting_hint, way_out
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.original_layout import read_original
+from diffusion.tasks.export import export
 from diffusion.training.initial_weights import read_weights
-from diffusion.training.train import build_trainer
+from diffusion.training.train import build_trainer, train
 
 UNET: dict[str, Any] = {
     'sample_size': 4,
@@ -142,6 +145,22 @@ def test_half_precision_weights_are_read(published, recipe_from, tmp_path, caplo
     unet.save_pretrained(tmp_path / 'halves', variant='fp16')
     assert_equal(started(recipe_from(tmp_path / 'halves', name='other')), expected)
     assert f'{tmp_path}/halves: only has half-precision weights (fp16), which are loaded' in caplog.messages
+
+
+@pytest.mark.slow
+def test_trained_run_exports_and_starts_another_run(published, recipe_from, tmp_path):
+    """From a folder of diffusers over a batch of training and our export to the next run."""
+    _, folder = published
+    recipe = recipe_from(folder)
+    recipe.trainer |= {'max_duration': '1ba', 'save_interval': '1ba'}
+    train(recipe).close()
+    trained = weights_of(find_checkpoint(recipe.run_dir), 'training')[0]
+    assert any(not torch.equal(trained[name], each) for name, each in denoiser_of(published[0]).items())
+    export(recipe.run_dir, tmp_path / 'exported')
+    assert_equal(started(recipe_from(tmp_path / 'exported', name='next')), trained)
+    resumed = build_trainer(recipe)
+    assert resumed.state.timestamp.batch.value == 1, 'the checkpoint takes precedence over init_from'
+    resumed.close()
 
 
 def test_run_starts_from_a_file_in_the_original_layout(published, recipe_from, single_file):

@@ -8,6 +8,7 @@ import torch
 from composer.core.state import _create_device_mesh
 from composer.devices import DeviceCPU
 from composer.utils.parallelism import FSDP2Config
+from ranks import largest_difference, read_losses
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,26 @@ def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     stages = ['conv_in', 'time_embedding', 'down_blocks', 'mid_block', 'up_blocks', 'conv_norm_out', 'conv_out']
     assert [*dict.fromkeys(used)] == stages
     trainer.close()
+
+
+@pytest.mark.slow
+def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp_path):
+    """Use gradient clipping, which reveals gradients of another scale; Adam's updates hide them."""
+    sections = {
+        'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
+        'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},
+    }
+    sharded, losses = {'strategy': 'fsdp2'}, []
+    for name, count, size, parallelism in (
+        ('plain', 1, 8, {}),
+        ('microbatches', 1, 2, {}),
+        ('recomputed', 2, 4, sharded | {'activation_checkpointing': True}),
+        ('sharded', 2, 2, sharded),
+    ):
+        path = write_recipe(name, **sections, parallelism=parallelism, device_train_microbatch_size=size)
+        ranks.run(count, path, 'trainer.max_duration=4ba')
+        losses.append(read_losses(tmp_path / 'runs' / name))
+        assert largest_difference(losses[0], losses[-1]) < 1e-5, name
 
 
 def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):

@@ -229,3 +229,9 @@ def test_checkpoints_of_composer_are_not_left_behind_in_another_folder(tmp_path)
         message = f'save_folder: {now or "null"}, but .* saves its checkpoints to {before}; set it back to resume'
         with nullcontext() if before in (now, empty) else pytest.raises(UserError, match=message):
             check_saver({'autoresume': True, 'save_folder': now}, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_rank_refuses_with_the_same_message(trained, ranks):
+    for output in ranks.start(2, trained / 'whole.yaml', 'model.objective.prediction_type=epsilon').end(78):
+        assert 'model.objective.prediction_type: v_prediction in the checkpoint, epsilon now (the training' in output

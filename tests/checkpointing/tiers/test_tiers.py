@@ -138,6 +138,18 @@ def test_killed_run_resumes_from_the_tier(cluster, undisturbed):
 
 
 @pytest.mark.slow
+def test_two_lost_nodes_of_four(cluster, undisturbed):
+    """Neighbors in the ring that are not a pair of each other."""
+    path = cluster.recipe('four', parallelism=SHARDED)
+    cluster.kill(path, [0, 1, 2, 3])
+    for number in (0, 2):
+        shutil.rmtree(cluster.node(path.stem, number))
+    output = cluster.run(path, [4, 3, 5, 1])
+    assert 'memory tier, ba5: complete on 4 nodes and verified' in output
+    assert_same_end(cluster.run_folder(path), undisturbed(4, parallelism=SHARDED))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(('before', 'after'), [([0, 1], [1]), ([0], [1, 0])])
 def test_changed_number_of_ranks(cluster, before, after):
     path = cluster.recipe(f'ranks-{len(before)}-{len(after)}', parallelism=SHARDED)
@@ -206,6 +218,32 @@ def test_ranks_killed_while_they_resume_from_a_tier(cluster, undisturbed):
     output = cluster.run(path, [0, 1])
     assert 'memory tier, ba5: complete on 2 nodes and verified' in output
     assert_same_end(cluster.run_folder(path), undisturbed(2, parallelism=SHARDED))
+
+
+@pytest.mark.slow
+def test_faults_while_a_run_resumes_from_a_tier(cluster, undisturbed, tmp_path):
+    recipe = cluster.recipe('unreadable')
+    run, memory = cluster.run_folder(recipe), cluster.folder / recipe.stem
+    cluster.kill(recipe, [0, 1])
+    for folder in (run, memory):
+        folder.rename(tmp_path / f'killed-{folder.parent.name}')
+    for fault, expected, batch in (
+        (Fault('read', r'node0/.*state\.pt', 'EIO'), 'another node has this file', 5),
+        (Fault('list', r'node0/diffusion-\d+/[^/]*$', 'ESTALE'), 'memory tier: not used in this run', 3),
+        (Fault('create', r'node0/.*state\.pt', 'ENOSPC'), 'could not be copied to all nodes', 3),
+        (Fault('read', r'node1/.*state\.pt', 'EIO'), 'state.pt: does not match its receipt; ', 3),
+    ):
+        for folder in (run, memory):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(tmp_path / f'killed-{folder.parent.name}', folder, symlinks=True)
+        if fault.operation == 'create':
+            shutil.rmtree(cluster.node(recipe.stem, 0))
+        if 'node1' in fault.path:
+            os.truncate(cluster.checkpoint(recipe.stem, 0, 5) / 'state.pt', 1000)
+        output = cluster.run(recipe, [0, 1], environment=environment([fault], tmp_path))
+        assert expected in output
+        assert re.search(rf'resumed from \S+/ba{batch}\b', output)
+        assert_same_end(run, undisturbed(2))
 
 
 def test_save_into_a_tier_makes_way_for_one_into_the_storage(cluster, undisturbed, tmp_path, monkeypatch, caplog):

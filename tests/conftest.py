@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from object_store import Store
     from ranks import Ranks
 
+pytest.register_assert_rewrite('golden', 'tests.golden')
+
 # nohup and background shells start programs with these signals ignored, which all processes of the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -60,10 +60,11 @@ def test_all_calls_of_a_function_set_a_switch_the_same_way():
     """Such as `missing_ok=True`, since another process may remove the file, or `sort_keys=True` in hashed JSON."""
     found: dict[str, set[bool]] = {}
     for _, node in nodes():
-        for each in node.keywords if isinstance(node, ast.Call) else ():
+        function = getattr(node, 'func', node)
+        for each in node.keywords:
             if isinstance(each.value, ast.Constant) and isinstance(each.value.value, bool):
-                function = getattr(node.func, 'id', getattr(node.func, 'attr', ''))
-                found.setdefault(f'{function}.{each.arg}', set()).add(each.value.value)
+                name = f'{getattr(function, "id", getattr(function, "attr", ""))}.{each.arg}'
+                found.setdefault(name, set()).add(each.value.value)
     assert {name for name, values in found.items() if len(values) > 1} == {*EITHER_WAY.split()}
 
 

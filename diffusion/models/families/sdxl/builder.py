@@ -43,6 +43,7 @@ PRETRAINED = 'stabilityai/stable-diffusion-xl-base-1.0'
 REVISION = '462165984030d82259a11f4367a4eed129e94a7b'
 
 UNET: dict[str, Any] = {
+    'sample_size': 128,
     'down_block_types': ['DownBlock2D', 'CrossAttnDownBlock2D', 'CrossAttnDownBlock2D'],
     'up_block_types': ['CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'UpBlock2D'],
     'block_out_channels': [320, 640, 1280],

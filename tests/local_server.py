@@ -1,8 +1,16 @@
 """Base of small HTTP servers on localhost, whose answers a subclass decides."""
 
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error, unless the client has only closed its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class LocalServer:
@@ -21,7 +29,7 @@ class LocalServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self._server = _Server(('127.0.0.1', 0), Handler)
         self.url = f'http://127.0.0.1:{self._server.server_port}'
         threading.Thread(target=self._server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
 

@@ -112,6 +112,7 @@ def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, t
     monkeypatch.setattr(driver, 'nvmlDeviceGetTotalEccErrors', lambda *_: queries.append(0) or 2 * (len(queries) > 1))
     monkeypatch.setattr(node_health, 'current_gpu', lambda: (driver, 'GPU-1'))
     monkeypatch.setenv('DIFFUSION_ATTEMPT_FOLDER', str(tmp_path))
+    monkeypatch.setattr(run_recipe.heartbeats, 'write_stacks_on_signal', lambda: None)  # its file stays open
     settings = {'every': 2, 'seconds': 0.001, 'action': action}
     status = run_recipe.main([str(write_recipe(callbacks={'node_health': settings}, small=True))])
     folders = {path.name for path in (tmp_path / 'runs' / 'run').glob('ba*')}

@@ -7,24 +7,10 @@ from pathlib import Path
 import pytest
 from captioning.vlm_server import VlmServer, write_settings
 from commands import output_of
-from shards import draw_image
+from training.test_grown_dataset import deliver
 
 from diffusion.config.load import load
-from diffusion.prepare.append import append
-from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.settings import settings_of
-from diffusion.prepare.worker_pool import run_job
 from diffusion.training.train import build_trainer, train
-
-
-def deliver(folder: Path, numbers: range, out: Path, *, add: bool) -> None:
-    """Prepare images of 32 px, or add them to the dataset."""
-    folder.mkdir()
-    for number in numbers:
-        (folder / f'p{number}.png').write_bytes(draw_image(number, 32))
-        (folder / f'p{number}.txt').write_text(f'number {number}')
-    values = {'source': {'kind': 'folder', 'location': str(folder)}, 'out': str(out), 'sizes': [32], 'shard_mb': 0.003}
-    (append if add else prepare)(settings_of(values), run=lambda jobs: map(run_job, jobs))
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ class LatentDiffusion(ComposerModel):
             raise UserError(f'mask_padding: true, but a {type(denoiser).__name__} takes no mask of the text; use false')
         self.mask_padding = mask_padding
         self.latent_size = latent_size or self.denoiser_sizes.sample_size or 0
-        if not self.latent_size:
+        if self.latent_size <= 0:
             raise UserError(
                 f'latent_size: a {type(denoiser).__name__} has no size of its own; give the side in latent pixels'
             )

@@ -130,10 +130,9 @@ def test_mistakes_with_flux2(small_vae, small_flux2, tmp_path):
         tiny_prx(24, vae=str(small_flux2), **PRX)
     with pytest.raises(UserError, match='32 input and 32 output channels.*but the VAE has 4 latent channels'):
         LatentDiffusion(prx_transformer(32, 32, hidden_size=32, num_heads=2, depth=1), model.vae, model.text)
-    with pytest.raises(
-        UserError, match='latent_size: a PRXTransformer2DModel has no size of its own; give the side in'
-    ):
-        LatentDiffusion(model.denoiser, model.vae, model.text)  # type: ignore[arg-type]
+    for size in (None, -8):
+        with pytest.raises(UserError, match='latent_size: a PRXTransformer2DModel has no size of its own; give the'):
+            LatentDiffusion(model.denoiser, model.vae, model.text, latent_size=size)  # type: ignore[arg-type]
     layouts = [load_vae(str(small_flux2), layout=each) for each in get_args(Layout)]
     names = [manifest_of(each, shape='', posterior='', dtype='').autoencoder for each in layouts]
     assert names == [f'AutoencoderKLFlux2 with {size} px' for size in ('4 channels per 8x8', '16 channels per 16x16')]

@@ -187,10 +187,10 @@ class Judge:
         for column, (name, instruction) in enumerate(self.scales.items()):
             assert instruction.scale is not None
             low, high = instruction.scale
-            said = [row[column] for row in parsed]
-            values = np.array([low if each is None else float(each) for each in said])
+            rated = [row[column] for row in parsed]
+            values = np.array([low if each is None else float(each) for each in rated])
             score = rating_score(values, (low, high), categories(prompts), prompt_of)
-            scores[f'{name}/{self.settings.label}'] = JudgedScore(score, values.tolist(), len(said), said.count(None))
+            scores[f'{name}/{self.settings.label}'] = JudgedScore(score, values.tolist(), len(rated), rated.count(None))
         for benchmark in self.benchmarks:
             questions, rows = [each.questions for each in prompts], [row[len(self.scales) :] for row in parsed]
             right = [[*map(BenchmarkQuestion.is_right, *each)] for each in zip(questions, rows, strict=True)]

@@ -47,10 +47,10 @@ def test_answers_count_if_those_of_all_ancestors_are_right_on_500_graphs() -> No
 def test_an_answer_is_read_only_if_it_is_one_choice() -> None:
     numbers = BenchmarkQuestion('How many?', ('1', '2'), '1', 'counting', 1).instruction
     assert (numbers.version, numbers.with_caption) == (1, True), 'part of the hash of kept answers'
-    said = ('1', '1.', '**1** dog', '1, or one', '- 1', '1.5', '1-2', '1 or 2', '12', '-1', '**\u22121**')
-    assert [numbers.parsed(each) for each in said] == ['1'] * 5 + [None] * 6
-    said = ('yes', 'Yes, and there is no doubt.', 'Yes. Yes.', 'yes and no', 'Yes/No', 'no, or yes.', 'yesterday')
-    parsed = [question(1).instruction.parsed(each) for each in said]
+    answers = ('1', '1.', '**1** dog', '1, or one', '- 1', '1.5', '1-2', '1 or 2', '12', '-1', '**\u22121**')
+    assert [numbers.parsed(each) for each in answers] == ['1'] * 5 + [None] * 6
+    answers = ('yes', 'Yes, and there is no doubt.', 'Yes. Yes.', 'yes and no', 'Yes/No', 'no, or yes.', 'yesterday')
+    parsed = [question(1).instruction.parsed(each) for each in answers]
     assert parsed == ['yes', 'Yes', 'Yes', None, None, None, None]
     colors = BenchmarkQuestion('Color?', ('black', 'black and white', 'white'), 'white', 'color', 1).instruction
     assert [*map(colors.parsed, ('black and white', 'white and black'))] == ['black and white', None]
@@ -174,11 +174,11 @@ def test_tifa_is_the_mean_accuracy_of_captions(
         for each in answers:  # equal questions about an image are asked once, and unusable answers are asked for again
             asked = server.asked[exact_hash(Image.open(path)), each['question']]
             assert asked == (4 if each['parsed'] is None else 1)
-        said = {each['question'].partition('\n')[0]: each['parsed'] for each in answers}
-        count += len(said)
+        parsed = {each['question'].partition('\n')[0]: each['parsed'] for each in answers}
+        count += len(parsed)
         own = prompts[image // 2].questions
         means.append(
-            sum(said[each.text] is not None and said[each.text].lower() == each.answer for each in own) / len(own)
+            sum(parsed[each.text] is not None and parsed[each.text].lower() == each.answer for each in own) / len(own)
         )
     assert found.score.score == pytest.approx(sum(means) / len(means))
     assert found.images == pytest.approx(means)

@@ -73,7 +73,7 @@ FOUND = {
     'mosaicml has 25 processes': REQUESTED | MOSAICML | {'WORLD_SIZE': '25'},
     'slurm has fewer GPUs': REQUESTED | SLURM | {'SLURM_GPUS_ON_NODE': '4'},
     'rank out of range': REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': '3'},
-    'rank is no number': REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': 'x'},
+    'rank is not a number': REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': 'x'},
     **{f'no rank: {name}': REQUESTED | {environment.SCHEDULER: name} for name in SCHEDULERS},
     'unknown scheduler': REQUESTED | {environment.SCHEDULER: 'pbs'},
     'no address': REQUESTED | {'JOB_COMPLETION_INDEX': '1'},

@@ -150,7 +150,7 @@ def shown(found: Sequence[Entry | PassedOver]) -> str:
     text = ''.join(
         f'  {each.key}: {each.problem or each.image} {each.captions} {each.metadata}\n'
         if isinstance(each, Entry)
-        else f'  {each.key} is passed over: {each.kind}\n'
+        else f'  {each.key} is skipped: {each.kind}\n'
         for each in found
     )
     return re.sub('Error: [^}]+', 'Error', text)  # the message depends on the version of Python

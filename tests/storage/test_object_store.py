@@ -137,7 +137,7 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
         object_store.read(f'{folder}/mds/none')
     assert object_store.list_folder(f'{folder}/none') == ([], [])
     assert object_store.read(f'{folder}/mds/b/1', span=(1, 4)) == b'ds/'
-    for content in (b'other', b'longer'):  # the client lists anew
+    for content in (b'other', b'longer'):  # the client lists again
         clouds.put('datasets', 'org/name/other', content)
         object_store.download(f'{folder}/other', tmp_path / 'a')
         assert (tmp_path / 'a').read_bytes() == content and object_store.head(f'{folder}/other').size == len(content)

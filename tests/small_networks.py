@@ -43,6 +43,13 @@ QWEN_TEMPLATE = (
 SMALL: dict[str, Any] = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'intermediate_size': 32}
 
 
+class Harmful:
+    """Object whose pickle writes a file `harmed` when it is loaded without care."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path('harmed'),))
+
+
 def write_inception(path: Path) -> Path:
     torch.manual_seed(0)
     # The class needs a file even to be built.

@@ -117,8 +117,8 @@ def test_damaged_image_is_generated_again_and_ranks_of_a_sharded_model_take_part
         GeneratedImages(tmp_path, PROMPTS, Sampling(batch_size=1, seed=7), 'ba1')
 
 
-def test_images_are_read_upright_in_srgb_over_white(tmp_path):
-    turned = Image.new('RGB', (8, 4), (200, 30, 30))
+def test_images_and_references_are_read_upright_in_srgb_over_white(tmp_path):
+    turned = Image.linear_gradient('L').resize((8, 4)).convert('RGB')
     exif = turned.getexif()
     exif[0x0112] = 6
     turned.save(tmp_path / 'turned.jpg', exif=exif)
@@ -126,6 +126,7 @@ def test_images_are_read_upright_in_srgb_over_white(tmp_path):
 
     Image.new('RGBA', (4, 4), (0, 0, 0, 0)).save(tmp_path / 'clear.png')
     assert np.asarray(read_image(tmp_path / 'clear.png')).min() == 255
+    Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / 'deep.png')
 
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile('XYZ')).tobytes()
     Image.new('RGB', (4, 4), (128, 128, 128)).save(tmp_path / 'xyz.png', icc_profile=profile)
@@ -138,20 +139,12 @@ def test_images_are_read_upright_in_srgb_over_white(tmp_path):
     with pytest.raises(UserError, match='cut.png: cannot be read as an image .*; replace it'):
         read_image(tmp_path / 'cut.png')
 
-
-def test_reference_images_of_a_folder_are_read_as_compared_ones(tmp_path):
-    turned = Image.linear_gradient('L').resize((8, 4)).convert('RGB')
-    exif = turned.getexif()
-    exif[0x0112] = 6
-    turned.save(tmp_path / 'turned.png', exif=exif)
-    Image.new('RGBA', (4, 4), (0, 0, 0, 0)).save(tmp_path / 'clear.png')
-    Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / 'deep.png')
     (tmp_path / 'notes.png').write_text('not an image')
     images = FolderImages(tmp_path, len([*tmp_path.iterdir()]))
-    assert len(images) == 4 and images.description() != FolderImages(tmp_path, 3).description() | {'count': 4}
-    clear, deep = images[0], images[1]
+    assert len(images) == 7 and images.description() != FolderImages(tmp_path, 3).description() | {'count': 7}
+    clear, deep, turned = images[0], images[3], images[5]
     assert clear.unique().tolist() == [255]
     assert deep.unique().tolist() == [128]
-    assert np.array_equal(images[3].permute(1, 2, 0), np.asarray(read_image(tmp_path / 'turned.png')))
+    assert np.array_equal(turned.permute(1, 2, 0), np.asarray(read_image(tmp_path / 'turned.jpg')))
     with pytest.raises(UserError, match='notes.png: cannot be read as an image .*; replace it'):
-        images[2]
+        images[4]

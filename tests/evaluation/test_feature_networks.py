@@ -13,7 +13,7 @@ import torch
 from cleanfid.resize import make_resizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_networks import write_clip_vision, write_dino, write_inception
+from small_networks import Harmful, write_clip_vision, write_dino, write_inception
 from torch import Tensor
 from torch.nn import functional
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -121,11 +121,6 @@ def test_description_changes_with_weights_side_and_resizing(clip_folder, tmp_pat
     with torch.no_grad():
         next(clean.network.parameters()).view(-1)[0] += 1e-3
     assert clean.description()['weights'] != bicubic.description()['weights']
-
-
-class Harmful:
-    def __reduce__(self):
-        return (Path.touch, (Path('harmed'),))
 
 
 def test_wrong_weights_are_refused_and_not_run(tmp_path, monkeypatch, inception_file):

@@ -63,20 +63,18 @@ def test_column_can_be_named(tmp_path):
         ('a.jsonl', '{"prompt": "x"}\n{"prompt"', None, 'a.jsonl line 2: is not JSON'),
         ('a.jsonl', '{"prompt": 7}', None, 'a.jsonl line 1: its prompt is 7, not a prompt'),
         ('a.parquet', 'PAR1', None, 'a.parquet: is not a .txt, .csv, .tsv, .jsonl or .json'),
+        ('a.json', '["a cat"]', None, 'a.json: has no list of prompts, also not under "data_list"'),
+        ('a.json', '{"question": 1}', None, 'a.json: has no list of prompts, also not under'),
+        ('a.json', '{', None, 'a.json: is not JSON'),
+        ('latin.txt', 'caf\xe9', None, 'latin.txt: is not UTF-8'),
+        ('none.txt', None, None, 'none.txt: does not exist'),
     ],
 )
 def test_mistakes_are_named(tmp_path, name, content, column, message):
-    (tmp_path / name).write_text(content)
+    if content is not None:
+        (tmp_path / name).write_text(content, encoding='latin-1')
     with pytest.raises(UserError, match=message):
         read_prompts(tmp_path / name, column)
-
-
-def test_missing_and_wrongly_encoded_files_are_named(tmp_path):
-    with pytest.raises(UserError, match='none.txt: does not exist'):
-        read_prompts(tmp_path / 'none.txt')
-    (tmp_path / 'latin.txt').write_bytes('caf\xe9'.encode('latin-1'))
-    with pytest.raises(UserError, match='latin.txt: is not UTF-8'):
-        read_prompts(tmp_path / 'latin.txt')
 
 
 @pytest.fixture(scope='module')

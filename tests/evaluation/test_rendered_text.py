@@ -195,15 +195,9 @@ def test_text_of_an_image_is_read_once_and_kept_with_its_confidences(tmp_path, m
         reader.counts(images, prompts, files)
 
 
-def test_missing_extra_and_prompts_without_text_are_named(monkeypatch, tmp_path):
+def test_missing_extra_and_prompts_without_text_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'onnxruntime', None)
     with pytest.raises(UserError, match=r"onnxruntime is not installed; pip install 'diffusion-recipes\[ocr\]'"):
         TextReader()
     with pytest.raises(UserError, match=r'no prompt asks for text; use text_prompts\.jsonl of LongText-Bench'):
         check_text([Prompt('a red cube'), Prompt('text', metadata={'text': ['-']})])
-    (tmp_path / 'prompts.json').write_text('["a cat"]')
-    with pytest.raises(UserError, match='has no list of prompts, also not under "data_list"'):
-        read_prompts(tmp_path / 'prompts.json')
-    (tmp_path / 'prompts.json').write_text('{')
-    with pytest.raises(UserError, match='is not JSON'):
-        read_prompts(tmp_path / 'prompts.json')

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from small_networks import head_tensors, write_clip, write_hpsv3, write_image_reward, write_open_clip
+from small_networks import Harmful, head_tensors, write_clip, write_hpsv3, write_image_reward, write_open_clip
 from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import v2
@@ -225,12 +225,7 @@ def test_hpsv3_follows_the_published_steps(tmp_path):
     torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-3, atol=1e-3)
 
 
-class Harmful:
-    def __reduce__(self):
-        return (Path.touch, (Path('harmed'),))
-
-
-def test_wrong_weights_of_preference_models_are_refused(clip, tmp_path, monkeypatch):
+def test_wrong_weights_and_networks_without_a_source_are_refused(clip, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(image_scores, 'HPS_ARCHITECTURE', write_open_clip(tmp_path)[0].stem)
     other, code = {'layers.0.weight': torch.zeros(3, 9), 'layers.0.bias': torch.zeros(3)}, Path('code')
@@ -246,28 +241,12 @@ def test_wrong_weights_of_preference_models_are_refused(clip, tmp_path, monkeypa
         ('hpsv2', 'code', 'networks.hpsv2: code (is not loaded|cannot be read)'),
         ('hpsv3', 'other', r'has no network and head of HPSv3 \(rm_head'),
         ('geneval_hf', 'a/b', 'networks.geneval_hf: a/b is neither a folder nor a repository with a commit'),
+        ('cmmd', 'openai/clip', 'neither a folder nor a repository with a commit'),
+        ('clip_score', 'a/b@' + 'a' * 40, 'networks.clip_score: .*a/b'),
     ):
         with pytest.raises(UserError, match=message):
             build_network(name, sources | {name: file})
     assert not Path('harmed').exists()
-
-
-@pytest.mark.parametrize(
-    ('name', 'sources', 'message'),
-    [
-        ('pick_score', {}, 'networks.pick_score: has no default; set it to a folder'),
-        ('cmmd', {'cmmd': 'openai/clip'}, 'neither a folder nor a repository with a commit'),
-        (
-            'inception',
-            {'inception': 'gone.pth'},
-            'networks.inception: gone.pth: does not exist.*--network inception=PATH',
-        ),
-        ('clip_score', {'clip_score': 'a/b@' + 'a' * 40}, 'networks.clip_score: .*a/b'),
-    ],
-)
-def test_networks_that_cannot_be_had_are_named(name, sources, message):
-    with pytest.raises(UserError, match=message):
-        build_network(name, sources)
 
 
 def test_metrics_without_their_networks_can_be_left_out(clip):
@@ -276,5 +255,6 @@ def test_metrics_without_their_networks_can_be_left_out(clip):
         build_networks(metrics, sources)
     first, second, way_out = str(caught.value).split('\n  ')
     assert first.startswith('fid, recall cannot be computed: networks.inception: gone.pth: does not exist')
-    assert second.startswith('pick_score cannot be computed: networks.pick_score: has no default')
+    assert first.endswith('--network inception=PATH')
+    assert second.startswith('pick_score cannot be computed: networks.pick_score: has no default; set it to a folder')
     assert way_out == 'To compute the other metrics only: --metrics clip_score'

@@ -149,14 +149,7 @@ def test_sprint_refuses_what_does_not_fit(make_prx, write_recipe):
         make_prx(sprint=Sprint(2, 9))
     with pytest.raises(UserError, match='algorithms.tread: model.sprint routes tokens too; remove one of the two'):
         make_prx(sprint=Sprint(START, END)).route_tokens(Route(START, END, 0.5))
-    model = {'name': 'tiny_prx', 'sprint': {'fraction': 1.0}}
-    with pytest.raises(UserError) as caught:
-        load(write_recipe(model=model, algorithms={'tread': {'end': 3}}))
-    assert 'model.sprint.fraction: 1.0 is not a fraction' in str(caught.value)
-    assert 'algorithms.tread: model.sprint routes tokens too' in str(caught.value)
     grid = {'image_grid': {'prompts': ['a cat'], 'sparse_guidance': True}}
-    with pytest.raises(UserError, match='image_grid.guidance.name: sparse needs algorithms.tread or model.sprint in t'):
-        load(write_recipe(model={'name': 'tiny_prx'}, callbacks=grid))
     sections = {'callbacks': grid, 'generate': {'sparse_guidance': True, 'guidance_scale': 2.0}}
     recipe = load(write_recipe(model={'name': 'tiny_prx', 'sprint': {}}, **sections))
     assert recipe.generate.guidance == recipe.callbacks['image_grid'].kwargs['guidance'] == {'name': 'sparse'}
@@ -279,26 +272,13 @@ def test_algorithm_routes_training_batches_only(make_prx, caplog):
     assert model.router is not None and model.router.kept is None
 
 
-def test_a_unet_has_no_tokens(make_model):
-    with pytest.raises(UserError, match='tread: a UNet2DConditionModel has no image tokens'):
-        TREAD().apply(Event.INIT, SimpleNamespace(model=make_model()), None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ('settings', 'problem'),
-    [
-        ({'end': 5}, r'tread.end: no tokens can skip the blocks 2 to 4 of 4; use start < end <= 4'),
-        ({'start': 3, 'end': 3}, r'tread.end: no tokens'),
-        ({}, r'tread.end: no tokens can skip the blocks 2 to 0 of 4; .* such as start: 2, end: 3'),
-        ({'start': -1}, r'tread.start: -1 is negative'),
-        ({'fraction': 1.0}, r'tread.fraction: 1.0 is not a fraction in \(0, 1\)'),
-    ],
-)
-def test_impossible_routes_are_refused(shared_prx, write_recipe, settings, problem):
-    with pytest.raises(UserError, match=problem):
-        TREAD(**settings).apply(Event.INIT, SimpleNamespace(model=shared_prx), None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=problem):
-        load(write_recipe(model={'name': 'tiny_prx', 'depth': 4}, algorithms={'tread': settings or None}))
+def test_models_that_the_route_does_not_fit_are_refused(shared_prx, make_model):
+    for model, problem in (
+        (shared_prx, r'tread.end: no tokens can skip the blocks 2 to 0 of 4; .* such as start: 2, end: 3'),
+        (make_model(), 'tread: a UNet2DConditionModel has no image tokens'),
+    ):
+        with pytest.raises(UserError, match=problem):
+            TREAD().apply(Event.INIT, SimpleNamespace(model=model), None)  # type: ignore[arg-type]
 
 
 QUICK = ['tiny', 'tiny_prx']

@@ -16,7 +16,6 @@ from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaForConditionalGeneration
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
-from diffusion.config.load import load
 from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -301,30 +300,6 @@ def test_a_route_that_a_long_skip_leaves_is_refused(build):
         build().route_tokens(Route(3, 5, 0.5))
     with pytest.raises(UserError, match=re.escape(f'sprint: {problem}')):
         build(sprint=Sprint(start=3, end=5))
-
-
-@pytest.mark.parametrize(
-    ('sections', 'route', 'suggested'),
-    [
-        ({'algorithms': {'tread': None}}, 'tread.end: the route skips blocks 2 to 25, ', 'start: 2, end: 27'),
-        (
-            {'algorithms': {'tread': {'start': 20, 'end': 29}}},
-            'algorithms.tread.end: the route skips blocks 20 to 28, ',
-            'start: 14, end: 15',
-        ),
-        ({'model': {'sprint': {'start': 3}}}, 'sprint.end: the route skips blocks 3 to 26, ', 'start: 3, end: 26'),
-    ],
-)
-def test_check_refuses_a_route_that_a_long_skip_leaves(write_recipe, sections, route, suggested):
-    model = {'name': 'i1', 'pretrained': None} | sections.get('model', {})
-    with pytest.raises(UserError, match=f'{re.escape(route)}.*{suggested}'):
-        load(write_recipe(**sections | {'model': model}))
-
-
-def test_check_accepts_a_route_between_the_ends_of_a_long_skip(write_recipe):
-    model = {'name': 'i1', 'pretrained': None}
-    for sections in ({'algorithms': {'tread': {'start': 3}}}, {'model': model | {'sprint': {}}}):
-        assert load(write_recipe(**{'model': model} | sections)).model.name == 'i1'
 
 
 def test_lora_trains_its_own_weights_alone(build):

@@ -152,18 +152,9 @@ def test_predicted_latents_become_velocities_near_time_zero(name, divisor):
     assert denoise(torch.ones(1, 1, 1, 1), torch.tensor(10.0)).item() == pytest.approx(-2 / divisor)
 
 
-@pytest.mark.parametrize(
-    ('settings', 'message'),
-    [
-        ({'name': 'ap'}, "guidance.name: no guidance is called 'ap'; did you mean 'apg'"),
-        ({'eta': 1.0}, 'guidance.name: is missing or not a name; use one of: apg, '),
-        ({'name': 'apg', 'et': 1}, 'guidance.et: unknown key; did you mean'),
-        ({'name': 'apg', 'momentum': 1.5}, 'guidance.momentum: 1.5 is out of range'),
-        ({'name': 'interval', 'low': 0.5, 'high': 0.5}, 'guidance.low: 0.5 is not below high, 0.5'),
-        ({'name': 'cfg_zero_star'}, 'guidance.name: cfg_zero_star works on the velocities of a flow'),
-        ([{'name': 'apg'}], r"guidance: \[{'name': 'apg'}\] is not a mapping"),
-    ],
-)
-def test_wrong_guidance_is_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        guidance_of(settings, flow=False)
+def test_wrong_guidance_is_refused():
+    """The files in tests/config/golden/mistakes have the other messages."""
+    with pytest.raises(UserError, match='^guidance.name: cfg_zero_star works on the velocities of a flow'):
+        guidance_of({'name': 'cfg_zero_star'}, flow=False)
+    with pytest.raises(UserError, match=r"^guidance: \[{'name': 'apg'}\] is not a mapping"):
+        guidance_of([{'name': 'apg'}], flow=False)  # type: ignore[arg-type]

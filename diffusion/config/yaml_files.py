@@ -271,9 +271,12 @@ def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
         return '', f'character U+{code:04X} at offset {error.position} is not allowed in YAML; remove it'
     assert isinstance(error, yaml.MarkedYAMLError)  # of reading; its other errors are of writing
     mark = error.problem_mark or error.context_mark
-    # PyYAML reports only that a tab is a character that "cannot start any token".
-    hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
-    return f':{mark.line + 1}:{mark.column + 1}' if mark else '', f'{error.problem or error.context}{hint}'
+    problem = str(error.problem or error.context)
+    if r"'\t'" in problem:  # PyYAML reports only that a tab is a character that "cannot start any token"
+        problem += '; indent with spaces'
+    elif problem == 'but found another document':
+        problem = 'a second document begins here; put it in a file of its own'
+    return f':{mark.line + 1}:{mark.column + 1}' if mark else '', problem
 
 
 def _invalid(node: yaml.Node, problem: str) -> ConstructorError:

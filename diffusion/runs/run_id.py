@@ -54,12 +54,14 @@ def parse_run_id(text: str, path: str) -> str:
     try:
         content = json.loads(text)
         version, run_id = content['version'], content['id']
+        if version == VERSION and not (isinstance(run_id, str) and run_id):
+            raise ValueError(f'id is {run_id!r}')
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f'{path}: not the identity of a run ({error!r}); restore the file, or delete it to let the next start '
             'write a new one'
         ) from error
-    if version != VERSION or not isinstance(run_id, str) or not run_id:
+    if version != VERSION:
         raise UserError(f'{path}: version {version}, expected {VERSION}; use the version of diffusion that wrote it')
     return run_id
 

@@ -82,7 +82,7 @@ def test_folder_of_another_run_or_without_its_run_file_is_an_error_that_names_th
     for changes, message in (
         ({}, 'run.json has id mine, expected other: another folder is at this path on node7'),
         ({'version': 2}, 'run.json is damaged .*run.json: version 2, expected 1; use the version of diffusion that'),
-        ({'id': ''}, 'run.json is damaged'),
+        ({'id': ''}, 'run.json is damaged .*not the identity of a run .*id is .*restore the file'),
         ({'id': 5}, 'run.json is damaged'),
     ):
         (tmp_path / 'run.json').write_text(json.dumps(content | changes))

@@ -1,6 +1,6 @@
-"""Exceptions by cause.
+"""Exceptions, one per cause of an error.
 
-They are user mistakes (`UserError`), training data (`DataError`), other programs (`ExternalError`), stores (`GaveUp`).
+`UserError`: a user's mistake; `DataError`: training data; `ExternalError`: other programs; `GaveUp`: an object store.
 
 Any other exception is a bug or a machine fault: its traceback is printed, and the process exits with status 1.
 """
@@ -50,7 +50,7 @@ class ExternalError(RuntimeError):
 
 
 class GaveUp(OSError):
-    """Raised when all attempts to reach a store have failed; the message has the URL, their number and the last error.
+    """Raised when all attempts to reach a store have failed; the message has URL, number of attempts and last error.
 
     Programs print the message without a traceback and exit with `exit_codes.FAILED`, so that the scheduler retries.
     """

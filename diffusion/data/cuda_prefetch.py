@@ -60,7 +60,7 @@ def prefetch_one(
 
     `start` must return at once. If `items` or `start` raises, all earlier items are yielded before the error.
     """
-    # Holds the item in progress, if any: empty before the first item.
+    # The item that `start` was last called for; empty before the first item.
     started: list[Started] = []
     while True:
         upcoming, error = [], None
@@ -69,7 +69,7 @@ def prefetch_one(
         except StopIteration:
             pass
         except Exception as caught:
-            # Raise later: raising now would drop the item already started, which is good and comes first.
+            # Raise this error only after the item already started has been yielded: that item is valid.
             error = caught
         yield from map(finish, started)
         if error is not None:

@@ -68,7 +68,7 @@ def check_machine(loader: BucketedLoader) -> None:
 
 
 def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem if /dev/shm is too small for Streaming's sample order (fatal) or with the workers' batches."""
+    """Yield a problem if /dev/shm cannot hold Streaming's sample order (fatal), or this and the workers' batches."""
     if not SHM.is_dir():
         return
     free, dataset = shutil.disk_usage(SHM).free, loader.dataset
@@ -115,9 +115,9 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem for each disk with too little free space for the shards that it will get.
+    """Yield a problem for each disk with too little free space for the shards still to be downloaded to it.
 
-    These are all missing shards or, if that is less, as many bytes as `cache_limit` still allows.
+    The space needed is the size of all missing shards or, if less, the part of `cache_limit` that is not yet used.
     """
     dataset, budget = loader.dataset, loader.dataset.cache_budget
     # Several streams may share a disk, so add up the missing shards of each device.
@@ -144,7 +144,7 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem if `cache_limit` cannot hold the shards in use at a time (fatal) or those shuffled together."""
+    """Yield a problem if `cache_limit` is too small for the shards in use at once (fatal) or shuffled together."""
     dataset = loader.dataset
     if dataset.cache_budget is None:
         return
@@ -173,7 +173,7 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def warn_about_leftovers() -> None:
-    """Log a warning if files that killed runs seem to have left in /dev/shm exceed MIN_LEFTOVER_BYTES."""
+    """Log a warning if /dev/shm has more than MIN_LEFTOVER_BYTES of files that killed runs seem to have left there."""
     sizes: dict[str, int] = {}
     for path in unmapped_files(SHM):
         with contextlib.suppress(FileNotFoundError):
@@ -188,7 +188,7 @@ def warn_about_leftovers() -> None:
 
 
 def unmapped_files(folder: Path) -> list[Path]:
-    """Return files that killed runs left in shared memory: this user's Streaming files that no visible process maps."""
+    """Return this user's Streaming files in shared memory that no visible process maps: killed runs left them there."""
     # Streaming names its files by a six-digit number per dataset, such as 000003_locals.
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_owned(path)]
     # Do not use the pattern */maps: it lists each process's folder, and fails if a process ends meanwhile.

@@ -20,7 +20,7 @@ from diffusion.data.image_repair import ends_with_stray_bytes, without_stray_byt
 MAX_CACHED_PROFILE_BYTES = 2**20
 """Maximum size in bytes of a color profile whose transform is cached, to keep the cache small."""
 MAX_SRGB_DIFFERENCE = 2
-"""Largest change of an 8-bit value for which the conversion from an image's color profile to sRGB is skipped."""
+"""The conversion from a color profile to sRGB is skipped if it changes 8-bit values by at most this much."""
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
 """Formats that can be read without an extra package, by their names in Pillow."""
 MAX_PIXELS = 100_000_000
@@ -40,7 +40,7 @@ Lanczos.
 HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
 """libjpeg warnings that do not affect any pixel; some cameras write such files."""
 STRAY_WARNING = re.compile('Corrupt JPEG data: ([0-9]+) extraneous bytes before marker 0x(d9|da|c4)')
-"""libjpeg warning about extra bytes after a scan's data, before the end of the image, the next scan or its tables."""
+"""libjpeg warning about extra bytes between a scan's data and the next marker: image end, next scan or its tables."""
 _pillow_globals = threading.RLock()
 
 
@@ -55,7 +55,7 @@ class UnreadableImage(ValueError):
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded and corrected image, and the properties of its file on which its storage format depends."""
+    """A decoded and corrected image, and the properties of its file that decide how `prepare` stores the image."""
 
     image: Image.Image
     """Upright RGB image in sRGB, without metadata."""
@@ -91,13 +91,13 @@ def read_image(
         max_pixels: Maximum width times height, checked against the file's header before decoding.
         extra_formats: Additional formats to decode besides `FORMATS`, by the names under which they are registered in
             Pillow.
-        resized_to: Function of an image's width and height that returns the largest size to which it will be resized.
-        If set, JPEGs are decoded at 1/2, 1/4 or 1/8 size where that leaves at least `MIN_OVERSAMPLING` times that size.
+        resized_to: Function from an image's width and height to the largest size to which the caller will resize it.
+            If set, a JPEG is decoded at 1/2, 1/4 or 1/8 size if this is still `MIN_OVERSAMPLING` times that size.
         first_frame: Read the first frame of an animation instead of rejecting it.
 
     Raises:
-        UnreadableImage: With `reason` empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
-            deep_pixels (32-bit integers) or undecodable. No other exception is raised for any file.
+        UnreadableImage: Its `reason` is `empty`, `unknown_format`, `too_many_pixels`, `animated`, `truncated`,
+            `float_pixels`, `deep_pixels` (32-bit integers) or `undecodable`. No file causes any other exception.
     """
     rgb = ImageColor.getrgb(background)[:3]
     if not encoded:
@@ -232,7 +232,7 @@ def _check_webp(encoded: bytes) -> None:
 
 
 def jpeg_reduction(size: tuple[int, int], resized: tuple[int, int]) -> int:
-    """Return the factor (1, 2, 4 or 8, the fast ones of libjpeg) by which to reduce a JPEG while decoding it.
+    """Return the factor by which to reduce a JPEG while decoding it: 1, 2, 4 or 8, which libjpeg does fast.
 
     The reduced image is at least MIN_OVERSAMPLING times the size to which it will be resized, unless the factor is 1.
     """
@@ -377,7 +377,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
-    """Return True if `to_srgb` does not change the colors, as for a profile that is missing, unusable or like sRGB."""
+    """Return True if `to_srgb` keeps the colors, since the profile is missing, unusable or equivalent to sRGB."""
     return not profile or _transform(profile, image.mode) is None
 
 

@@ -37,7 +37,7 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 def without_stray_bytes(jpeg: bytes) -> bytes:
     """Return a JPEG without the stray bytes between its segments, or the same object if there are none.
 
-    Scans are not changed: stray bytes inside them remain. So does everything from the first incomplete segment on.
+    Scans are not changed: stray bytes inside them remain. From the first incomplete segment on, nothing is changed.
     """
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
@@ -140,7 +140,7 @@ def _is_intact(chunk: bytes) -> bool:
 
 
 def _states_orientation(kind: bytes, content: bytes) -> bool:
-    """Return True if a text chunk may contain the orientation and is at most MAX_TEXT_BYTES long, also decompressed."""
+    """Return True if a text chunk may contain the orientation and, even decompressed, has at most MAX_TEXT_BYTES."""
     keyword, _, rest = content.partition(b'\0')
     if keyword not in ORIENTATION_TEXTS or len(content) > MAX_TEXT_BYTES:
         return False

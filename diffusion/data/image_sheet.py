@@ -82,14 +82,14 @@ def save_image(image: Image.Image, path: Path, **texts: str) -> None:
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the width and height at which an image has about side x side pixels, at most as wide as a sheet."""
+    """Return the size of an image scaled to an area of about side x side pixels, but at most to a sheet's width."""
     aspect = image.width / image.height
     width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
     return width, max(1, round(width / aspect))
 
 
 def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the size at which to draw an image, about side x side pixels; a smaller image gets an integer multiple."""
+    """Return the size of an image scaled to about side x side pixels; smaller images grow by an integer factor."""
     # Use an integer factor, so that all pixels of a small image are drawn at the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:

@@ -66,9 +66,9 @@ class ImageTextDataset(BucketedDataset):
         min_crop_scale: Minimum side length of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weight of each column of captions, prepared or written by `diffusion caption`, for choosing one
-            at random, such as {original: 0.3, recaptioned: 0.7}; None means that all captions in the shards are equally
-            likely, and that columns of `diffusion caption` are not used.
+        caption_weights: Probability weight of each caption column, such as {original: 0.3, recaptioned: 0.7}, whether
+            stored in the shards or written by `diffusion caption`. None means that all captions in the shards are
+            equally likely, and that columns of `diffusion caption` are not used.
         seed: Seed of crops, flips and caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """
@@ -113,7 +113,7 @@ class ImageTextDataset(BucketedDataset):
         return item
 
     def cropped(self, encoded: bytes, index: int) -> tuple[DecodedCrop, Pixels, Crop]:
-        """Decode, crop, resize and flip an image by the draws of sample `index`; raise BadSample if it is damaged."""
+        """Decode, crop, resize and flip an image with sample `index`'s random draws; raise BadSample if damaged."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5

@@ -39,9 +39,9 @@ class LatentManifest:
     vae: str
     """Fingerprint of the VAE's weights."""
     latent_mean: list[Any]
-    """Mean of each latent channel, for FLUX.2 also per position in a 2x2 group; not subtracted from stored latents."""
+    """Mean of each latent channel (FLUX.2: and 2x2 group position); stored latents are not shifted by it."""
     latent_std: list[Any]
-    """Standard deviation of each latent channel, scaling factor included; stored latents are not divided by it."""
+    """Standard deviation of each latent channel, including the scaling factor; stored latents are not divided by it."""
     shape: str
     """Width x height of the encoded images in pixels."""
     posterior: str
@@ -49,11 +49,11 @@ class LatentManifest:
     dtype: str
     """Data type of the stored latents."""
     crop: str = 'center'
-    """Crop of each image that was encoded: `center`, or `random` with its minimum scale and seed."""
+    """How images were cropped before encoding: `center`, or `random` with its minimum scale and seed."""
     text_encoder: str | None = None
     """Fingerprint of the text encoders that made the stored embeddings; None if they run during training."""
     text_output: str = 'last'
-    """The output of the text encoders that is stored; see `TextConditioner.output`."""
+    """Which output of the text encoders is stored; see `TextConditioner.output`."""
     text_padding: str = 'kept'
     """`kept`: all L embeddings per caption are stored; `removed`: only those of tokens that are not padding."""
     image_sizes: bool = False
@@ -65,11 +65,11 @@ class LatentManifest:
     features_shape: list[int] | None = None
     """Height and width of the feature grid, and number of channels; None if no features are stored."""
     captions: str = 'all'
-    """The captions of a sample that are stored: `all`, `first` or `longest`, and columns by `diffusion caption`."""
+    """Which captions of a sample are stored: `all`, `first` or `longest`, and any columns from `diffusion caption`."""
     source: str = ''
     """SHA-256 of the index.json of the encoded image dataset."""
     autoencoder: str = field(default='', compare=False)
-    """Class of the VAE, and layout of its latents; empty in manifests of older versions, which had one layout."""
+    """Class of the VAE, and layout of its latents; empty in manifests of older releases, which had only one layout."""
     version: int = VERSION
 
     def text(self) -> str:
@@ -115,7 +115,7 @@ def manifest_of(
     captions: str = 'all',
     image_sizes: bool = False,
 ) -> LatentManifest:
-    """Return the manifest for latents encoded by `vae`; `text` made the stored text embeddings, None if none are."""
+    """Return the manifest of latents encoded by `vae`; `text` is None if no text embeddings are stored."""
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
@@ -149,7 +149,7 @@ class LatentsDataset(BucketedDataset):
     """Streaming dataset of precomputed latents, for training without the VAE.
 
     Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] and
-    pooled text [P] if stored. Stored features of an image encoder, [N, F] for N tokens, are returned only on request.
+    pooled text [P] if stored. With `image_features`, they also hold features of an image encoder, [N, F] for N tokens.
 
     Args:
         buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
@@ -158,9 +158,9 @@ class LatentsDataset(BucketedDataset):
         image_sizes: Add the stored sizes of each image, int64 [6], for a model conditioned on them.
         image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weight of each column of captions, prepared or written by `diffusion caption`, for choosing one
-            at random, such as {original: 0.3, recaptioned: 0.7}; None means that all captions in the shards are equally
-            likely, and that columns of `diffusion caption` are not used.
+        caption_weights: Probability weight of each caption column, such as {original: 0.3, recaptioned: 0.7}, whether
+            stored in the shards or written by `diffusion caption`. None means that all captions in the shards are
+            equally likely, and that columns of `diffusion caption` are not used.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

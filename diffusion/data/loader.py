@@ -284,8 +284,8 @@ class BucketedLoader(StreamingDataLoader):
         """Return a process group for CPU tensors, created on first use, or None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
             # Use Gloo: NCCL does not accept CPU tensors, and an all-reduce on the GPU would wait for all queued
-            # kernels. Use a long timeout: one rank may be saving a checkpoint for several minutes, and if ranks hang,
-            # the watchdog must find it first.
+            # kernels. Use a long timeout: one rank may save a checkpoint for several minutes, and the
+            # watchdog must report hanging ranks before this timeout does.
             timeout = datetime.timedelta(seconds=collective_timeout())
             group = torch.distributed.new_group(backend='gloo', timeout=timeout)
             self._gloo = cast(torch.distributed.ProcessGroup, group)

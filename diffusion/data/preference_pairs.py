@@ -16,13 +16,13 @@ REJECTED = 'rejected_image'
 class PreferencePairsDataset(ImageTextDataset):
     """Streaming dataset of prompts with a preferred and a rejected image, for `algorithms.diffusion_dpo`.
 
-    Both images of a pair are cropped, resized and flipped by the same random draws. For a model conditioned on image
-    sizes, the preferred image's sizes stand for both. Evaluation reads only the preferred images, so its streams may
-    have images without pairs. The keywords are those of `image_text`.
+    Both images of a pair are cropped, resized and flipped by the same random draws. A model conditioned on image sizes
+    gets those of the preferred image for both. Evaluation reads only the preferred images, so its streams may have
+    images without pairs. The constructor has the same arguments as `ImageTextDataset`.
     """
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return `ImageTextDataset`'s entries and, in training, the rejected image; raise BadSample if it has none."""
+        """Return `ImageTextDataset`'s item and, in training, the rejected image; raise BadSample if it is missing."""
         item = super().item(sample, index)
         if self.elastic:
             _, pixels, _ = self.cropped(sample[REJECTED], index)

@@ -44,13 +44,13 @@ SHARD_MARKER = '.mds'
 RECORD = '.used_bytes.json'
 """Name of the file with the total size of a folder's shards, kept by all processes that limit the folder's size."""
 RECOUNT_SECONDS = 600.0
-"""Age at which a folder's RECORD is replaced by a new count of its files: jobs without a limit record nothing."""
+"""Age at which files are counted again to replace a folder's RECORD, which misses shards of jobs without a limit."""
 SLACK = 0.01
 """Extra space freed per eviction, as a fraction of the limit. Evictions should be rare: each one lists all files."""
 PATIENCE_SECONDS = 10.0
-"""Time to wait for a process that evicts shards, and least time for one that downloads a shard, before going on."""
+"""Maximum wait for another process to evict shards; the maximum wait for its download is at least this long."""
 PATIENCE_FACTOR = 3.0
-"""Time to wait for another process's download, as a multiple of the expected time of our own download."""
+"""Maximum wait for another process's download, as a multiple of the expected time of our own download."""
 ASSUMED_BYTES_PER_SECOND = 20e6
 """Assumed download speed of this process before its first download."""
 
@@ -116,8 +116,8 @@ class CacheBudget:
     """Limit on the total size of downloaded shards; the least recently used ones are evicted to make room.
 
     Args:
-        folders: The limited folders, each with the relative paths of its shards, or with None for a cache folder, where
-            the shards of all datasets count. No other file is ever evicted.
+        folders: The limited folders, each with the relative paths of the shards that count and may be evicted; None
+            for a cache folder, where all shards of all datasets do. No other file is ever evicted.
         limit_bytes: Maximum total size of all shards, including those being downloaded; infinite if the only limit is
             the disk.
         wait: Called repeatedly while another process evicts; it may raise an exception to end the wait.
@@ -135,14 +135,14 @@ class CacheBudget:
     def reserve(self, path: Path, size: int) -> Iterator[None]:
         """Evict enough shards to make room for a new one of `size` bytes at `path`, and record its size.
 
-        The folders are locked during the `with` block. Create the file in it, or a temporary folder whose name contains
-        the size: other processes count both.
+        The folders are locked during the `with` block. Before it ends, create the file, or a temporary folder whose
+        name contains the size: other processes then count it.
         """
         # Evict and reserve while holding locks shared by all jobs that use the folders. Otherwise, two processes would
         # both count on the same free space and exceed the limit.
         with self._locked():
-            # Use the records: a 2 TB cache has 30,000 files, and listing them takes 0.15 s per download. A failed
-            # download or another job's `evict` leaves a record too large; the next count corrects it.
+            # Use the records: a 2 TB cache has 30,000 files, and listing them takes 0.15 s per download. After a
+            # failed download or another job's `evict`, a record is too large until the next count of the files.
             records = self._read_records()
             if records is None or sum(record.used_bytes for record in records.values()) + size > self.limit_bytes:
                 records = self._count_and_evict(size)
@@ -270,9 +270,9 @@ class DownloadTurns:
     def take(self, path: Path, size: int, is_complete: Callable[[], bool]) -> Iterator[Path | None]:
         """Wait while other processes download a file, then hold the right to download it during the `with` block.
 
-        Yields the path that this process has locked, after which to name the temporary folder: `path` itself or, if
-        other processes held that lock for too long, `path` with a number. Yields None if another process has completed
-        the file: `is_complete` is called when it has changed, and returns True if it exists and is undamaged.
+        Yields the path that this process has locked: `path` or, if other processes held that lock for too long, `path`
+        with a number. Name the temporary folder after it. Yields None if another process has completed the file:
+        `is_complete` is called when the file has changed, and returns True if it exists and is undamaged.
         """
         patience = self.patience_seconds(size)
         known = _signature(path)

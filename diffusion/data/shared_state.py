@@ -113,7 +113,7 @@ def one_job_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unused_name_on_all_ranks() -> Iterator[None]:
-    """Make all ranks of a machine name Streaming's shared memory by one number, the largest that any found unused."""
+    """Make a machine's ranks use one unused number in Streaming's shared memory names: the largest that any found."""
     find, machine = private_attribute(prefix, '_check_and_find_retrying'), os.uname().nodename
 
     def agreed(*arguments: Any, **settings: Any) -> int:

@@ -75,13 +75,13 @@ class BucketedDataset(VerifiedDataset):
             the same order (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded with others from the same shard
             (`diffusion.data.bad_samples`).
-        caption_weights: Weight of each column of captions, prepared or written by `diffusion caption`, for choosing one
-            at random; None means that all captions in the shards are equally likely, and that columns of `diffusion
-            caption` are not used.
+        caption_weights: Probability weight of each caption column, whether stored in the shards or written by
+            `diffusion caption`. None means that all captions in the shards are equally likely, and that columns of
+            `diffusion caption` are not used.
     """
 
     copies = 'each with its own crop, caption, timestep and noise'
-    """Difference between the copies of a sample within an epoch, for log messages."""
+    """What differs between the copies of a sample within an epoch; part of log messages."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class BucketedDataset(VerifiedDataset):
         self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
         self.spanner = OccurrenceSpanner(self.spanner)
         self._check_columns(columns)
-        # Without weights, all captions would be equally likely, and new tables would change a run without notice.
+        # Without weights, do not read captions written by `diffusion caption`: new ones would silently change a run.
         self.caption_columns = self.open_caption_columns(caption_weights or ())
         self._check_caption_columns()
         if elastic:
@@ -131,7 +131,7 @@ class BucketedDataset(VerifiedDataset):
         return self.read(at)[1]
 
     def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a stored sample, and its batch entries: tensors, id, epoch and occurrence.
+        """Return a stored sample, and what a batch has of it by batch key: tensors, id, epoch and occurrence.
 
         With `substitute`, a sample that cannot be decoded is replaced by another, served under the id of the original.
         Before a sample is replaced or rejected, its shard is hashed again and, if damaged, downloaded again.
@@ -182,7 +182,7 @@ class BucketedDataset(VerifiedDataset):
         return chosen, captions[chosen]
 
     def with_table_captions(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a sample with its captions from tables added to those in its shard, and the column of each."""
+        """Return a sample with captions of `diffusion caption` added to its shard's, and the column of each caption."""
         shard, row = self.spanner[index]
         columns = self.caption_columns[int(self.stream_per_shard[shard])]
         if not columns.listed:
@@ -196,7 +196,7 @@ class BucketedDataset(VerifiedDataset):
         }
 
     def open_caption_columns(self, names: Collection[str]) -> list[CaptionColumns]:
-        """Return, for each stream, its columns in tables that have one of these names."""
+        """Return each stream's caption columns with these names that `diffusion caption` has written."""
         found = []
         for stream, shards in self.shards_of_streams():
             mds_shards: list[Any] = shards
@@ -222,7 +222,7 @@ class BucketedDataset(VerifiedDataset):
             )
 
     def columns_of(self, bucket: Bucket) -> set[str]:
-        """Return all columns of a bucket's samples; some shards, as those added later, may not have all of them."""
+        """Return the columns that any shard of a bucket has; shards added later may lack some of them."""
         _, shards = list(self.shards_of_streams())[self.buckets.index(bucket)]
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
 
@@ -335,7 +335,7 @@ class BucketedDataset(VerifiedDataset):
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
         """Return each stream's number of batches per epoch, at least 1.
 
-        It is the stream's share of the epoch if `epoch_size` or a proportion is set, else `choose` in whole batches.
+        If `epoch_size` or a proportion is set, it follows from `proportions`; else it is `choose` in whole batches.
         """
         if not self.is_proportional:
             return [max(1, int(stream.choose) // self.global_batch) for stream in self.streams]
@@ -397,7 +397,7 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
     has changed, Streaming resumes with different samples and reports nothing.
 
     Values are JSON types. Paths and URLs are not included, since data may move; nor are the numbers of devices and
-    workers, and prefetching. Call it before the first epoch begins, with the dataset component's name and those of its
+    workers, and prefetching. Call this before the first epoch. `settings` has the dataset component's name, and its
     arguments that affect samples, such as `crop`.
     """
     order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')

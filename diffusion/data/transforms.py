@@ -199,7 +199,7 @@ class ImageBlock:
     """Allocator of the memory into which the next batch's images are decoded.
 
     Each batch owns the memory block from which it is collated. The block is reused once no tensor refers to it.
-    If a batch is not exactly the images placed in the block, in order, `collate` copies them, as without this class.
+    If a batch is not exactly the images placed in the block, in order, `collate` copies them like PyTorch's default.
     """
 
     def __init__(self, batch_size: int) -> None:

@@ -107,7 +107,7 @@ class VerifiedDataset(StreamingDataset):
         )
 
     def check_again(self, shard_id: int) -> bool:
-        """Verify a shard's hash again, at most once per process; return True if its file changed, as by a download.
+        """Verify a shard's hash again, at most once per process; return True if its file was replaced since.
 
         Call this for a sample that cannot be decoded: bits on a disk can flip without a new modification time. Raises
         DataError if the shard is damaged and cannot be downloaded.
@@ -157,7 +157,7 @@ class VerifiedDataset(StreamingDataset):
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """Report the exception of a Streaming thread to the machine's other processes; the callback of its future."""
+        """Report a Streaming thread's exception to the machine's other processes; Streaming calls this when it ends."""
         # Streaming re-raises here, but the executor only logs a callback's exceptions, so the epoch would end early.
         if (error := future.exception()) is not None:
             self._report_failure(error)

@@ -1,7 +1,7 @@
 """Streams that serve a shard only after its size and hash have been verified against the index.
 
 Streaming trusts any existing file, even if its hash has just turned out to be wrong, or if an earlier run left it
-truncated. Here, a shard is verified when a run first needs it, and a download also before it gets its final name.
+truncated. Here, a shard is verified when a run first needs it, and after a download before it gets its final name.
 """
 
 import hashlib
@@ -277,7 +277,7 @@ class VerifiedStream(Stream):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _newest_index(self, path: Path) -> bytes:
-        """Return the remote index.json, or the local one at `path` without a remote or if it cannot be read."""
+        """Return the remote index.json; if there is no remote or it cannot be read, the local one at `path`."""
         where = f'streams.{self.name}'
         local = path.read_bytes() if path.is_file() else None
         if self.source is None:

@@ -26,7 +26,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Answer:
-    """A rater's answer to one question (a key of `QUESTIONS`) about one pair (its index).
+    """A rater's answer about a pair of images: `pair` is its index, and `question` is a key of `QUESTIONS`.
 
     Args:
         choice: `first` or `second` for the image's position in the stored pair (not its side on the screen), or `tie`.
@@ -132,8 +132,8 @@ def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Ans
 def failed_checks(answers: Iterable[Answer], damaged: Mapping[int, str]) -> dict[str, float]:
     """Return the fraction of attention checks that each rater failed, for raters who saw any.
 
-    A rater fails a check by not choosing the undamaged image for quality. `damaged` has the damaged image (`first` or
-    `second`) of each pair that is an attention check, by the pair's index.
+    Raters fail a check unless they choose the undamaged image for quality. `damaged` maps the pair index of each
+    attention check to the position of its damaged image, `first` or `second`.
     """
     seen: dict[str, list[bool]] = {}
     for answer in answers:

@@ -1,4 +1,4 @@
-"""Build the comparison page: one HTML file with all images that does not reveal which model made which image.
+"""Build the comparison page: an HTML file that has all images but does not reveal which model made which.
 
 Images of both models are re-encoded from their pixels in the same way, at the same size per pair. So no metadata, file
 name or file format can tell the models apart.
@@ -100,7 +100,7 @@ TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
 JPEG_QUALITY = 92
 MAX_ASPECT_RATIO_ERROR = 0.02
-"""Maximum relative difference of a pair's aspect ratios, which stretching hides; a larger difference is an error."""
+"""Largest relative difference of a pair's aspect ratios: up to it, stretching is not noticed; above it is an error."""
 MOSAIC_CELLS = 14
 """Number of mosaic tiles, each of one color, along the longer side of a damaged image."""
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]

@@ -94,7 +94,7 @@ class Preference:
 
 
 def _variance_needed(difference: float) -> float:
-    """Return the maximum variance of a mean for which a difference is significant with probability `POWER`."""
+    """Return the largest variance of a mean at which a true `difference` is found with probability `POWER`."""
     normal = NormalDist()
     return (difference / (normal.inv_cdf((1 + CONFIDENCE) / 2) + normal.inv_cdf(POWER))) ** 2
 
@@ -104,10 +104,10 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
 
     The variance of the mean is V(rater) + V(prompt) - V(answer), each corrected by G / (G - 1) for its G clusters; in
     V(answer), all answers of a rater to a prompt are one cluster (Cameron, Gelbach and Miller 2011,
-    https://doi.org/10.1198/jbes.2010.07136). Its lower bound is V(answer), the variance for independent answers. The
-    interval is Wilson's (1927) for the number of independent answers with this variance (Dean and Pagano 2015,
-    https://doi.org/10.1093/jssam/smv024), with a quantile of Student's t with min(raters, prompts) - 1 degrees of
-    freedom; if the lower bound is used, it is the number of V(answer)'s clusters - 1. Unlike mean +- t x standard
+    https://doi.org/10.1198/jbes.2010.07136). If this is less than V(answer), the variance for independent answers,
+    V(answer) is used instead. The interval is Wilson's (1927) for as many independent answers as give this variance
+    (Dean and Pagano 2015, https://doi.org/10.1093/jssam/smv024), with a quantile of Student's t. Its degrees of freedom
+    are min(raters, prompts) - 1 or, if V(answer) is used, the number of its clusters - 1. Unlike mean +- t x standard
     error, the interval is also valid near 0 and 1.
 
     Args:
@@ -177,7 +177,7 @@ def clustered_proportion(parts: np.ndarray, wholes: np.ndarray, labels: ArrayLik
     """Return the proportion sum(parts) / sum(wholes) and its 95% interval.
 
     Args:
-        parts: Numbers [N] from 0 to those of `wholes` [N], such as right answers and answers.
+        parts: Counts [N], each at most the count in `wholes` [N], such as right answers and all answers.
         labels: Cluster of each number; numbers are correlated within a cluster.
     """
     whole, cluster_of = float(wholes.sum()), np.unique(labels, return_inverse=True)[1]
@@ -193,7 +193,7 @@ def clustered_proportion(parts: np.ndarray, wholes: np.ndarray, labels: ArrayLik
 
 @dataclass(frozen=True)
 class BenchmarkScore:
-    """Score of a benchmark, and of each kind of its prompts or questions, with 95% intervals."""
+    """Score of a benchmark, and of each category (`kinds`) of its prompts or questions, with 95% intervals."""
 
     score: float
     interval: tuple[float, float]

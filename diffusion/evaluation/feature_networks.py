@@ -214,7 +214,7 @@ def _inception_file() -> Path:
 
 
 def import_optional(module: str, extra: str) -> Any:
-    """Import a module without type hints; if it is not installed, UserError names the pip extra that installs it."""
+    """Import a module, which need not have type hints; UserError with the pip extra if it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -225,7 +225,7 @@ def clean_resize(image: Tensor, side: int) -> Tensor:
     """Resize an image uint8 [3, H, W] as clean-fid does; return pixels from 0 to 255, float32 [3, side, side].
 
     The bicubic filter is antialiased, and nothing is rounded. Without antialiasing, or with rounding to 8 bits, FID
-    changes by more than good models differ (Parmar et al., https://arxiv.org/abs/2104.11222).
+    changes by more than it differs between good models (Parmar et al., https://arxiv.org/abs/2104.11222).
     """
     planes = [Image.fromarray(plane.astype(np.float32)) for plane in image.cpu().numpy()]
     resized = [np.asarray(plane.resize((side, side), Image.Resampling.BICUBIC)) for plane in planes]

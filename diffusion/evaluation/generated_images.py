@@ -24,7 +24,7 @@ from diffusion.storage.atomic import atomic_folder, write_atomically
 log = logging.getLogger(__name__)
 
 MANIFEST = 'images.json'
-"""File in an image folder that records checkpoint, settings and a hash of the prompts, before the first image."""
+"""File in an image folder, written before the first image: checkpoint, settings and a hash of the prompts."""
 
 NEWER = ('guidance', 'snr_shift')
 """Settings that older image folders do not record; they are left out of the record while None."""
@@ -56,7 +56,7 @@ class Sampling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name, without defaults that older folders and exports do not have."""
+        """The settings by name; those in `NEWER`, which older folders and exports lack, only if set."""
         return {key: value for key, value in asdict(self).items() if value or key not in NEWER}
 
 
@@ -210,10 +210,10 @@ class GeneratedImages:
 
 
 def kept_answer(path: Path, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the answer about an image that is kept in a file beside it; None if there is none for this question.
+    """Return the answer about an image from the JSON file `path`; None if this is missing or does not match `about`.
 
     Args:
-        about: Entries that the file must have, such as the prompt and a hash of the network.
+        about: Keys and values that the file must have, such as the prompt and a hash of the network.
     """
     try:
         answer = json.loads(path.read_text(encoding='utf-8'))

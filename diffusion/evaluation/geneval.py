@@ -1,7 +1,7 @@
-"""GenEval with networks of transformers: finds the objects of each image, their colors, and the score per kind.
+"""GenEval with networks from transformers: detects the objects in images and their colors, and computes the scores.
 
-The published environment has Mask2Former of MMDetection and CLIP of open_clip; the differences are listed in
-docs/geneval.md. The rules are in `geneval_rules`. Shapes: H W image size, Q queries of the detector, K classes.
+The authors use Mask2Former from MMDetection and CLIP from open_clip; docs/geneval.md lists the differences. The
+rules are in `geneval_rules`. Shapes: H W image size, Q queries of the detector, K classes.
 """
 
 import json
@@ -31,9 +31,9 @@ from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_ST
 from diffusion.storage.atomic import write_atomically
 
 ANSWER_SUFFIX = '.geneval.json'
-"""End of the name of the file, beside each image, with the objects found in it."""
+"""Suffix of the JSON file beside each image that has the objects found in the image."""
 SHORT_SIDE, LONG_SIDE = 800, 1333
-"""An image is resized to the short side in pixels, or to the long side if that makes it smaller."""
+"""Maximum short and long side in pixels of an image for the detector; it is scaled until one is reached."""
 SIZE_STEP = 32
 """Height and width are padded to multiples of this number of pixels."""
 MAX_DETECTIONS = 100
@@ -65,7 +65,7 @@ class Classifier(Protocol):
 
 
 class ObjectDetector(nn.Module):
-    """Mask2Former for COCO instances (Cheng et al., https://arxiv.org/abs/2112.01527), with MMDetection's steps.
+    """Mask2Former for COCO instances (Cheng et al., https://arxiv.org/abs/2112.01527), with MMDetection's processing.
 
     OpenCV resizes an image bilinearly, as described at `SHORT_SIDE`; transformers' own image processor would make it
     384 x 384 pixels. An object's confidence is the probability of its class times the mean probability inside its mask.
@@ -99,7 +99,7 @@ class ObjectDetector(nn.Module):
         output = cast(Any, self.network)(pixel_values=pixels)
         probabilities = output.class_queries_logits[0].float().softmax(dim=-1)[:, :-1]  # [Q, K], without "no object"
         values, order = probabilities.flatten().topk(min(MAX_DETECTIONS, probabilities.numel()))
-        # A confidence is at most the probability of the class, so that most masks need not be computed.
+        # Drop unlikely classes before computing masks: an object's confidence is at most its class's probability.
         values, order = values[values > MIN_CONFIDENCE], order[values > MIN_CONFIDENCE]
         if not len(order):
             return []
@@ -118,7 +118,7 @@ class ObjectDetector(nn.Module):
 
 
 class ColorClassifier(nn.Module):
-    """Classifies the color of objects without training for it, by the similarity of their crops to texts in CLIP."""
+    """Zero-shot classifier of colors: compares CLIP embeddings of the objects' crops with those of texts."""
 
     def __init__(self, clip: TextImageScore) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def crop(image: Tensor, found: Detection) -> Tensor:
 
 
 class GenEval(nn.Module):
-    """Decides for each image whether it fulfills its prompt, and keeps the objects that were found beside the image."""
+    """Decides whether each image fulfills its prompt; saves the objects found in an image to a file beside it."""
 
     def __init__(self, detector: Detector, classifier: Classifier) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class GenEval(nn.Module):
     def scores(self, images: Sequence[Tensor], prompts: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> Tensor:
         """Return 1 for each image that fulfills its prompt and 0 for the others, float32 [N].
 
-        An image whose answer was kept, for the same prompt and networks, is judged again without the networks.
+        If a file beside an image has objects for the same prompt and networks, the networks are not run again.
 
         Args:
             images: Images, uint8 [3, H, W] each; sizes may differ.
@@ -182,7 +182,7 @@ class GenEval(nn.Module):
         return torch.tensor(results, dtype=torch.float32)
 
     def _found(self, image: Tensor, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the objects in an image by class, and the colors of those whose color the prompt names."""
+        """Return the objects in an image by class, and their colors for classes to which the prompt gives a color."""
         detections: dict[str, list[Detection]] = {}
         for each in sorted(self.detector.detect(image), key=lambda each: -each.confidence):
             detections.setdefault(each.name, []).append(each)
@@ -199,11 +199,11 @@ class GenEval(nn.Module):
 
 
 def geneval_score(correct: Tensor, prompts: Sequence[Prompt]) -> BenchmarkScore:
-    """Return the score of images [N] that fulfill their prompts (1) or not (0); one prompt per image.
+    """Return the mean over prompt categories of the fraction of images that are `correct`, 1 or 0 per image [N].
 
-    The images of a prompt are correlated, so the intervals are clustered by prompt. That of a kind is Wilson's for the
-    number of independent images with this variance; that of the mean is made from the kinds' intervals, by the method
-    of variance estimates recovery (Zou and Donner 2008, https://doi.org/10.1002/sim.3095).
+    The images of a prompt are correlated, so the intervals are clustered by prompt. A category's interval is Wilson's
+    for as many independent images as give this variance. The mean's interval combines those of the categories by the
+    method of variance estimates recovery (Zou and Donner 2008, https://doi.org/10.1002/sim.3095).
     """
     kinds = {}
     for kind, indices in categories(prompts).items():

@@ -23,7 +23,7 @@ CLASSES = (
     *('computer keyboard', 'cell phone', 'microwave', 'oven', 'toaster', 'sink', 'refrigerator', 'book', 'clock'),
     *('vase', 'scissors', 'teddy bear', 'hair drier', 'toothbrush'),
 )
-"""The 80 classes of COCO in COCO's order, with the names that GenEval's prompts have."""
+"""The 80 classes of COCO in COCO's order, by the names used in GenEval's prompts."""
 COLORS = ('red', 'orange', 'yellow', 'green', 'blue', 'purple', 'pink', 'brown', 'black', 'white')
 RELATIONS = ('left of', 'right of', 'above', 'below')
 COUNTING = 'counting'
@@ -32,21 +32,21 @@ MIN_CONFIDENCE_COUNTING = 0.9
 MAX_OBJECTS = 16
 """Maximum number of objects per class."""
 POSITION_MARGIN = 0.1
-"""Fraction of the two objects' sizes by which their centers may differ without one being beside the other."""
+"""Distance of two objects' centers on an axis that counts as none, as a fraction of the sum of their sizes."""
 
 Object = Sequence[float]
 """Detected object: left, top, right and bottom edge of its box in pixels, and the confidence."""
 
 
 def kept_objects(objects: Mapping[str, Sequence[Object]], kind: str) -> dict[str, list[Object]]:
-    """Return the objects by class that count for a prompt of a kind, the most confident ones first."""
+    """Return the objects that count for a prompt whose `tag` is `kind`, by class, most confident first."""
     least = MIN_CONFIDENCE_COUNTING if kind == COUNTING else MIN_CONFIDENCE
     ordered = {name: sorted(found, key=lambda each: -each[4]) for name, found in objects.items()}
     return {name: [each for each in found if each[4] > least][:MAX_OBJECTS] for name, found in ordered.items()}
 
 
 def relations(one: Object, other: Object) -> set[str]:
-    """Return those of `RELATIONS` in which one object is to another, by their boxes; none if they are too close.
+    """Return the `RELATIONS` that hold for one object's box relative to the other's; none if they are too close.
 
     With d the difference of the centers and s the sum of the sizes, a direction holds if its component of
     sign(d) max(|d| - 0.1 s, 0) / |d|_2 is larger than 0.5, so that two can hold at once.
@@ -73,7 +73,7 @@ def failure(
     Args:
         prompt: A line of GenEval's `evaluation_metadata.jsonl`: its kind as `tag`, and `include` and `exclude`.
         objects: All detected objects in the image by class.
-        colors: Colors of the objects that count, in their order, by class; needed for classes with a color.
+        colors: Colors of the objects that count, in order, by class; needed for classes with a color in the prompt.
     """
     kept, reasons = kept_objects(objects, prompt['tag']), []
     groups: list[list[Object] | None] = []

@@ -17,21 +17,21 @@ from diffusion.models.hub_errors import reading_weights
 from diffusion.models.pretrained import load_pretrained, read_config
 
 PROMPT = Path(__file__).with_name('hpsv3_prompt.txt')
-"""The authors' request, from their package hpsv3 1.0.0, under the MIT license; Copyright (c) 2024 HPSv3 Team."""
+"""The authors' prompt text, from their package hpsv3 1.0.0, under the MIT license; Copyright (c) 2024 HPSv3 Team."""
 REWARD = '<|Reward|>'
-"""Token in the request whose last hidden state the head reads."""
+"""Token in the prompt text whose last hidden state is the head's input."""
 PIXELS = 256 * 28 * 28
 """Images are resized to about this number of pixels, in steps of 28."""
 
 
 class HPSv3(ImageScore):
-    """HPSv3 (Ma et al., https://arxiv.org/abs/2508.03789): the mean of the distribution of people's preference.
+    """HPSv3 (Ma et al., https://arxiv.org/abs/2508.03789): mean of the predicted preference score.
 
-    As in the authors' package, the network including its rotary frequencies is in bfloat16 and the head in float32, and
-    the positions of all tokens are 0, 1, 2, ..., without the two dimensions of the image.
+    As in the authors' package, the network including its rotary frequencies is in bfloat16 and the head in float32. All
+    tokens have positions 0, 1, 2, ...; image tokens do not have separate positions for height and width.
 
     Args:
-        source: The authors' file `HPSv3.safetensors`, or a repository with it as `ORG/NAME@COMMIT`.
+        source: The authors' file `HPSv3.safetensors`, or a repository that has this file, as `ORG/NAME@COMMIT`.
         base: Folder or repository of Qwen2-VL-7B-Instruct; only its configuration, tokenizer and image processor are
             read.
         revision: Commit of the repository `base`.

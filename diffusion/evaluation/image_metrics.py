@@ -46,7 +46,7 @@ from diffusion.storage.atomic import atomic_folder, write_atomically
 log = logging.getLogger(__name__)
 
 AREA_TOLERANCE = 1.25
-"""Generated and reference images whose areas differ by this factor or more are an error; buckets differ by less."""
+"""Ratio of the areas of generated and reference images that is an error; aspect ratio buckets differ by less."""
 
 
 class ImageMetrics:
@@ -326,14 +326,14 @@ class ImageMetrics:
 
 
 EXAMPLES = 3
-"""Number of prompts of each category whose images are named as the worst ones, and as the best ones."""
+"""Maximum number of prompts per category that are listed with their worst image, and with their best image."""
 
 
 def examples(scores: Sequence[float], prompts: Sequence[Prompt], images: GeneratedImages) -> dict[str, Any]:
-    """Return images of the prompts with the lowest and the highest mean scores, as `worst` and `best` by category.
+    """Return, by category, one image of each prompt with the lowest (`worst`) or the highest (`best`) mean score.
 
-    Each entry has the `file` of the prompt's worst or best image in its folder, the `prompt`, and the `score`. Images
-    whose score is NaN are left out.
+    It is the prompt's worst or best image, given by `file` (relative to the folder of the images), `prompt` and
+    `score`. Images whose score is NaN are left out.
     """
     found: dict[str, Any] = {}
     for category, indices in categories(prompts).items():

@@ -108,8 +108,8 @@ class HumanPreferenceScore(ImageScore):
     has S pixels, and padded with black to a square.
 
     Args:
-        source: The authors' file `HPS_v2.1_compressed.pt` or `HPS_v2_compressed.pt`, or `ORG/NAME@COMMIT` on the Hub,
-            from which the former is loaded.
+        source: The authors' file `HPS_v2.1_compressed.pt` or `HPS_v2_compressed.pt`, or a Hub repository
+            `ORG/NAME@COMMIT` that has `HPS_v2.1_compressed.pt`.
     """
 
     def __init__(self, source: str) -> None:
@@ -138,8 +138,8 @@ class ImageReward(ImageScore):
     encoders (a ViT-L/16 for 224 pixels and BERT base) are read from the weights.
 
     Args:
-        source: The authors' file `ImageReward.pt`, or a repository with it as `ORG/NAME@COMMIT`. The tokenizer is that
-            of BERT, from a `vocab.txt` beside the file, or else from the Hub.
+        source: The authors' file `ImageReward.pt`, or a repository that has this file, as `ORG/NAME@COMMIT`. BERT's
+            tokenizer is read from a `vocab.txt` beside the file, or else from the Hub.
     """
 
     def __init__(self, source: str) -> None:
@@ -244,7 +244,7 @@ def weights_file(source: str, name: str) -> Path:
 
 
 def read_tensors(path: Path, weights: str) -> dict[str, Tensor]:
-    """Return the tensors in a file; UserError, with the advice to download `weights`, if that is not what it has."""
+    """Return the tensors in a file; if it has no tensors, raise UserError with the advice to download `weights`."""
     with reading_weights(str(path), weights):
         found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
         if not isinstance(found, dict):
@@ -262,7 +262,7 @@ def _layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def _vision_name(name: str) -> str:
-    """Return the name in transformers of a tensor in the image encoder of BLIP's authors."""
+    """Convert a tensor's name in the BLIP authors' image encoder to its name in transformers."""
     for ours, theirs in {
         'embeddings.class_embedding': r'^cls_token$',
         'embeddings.position_embedding': r'^pos_embed$',
@@ -278,7 +278,7 @@ def _vision_name(name: str) -> str:
 
 
 def _linear_layers(tensors: Mapping[str, Tensor], width: int, where: str) -> nn.Sequential:
-    """Return the linear layers of a score's head, `layers.0`, `layers.2` and so on; between them were only dropouts.
+    """Return a score head's linear layers, `layers.0`, `layers.2` and so on; the layers between them are dropouts.
 
     Raises:
         UserError: The tensors are not such layers from `width` features to one score.

@@ -1,7 +1,7 @@
 """Ask a vision-language model about generated images, keep its answers beside them, and compute scores.
 
-The answers to the questions about `000012.png` are in `000012.judge.json`, written after each answer, so that a killed
-evaluation asks nothing twice but the questions in flight, and a score is computed again without the model.
+The answers to the questions about `000012.png` are in `000012.judge.json`, written after each answer. A killed
+evaluation asks again only the questions in flight, and scores can be computed again without the model.
 """
 
 import itertools
@@ -36,15 +36,15 @@ from diffusion.storage.caption_tables import plan_hash
 log = logging.getLogger(__name__)
 
 ANSWER_SUFFIX = '.judge.json'
-"""End of the name of the file, beside each image, with the answers about it by hash of question and judge."""
+"""Suffix of the JSON file beside each image that has the answers about it, by hash of question and judge."""
 BATCHES_PER_ROUND = 8
-"""Batches of images after which the ranks wait for each other, so that none waits for longer than a timeout."""
+"""Batches per rank after which the ranks synchronize: often enough that none waits until a timeout."""
 PERFECT = {'dpg': 100.0, 'tifa': 1.0}
-"""Metrics with questions from the prompt file, and the highest score on the scale in which papers print it."""
+"""Metrics whose questions are in the prompt file, with the highest possible score as papers print it."""
 
 
 class JudgedScore(NamedTuple):
-    """Score of a metric and of each image, the number of answers, and how many of them counted as the worst one."""
+    """Score of a metric and of each image, number of answers, and number of unusable ones, which count as the worst."""
 
     score: BenchmarkScore
     images: list[float]
@@ -89,7 +89,7 @@ class Judge:
                 raise UserError(f'{metric}: the prompt {prompt.text!r} has no questions; give {what} as prompts')
 
     def questions(self, index: int, prompt: Prompt) -> list[Question]:
-        """Return the questions about an image of a prompt, without the image: the ratings, then the benchmark's."""
+        """Return the questions about an image of a prompt, without its pixels: for ratings, then for the benchmarks."""
         asked = [(name, each, prompt.text if each.with_caption else '') for name, each in self.scales.items()]
         asked += [(name, each.instruction, each.text) for name in self.benchmarks for each in prompt.questions]
         return [Question(index, row, *each[:2], caption=each[2]) for row, each in enumerate(asked)]
@@ -134,7 +134,7 @@ class Judge:
         return scores
 
     def _key(self, question: Question) -> str:
-        # The rule that parses an answer is left out: with a corrected one, kept answers are parsed again.
+        # Leave out the rule that parses an answer: if the rule is corrected, kept answers are only parsed again.
         return plan_hash({**self.settings.made_with, 'question': question.instruction})
 
     def _ask(
@@ -182,7 +182,7 @@ class Judge:
     def _scores(
         self, prompts: Sequence[Prompt], parsed: Sequence[Sequence[str | None]], prompt_of: np.ndarray
     ) -> dict[str, JudgedScore]:
-        """Return the scores of images, of which `parsed` has what the answers say, in the order of `questions`."""
+        """Return the scores; `parsed` has each image's parsed answers in the order of `questions`, None if unusable."""
         scores = {}
         for column, (name, instruction) in enumerate(self.scales.items()):
             assert instruction.scale is not None

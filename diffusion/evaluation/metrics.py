@@ -1,4 +1,4 @@
-"""Compute the metrics in `diffusion.config.image_metrics`: distances between image sets, and networks by name.
+"""Compute the distances in `diffusion.config.image_metrics`, and load the networks that metrics use.
 
 Distances are computed on features, one row per image from a feature network: [N, D] of the images and [M, D] of the
 references. They are computed in float64 on the device of their arguments, do not depend on row order, and raise
@@ -129,7 +129,7 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
 
 
 def _fraction_inside(points: Tensor, centers: Tensor) -> float:
-    """Return the fraction of points in a sphere around any center, up to its `NEIGHBORS`-th nearest other center."""
+    """Return the fraction of points no farther from some center than its `NEIGHBORS`-th nearest other center is."""
     # Ask for one more neighbor, because each center is its own nearest neighbor.
     radii = torch.cat(
         [_distances(rows, centers).kthvalue(NEIGHBORS + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]

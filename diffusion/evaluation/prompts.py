@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 OWN = 'own'
 """Name that selects this package's prompts wherever a prompt file can be given."""
 CVTG = 'CVTG-2K'
-"""The `benchmark` in the metadata of prompts from a JSON file with `data_list`."""
+"""Value of `benchmark` in the metadata of prompts that were read from the `data_list` of a JSON file."""
 OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
 """120 prompts in 12 categories, such as colors, counting and text."""
 PROMPT_COLUMNS = ('prompt', 'prompts', 'caption', 'text')

@@ -27,7 +27,7 @@ class BenchmarkQuestion:
     Args:
         category: Category of the question: the broad one of DPG-Bench, such as `entity`, or the element type of TIFA.
         number: Number of the question within its prompt.
-        parents: Numbers of the questions without whose right answers this one does not count.
+        parents: Numbers of the questions on which this one depends: its answer counts only if theirs do.
     """
 
     text: str
@@ -93,7 +93,7 @@ def item_and_question(where: str, row: Mapping[str, Any]) -> tuple[str, Benchmar
 
 
 def counting(questions: Sequence[BenchmarkQuestion], right: Sequence[bool]) -> list[bool]:
-    """Return which right answers count: those to questions whose parents count, in the order of the file.
+    """Return True for each question with a right answer whose parents count too, processed in the given order.
 
     Parents that are not among the questions, such as 0, are ignored.
     """
@@ -143,14 +143,14 @@ def rating_score(
 
     Args:
         scale: Lowest and highest rating.
-        kinds: Indices of the images of each kind of prompts.
+        kinds: Indices of the images of each category of prompts.
         prompt_of: Index of each image's prompt, from 0, int [N].
     """
     low, steps = scale[0], scale[1] - scale[0]
 
     def mean(images: Sequence[int]) -> tuple[float, tuple[float, float]]:
         prompts = np.unique(prompt_of[images], return_inverse=True)[1]
-        # A rating counts as so many answers of 0 or 1 as there are steps.
+        # For the interval, a prompt's mean rating counts as the mean of `steps` answers of 0 or 1.
         return _prompt_mean((ratings[images] - low) / steps, prompts, answers=steps * (prompts.max() + 1))
 
     score = BenchmarkScore(*mean(range(len(ratings))), {kind: mean(images) for kind, images in kinds.items()})
@@ -158,10 +158,10 @@ def rating_score(
 
 
 def _prompt_mean(values: np.ndarray, prompt_of: np.ndarray, *, answers: float) -> tuple[float, tuple[float, float]]:
-    """Return the mean over prompts of the mean value, from 0 to 1, of their images [N], and its 95% interval.
+    """Return the mean over prompts of their images' mean value, from 0 to 1, and its 95% interval; values are [N].
 
     Args:
-        answers: Number of answers in all, each 0 or 1, of which the values are means.
+        answers: Total number of the answers, each 0 or 1, that were averaged to get the values.
     """
     means = np.bincount(prompt_of, values) / np.bincount(prompt_of)
     each = answers / len(means)

@@ -25,7 +25,7 @@ from diffusion.storage.atomic import atomic_file
 BATCH_SIZE = 64
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
 PIXELS = 'upright, sRGB, transparency over white'
-"""Conversion of files to pixels, stored with cached features; features of another conversion are rejected."""
+"""How files become pixels; stored with cached features, which are rejected if this text has changed."""
 
 
 class ReferenceImages(Protocol):
@@ -108,13 +108,13 @@ class FolderImages:
 def reference_features(
     folder: Path, images: ReferenceImages, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint
 ) -> dict[str, Tensor]:
-    """Return each network's features [M, D] of reference images; all ranks compute those that have no file in a folder.
+    """Return each network's features [M, D] of reference images, from files in a folder or computed on all ranks.
 
-    Runs may share the folder. A collective call. Only rank 0 reads and writes the files, so on other ranks the result
-    lacks features that a file has.
+    A collective call. Runs may share the folder. Only rank 0 reads and writes the files, so the other ranks return
+    only the features that were computed because their file was missing.
 
     Raises:
-        UserError: A file's features are from other images, another network, or another kind of resizing.
+        UserError: A file's features are from other images, another network, or another resizing method.
     """
     descriptions = {
         name: {'images': images.description(), **network.description()} for name, network in networks.items()

@@ -27,22 +27,22 @@ from diffusion.evaluation.prompts import CVTG, Prompt, categories
 from diffusion.storage.atomic import write_atomically
 
 ANSWER_SUFFIX = '.rapidocr.json'
-"""End of the name of the file, beside each image, with the text that was read in it."""
+"""Suffix of the JSON file beside each image that has the text read in the image."""
 LETTERS = 'a-zA-Z0-9àâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ'
-"""Letters of LongText-Bench other than Chinese characters; it ignores everything else."""
+"""Letters and digits that LongText-Bench compares, besides Chinese characters; it ignores all others."""
 SPELLED = '0-9A-Za-z\u00c0-\u04ff'
 """Digits, and letters of scripts that have spaces between words: Latin, Greek and Cyrillic."""
 CHINESE = '\u4e00-\u9fa5'
 PUBLISHED_QUOTES = r"'(.*?)'"
 """Text in single quotes, as the authors of CVTG-2K find it: an apostrophe counts as a quote."""
 QUOTES = rf'(?<![{SPELLED}]){PUBLISHED_QUOTES}(?![{SPELLED}])'
-"""The same without the apostrophes in words. Chinese and Korean characters may be next to a quote."""
+"""Text in single quotes, without apostrophes in words. Chinese and Korean characters may be next to a quote."""
 METRICS = {'word_accuracy_rapidocr': (0, 1), 'ned_rapidocr': (2, 3)}
-"""Metrics by name: columns of the counts of `TextReader.counts` whose sums are divided."""
+"""For each metric, two columns of `TextReader.counts`: the score is the first one's sum over the second one's."""
 
 
 def text_counts(prompt: Prompt, lines: Sequence[str]) -> tuple[float, float, float, float]:
-    """Return right words, wanted words, sum of similarities, and their number, for the lines of text in an image.
+    """Count right and wanted words in an image's lines of text; return both, the sum and number of similarities.
 
     Args:
         prompt: A line of LongText-Bench, whose `text` lists the texts, or a prompt with words in single quotes.
@@ -65,7 +65,7 @@ def check_text(prompts: Sequence[Prompt]) -> None:
 
 
 def _longtext_counts(wanted: str, found: str, chinese: bool) -> tuple[float, float, float, float]:
-    """Count words, or characters of Chinese prompts, in any order; the similarity is that of the whole text."""
+    """Count words, or characters of Chinese prompts, in any order; the only similarity is that of the whole text."""
     if chinese:
         wanted, found = (re.sub(f'[^{CHINESE}{LETTERS}]', '', text) for text in (wanted, found))
     else:
@@ -82,7 +82,7 @@ def _quoted_words(prompt: Prompt) -> list[str]:
 
 
 def _cvtg_counts(words: Sequence[str], found: Sequence[str]) -> tuple[float, float, float, float]:
-    """Count words that were read anywhere; the similarity is that of each word to the one most like it by difflib."""
+    """Count words that were read anywhere; similarities are those to each word's closest match, found by difflib."""
     nearest = [difflib.get_close_matches(word, found or [''], n=1, cutoff=0)[0] for word in words]
     similarities = (_similarity(word, other) for word, other in zip(words, nearest, strict=True))
     return sum(word in found for word in words), len(words), sum(similarities), len(words)
@@ -101,7 +101,7 @@ def _similarity(text: str, other: str) -> float:
 
 
 class TextReader(nn.Module):
-    """Reads text by RapidOCR, which is PP-OCR of PaddleOCR in ONNX Runtime, on the CPU; keeps it beside each image.
+    """Reads text by RapidOCR, which is PP-OCR of PaddleOCR in ONNX Runtime, on the CPU; saves it beside each image.
 
     The weights are in the wheel of RapidOCR. Lines with a confidence below 0.5 are left out, as in PaddleOCR.
 
@@ -119,10 +119,10 @@ class TextReader(nn.Module):
         self._ocr: Any = import_optional('rapidocr', 'ocr').RapidOCR(params=settings)
         network = self._ocr.cfg.Rec
         self.engine = f'rapidocr {version("rapidocr")}, {network.ocr_version.value} {network.model_type.value}'
-        """Name and versions of the OCR, which stand beside the results."""
+        """Name and versions of the OCR, which are saved with the results."""
 
     def counts(self, images: Sequence[Tensor], prompts: Sequence[Prompt], files: Sequence[Path]) -> Tensor:
-        """Return `text_counts` of images, float64 [N, 4]; text that was kept by the same engine is not read again.
+        """Return `text_counts` of images, float64 [N, 4]; text that a file has from the same OCR is not read again.
 
         Args:
             images: Images, uint8 [3, H, W] each; sizes may differ.

@@ -14,7 +14,7 @@ MAX_EARLIER = 5
 
 
 def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, Any]]:
-    """Return those of the last MAX_EARLIER results before a batch that are of the same weights, newest first."""
+    """Return the results of the same weights among the last MAX_EARLIER before a batch, newest first."""
     names = (name for name in files.list(EVALUATIONS).files if name.startswith('ba') and name[2:-5].isdigit())
     batches = sorted((each for name in names if (each := int(name[2:-5])) < batch), reverse=True)
     paths = [f'{EVALUATIONS}/ba{each}.json' for each in batches[:MAX_EARLIER]]
@@ -66,7 +66,7 @@ def _change(value: float, before: float, where: str, better: str) -> str:
 
 
 def _comparable(earlier: Mapping[str, Any], results: Mapping[str, Any], name: str) -> float | None:
-    """Return the value of a loss or metric in earlier results; None if they have none to compare with.
+    """Return the value of a loss or metric in earlier results; None if they have no comparable one.
 
     A metric of generated images is only compared for the same sampling, prompts and number of images.
     """

@@ -105,5 +105,5 @@ class Retrieval:
 
 
 def nearest_images(images: Tensor, references: Tensor) -> Tensor:
-    """Return the index int64 [B] of the nearest reference [R, 3, H, W] by squared error to each image [B, 3, H, W]."""
+    """Return each image's nearest reference by squared error: indices int64 [B] of [B, 3, H, W] in [R, 3, H, W]."""
     return torch.cdist(images.flatten(1), references.flatten(1)).argmin(dim=1)

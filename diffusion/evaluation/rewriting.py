@@ -21,7 +21,7 @@ from diffusion.storage.local_files import check_writable
 log = logging.getLogger(__name__)
 
 ASKED_AGAIN = ('refused_by_server', 'context_too_long')
-"""Rules whose answers are not kept, since the server's settings may cause them."""
+"""Rejection rules that are not saved as a question's answer, since the server's settings may be the cause."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from diffusion.training.components import build_dataset, build_loader
 
 MAX_SAMPLES = 512
 MAX_BATCH = 64
-"""Timed batches have the greatest common divisor of this and the recipe's global batch, which is for many devices."""
+"""Maximum batch size to time; the size is the greatest common divisor of this and the recipe's global batch."""
 
 Result = TypeVar('Result')
 

@@ -26,7 +26,7 @@ LOOK_NEEDS = {
     'eval_streams': ('dataset', 'eval_dataset'),
     'precompute.streams': ('precompute.crop', 'precompute.min_crop_scale'),
 }
-"""Recipe paths that `data look` needs (not ???) for each section of streams, besides `model`, `loader` and `seed`."""
+"""Recipe paths, besides `model`, `loader` and `seed`, that must not be ??? for `data look`, by section of streams."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -292,7 +292,7 @@ def _check_complete(missing: Sequence[Problem], paths: Collection[str]) -> None:
 
 
 def _missing(missing: Sequence[Problem], paths: Collection[str]) -> list[Problem]:
-    """Return the problems in `missing`, values that are still ???, that are at or inside one of these recipe paths."""
+    """Return the problems in `missing` (values that are still ???) at or inside one of these recipe paths."""
     return [each for each in missing if any(f'{each.where}.'.startswith(f'{path}.') for path in paths)]
 
 

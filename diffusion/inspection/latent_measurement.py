@@ -1,4 +1,4 @@
-"""`diffusion data measure-latents`: check that an autoencoder's statistics normalize its latents of a dataset.
+"""`diffusion data measure-latents`: check that an autoencoder's stored statistics normalize the latents of a dataset.
 
 Shapes: B batch, C latent channels, H W latent size.
 """
@@ -26,7 +26,7 @@ from diffusion.storage.places import is_url
 from diffusion.training.components import build_dataset
 
 MAX_MEAN, MIN_VARIANCE, MAX_VARIANCE = 0.5, 0.5, 2.0
-"""Bounds for a channel of normalized latents; the statistics of published autoencoders are those of other images."""
+"""Bounds for a normalized latent channel; they are wide, since published statistics are those of other images."""
 
 
 @dataclass(frozen=True)

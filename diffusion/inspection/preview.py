@@ -123,7 +123,7 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
 
 
 def _table_captions(dataset: BucketedDataset, index: int) -> str:
-    """Return all captions of a sample, each on a line after its column; empty if the stream uses no caption tables."""
+    """Return all captions of a sample, each on a line after its column; empty if none is from `diffusion caption`."""
     stored = dataset.get_item(index)
     sample = dataset.with_table_captions(stored, index)
     if sample is stored:

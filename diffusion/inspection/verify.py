@@ -236,7 +236,7 @@ class VerifyReport:
     seconds: float = 0.0
     defects: list[Defect] = field(default_factory=list)
     problem: str | None = None
-    """Why the stream cannot be verified as a whole; None if it can."""
+    """Problem of the stream as a whole, such as an unreadable index.json; None if there is none."""
 
     @property
     def is_sound(self) -> bool:

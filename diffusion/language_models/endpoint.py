@@ -1,8 +1,8 @@
 """Client of an OpenAI-compatible endpoint for language models, such as vLLM, SGLang or a hosted service.
 
 Requests run concurrently in one thread. Their number adapts to the server: it grows with each answer and shrinks when
-the server is overloaded. Faults of the network and the server are retried. An image gets no answer only if the server
-answers others in the meantime; otherwise the server is at fault, and the command ends with status 1, to be resumed.
+the server is overloaded. Faults of the network and the server are retried. A question that keeps failing is given up
+if the server answers others in the meantime. If the server answers none, the command ends with status 1; resume it.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from diffusion.storage.retry import LONGEST_PAUSE_SECONDS, TRANSIENT_STATUS, err
 OVERLOADED = frozenset({429, 503})
 REFUSED_IMAGE = frozenset({400, 413, 415, 422})
 TRIES = 8
-"""Number of requests for one answer that may fail, other than by an overloaded or unreachable server."""
+"""Number of failed requests after which a question is given up; an overloaded or lost server does not count."""
 FIRST_PAUSE_SECONDS = 0.25
 RETRY_TEMPERATURE = 0.7
 """Minimum temperature for a second answer: at 0, the model would repeat the one that was rejected."""
 FIRST_IN_FLIGHT = 8
 NEW_PER_ROUND = 8
-"""Requests to start before looking for answers: reading the images of hundreds would keep answers waiting."""
+"""Number of requests to start between checks for answers: reading hundreds of images first would delay the answers."""
 MAX_REFUSED_AT_START = 20
 """If the server refuses this many images before its first answer, the settings are wrong rather than the images."""
 
 
 class Fault(Exception):
-    """A request failed in a way that another try may not. `counts` is False if the image cannot be the cause."""
+    """Failure of a request that may succeed on another try. `counts` is False if the image cannot be the cause."""
 
     def __init__(self, reason: str, *, counts: bool = True, pause_seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class Fault(Exception):
 
 
 class Refused(Exception):
-    """The server rejects the image or the length of the prompt; the first argument is the name of the rule."""
+    """The server rejects the image or the length of the prompt; the first argument names the rejection rule."""
 
 
 class InFlightLimit:
@@ -96,7 +96,7 @@ class Endpoint:
                     has_room = not is_complete and len(tasks) < self.limit.value
                     first = asyncio.wait(tasks, timeout=0 if has_room else None, return_when=asyncio.FIRST_COMPLETED)
                     done, tasks = loop.run_until_complete(first)
-                    # Yield the answers before an error ends the command: nothing is asked again that was answered.
+                    # Yield all answers before an error ends the command, so that no answered question is asked again.
                     for task in sorted(done, key=lambda task: task.exception() is not None):
                         yield task.result()
         finally:
@@ -116,7 +116,7 @@ class Endpoint:
         return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=True)
 
     async def _answer(self, session: Any, question: Question) -> Answer:
-        """Ask until an answer passes the rules, or the last of `attempts` does not."""
+        """Ask until an answer passes the rejection rules, at most `attempts` times; return the last answer."""
         tokens = prompt_tokens = 0
         for attempt in range(1, self.settings.attempts + 1):
             try:
@@ -176,7 +176,7 @@ class Endpoint:
         return self._parsed(body, question)
 
     def _raise_for(self, status: int, body: bytes, retry_after: str | None) -> None:
-        """Raise the error for an answer with another status than 200."""
+        """Raise the error for a response with another status than 200."""
         text = f'status {status}: {body[:300].decode(errors="replace")}'
         if token := self.settings.token:  # some servers repeat it
             text = text.replace(token, '<token>')
@@ -197,7 +197,7 @@ class Endpoint:
         raise Fault(text)
 
     def _parsed(self, body: bytes, question: Question) -> Answer:
-        """Return the answer in the body of a response; raise Fault if it is not one, or of another model."""
+        """Return the answer in a response's body; raise Fault if it has none, or if another model has answered."""
         try:
             values = json.loads(body)
             choice, usage = values['choices'][0], values.get('usage') or {}

@@ -1,4 +1,4 @@
-"""What an engine is: an iterator from questions to the answers of a language model."""
+"""Interface of an engine, which asks questions of a language model and yields the answers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Answer:
     question: Question
     text: str
     rejected: str | None = None
-    """Name of the rule that rejects the answer; None accepts it."""
+    """Name of the rule that rejects the answer; None if it is accepted."""
     tokens: int = 0
     prompt_tokens: int = 0
 

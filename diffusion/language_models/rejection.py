@@ -14,7 +14,7 @@ REFUSAL = re.compile(
 CUT_OFF = 'cut_off'
 """Rule for an answer that reached `max_tokens`; it usually ends within a sentence."""
 LOOP_REPEATS = {1: 5, 2: 4}
-"""Repetitions after the first occurrence from which a phrase of 1 or 2 words is a loop; for 3 to 20 words, 2."""
+"""A phrase of 1 or 2 words is a loop if it is repeated this many times after its first occurrence; 3 to 20 words: 2."""
 LONGEST_REPEAT_WORDS = 20
 ECHO_WORDS = 12
 """An answer with this many consecutive words of the prompt is an echo."""
@@ -51,7 +51,7 @@ def rejection(answer: str, prompt: Prompt, *, cut_off: bool) -> str | None:
 
 
 def is_loop(words: list[str]) -> bool:
-    """Return True if a phrase of 1 to 20 words is repeated without a break at least as often as in `LOOP_REPEATS`."""
+    """Return True if a phrase of 1 to 20 words is repeated directly after itself at least `LOOP_REPEATS` times."""
     for length in range(1, min(LONGEST_REPEAT_WORDS, len(words) // 2) + 1):
         run, needed = 0, length * LOOP_REPEATS.get(length, 2)
         for at in range(length, len(words)):
@@ -62,7 +62,7 @@ def is_loop(words: list[str]) -> bool:
 
 
 def is_echo(words: list[str], prompt: list[str]) -> bool:
-    """Return True if `ECHO_WORDS` consecutive words of the answer are in the prompt, or all of a shorter answer."""
+    """Return True if the prompt has `ECHO_WORDS` consecutive words of the answer, or all 6 to 11 of a shorter one."""
     length = min(ECHO_WORDS, max(len(words), ECHO_WORDS // 2))
     phrases = {tuple(prompt[at : at + length]) for at in range(len(prompt) - length + 1)}
     return any(tuple(words[at : at + length]) in phrases for at in range(len(words) - length + 1))

@@ -13,7 +13,7 @@ from diffusion.runs import environment
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 
 BEGIN = 'begin'
-"""Word that takes the place of the cause in the first node's line about the start of an attempt."""
+"""Value of `cause` in the line that the first node writes when an attempt starts."""
 LOCAL_CAUSES = ('crash', 'killed', 'hardware')
 """Causes of an attempt's end for which the machine that reports them is to blame."""
 

@@ -60,7 +60,7 @@ class NodeReport:
 
 
 def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
-    """Return this attempt's name on all nodes, such as `4711-2-1`: job, its restarts and, if any, those in place."""
+    """Return this attempt's name on all nodes, such as `4711-2-1`: job id, job restarts, and any restarts in place."""
     # A local job has no id, but its exit file is in a temporary folder with a unique name.
     exits = environ.get(environment.EXIT_FILE)
     job = job_id(environ) or (Path(exits).parent.name if exits else environ.get(environment.JOB, ''))

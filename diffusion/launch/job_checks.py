@@ -100,7 +100,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
-    """Restore `${oc.env:...}` in recipe overrides, for the nodes to resolve; return a mistake for any other place."""
+    """Restore `${oc.env:...}` in recipe overrides, for the nodes to resolve; return a problem for each elsewhere."""
     problems = []
     for where, text in resolved.from_environment.items():
         parent: Any = resolved.values

@@ -427,7 +427,7 @@ class Node:
                     self._announce_save(workers, attempt)
                 deadline = min(deadline, now + self._seconds_to_save())
             if deadline == float('inf') and any(workers.codes()):
-                # The first rank that fails sets the deadline. Ranks that were asked to stop get the full notice: each
+                # The first rank that fails sets the deadline. Ranks that were asked to stop get `notice_seconds`: each
                 # ends with PREEMPTED or BAD_HARDWARE after it has saved and uploaded its part. After a failure, the
                 # others only wait for the failed rank in a collective.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
@@ -492,9 +492,9 @@ class Node:
 
     def _seconds_to_save(self) -> float:
         """Return the number of seconds that the ranks have to save a checkpoint after a stop signal."""
-        # If another node has failed, no collective save can succeed, and the scheduler kills this node before the
-        # notice is over. Bad hardware is an exception: a faulty node ends after the save, when this node may still be
-        # uploading.
+        # After another node has failed, the ranks cannot save together, and the scheduler soon kills this node. But a
+        # node with bad hardware ends only after all nodes have saved: this node may still be uploading and needs the
+        # full time.
         first = failure_elsewhere(self.environ)
         failed = first is not None and first.cause != 'hardware'
         return GRACE_SECONDS if failed else max(1.0, self.settings.notice_seconds - environment.MARGIN_SECONDS)

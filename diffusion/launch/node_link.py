@@ -25,7 +25,7 @@ CONNECT_SECONDS = 900.0
 """Time within which all nodes must have connected; the slowest may have to pull its image first."""
 RETRY_SECONDS = 1.0
 AGREE_SECONDS = 90.0
-"""Maximum time from when one node has ended its ranks until all nodes have; longer than `workers.KILL_SECONDS`."""
+"""Maximum time between the first and the last node to end its ranks; longer than `workers.KILL_SECONDS`."""
 _MAX_BYTES = 65536
 _END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
 _KEYS: dict[str, dict[str, type]] = {
@@ -38,7 +38,7 @@ _KEYS: dict[str, dict[str, type]] = {
 """Keys of each message, by its `event`, and their types. Messages are checked against them because any program may
 connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that precede all others, in this order, as the reason of a failure: they may have caused earlier reports."""
+"""Causes that are reported rather than others, in this order: failures reported earlier may be their consequences."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class _Hub:
             self._decide(attempt)
 
     def _decide(self, attempt: int, late: bool = False) -> None:
-        """Decide if all nodes restart, once no message can change that; `late` means that AGREE_SECONDS are over."""
+        """Decide if all nodes restart as soon as this is certain; `late` means that AGREE_SECONDS have passed."""
         with self._lock:
             ended = self._ended.get(attempt, {})
             missing = sorted({*range(self._nodes)} - ended.keys())

@@ -83,8 +83,8 @@ def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
         try:
             found[name] = client.get_secret_value(SecretId=source)['SecretString']
         except (BotoCoreError, ClientError, KeyError) as error:
-            # A binary secret has no SecretString (KeyError). Raise UserError for it and for refusals, so that the
-            # scheduler does not retry: both last. An unreachable service may recover, so raise ExternalError.
+            # A binary secret has no SecretString (KeyError). Raise UserError for it and for refusals, which a
+            # retry by the scheduler cannot fix, but ExternalError for an unreachable service, which may recover.
             code = error.response['Error']['Code'] if isinstance(error, ClientError) else ''
             kind = UserError if code in REFUSALS or isinstance(error, KeyError) else ExternalError
             message = f'secrets.{name}: {source} cannot be read ({error}); check that the AWS role may read it'

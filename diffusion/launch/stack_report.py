@@ -68,14 +68,14 @@ def main_thread(text: str) -> list[Frame]:
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(Frame(frame[1], int(frame[2]), frame[3]))
-    # Take the thread that runs the main module. If the stack is cut after 100 calls, its frame is missing: take the
-    # last thread. faulthandler writes the main thread last, unless it stops at 100 threads.
+    # Take the thread whose outermost call is the main module. If the stack is cut after 100 calls, this call is
+    # missing: take the last thread. faulthandler writes the main thread last, unless it stops at 100 threads.
     with_module = [thread for thread in threads if thread and thread[-1].function == '<module>']
     return with_module[-1] if with_module else threads[-1] if threads else []
 
 
 def find_place(stack: Sequence[Frame]) -> Place:
-    """Return a thread's position: in a collective, data loader, backward pass or GPU wait, else outside libraries."""
+    """Return a thread's place: a collective, data loader, backward pass or GPU wait, else the last non-library call."""
     for index, frame in enumerate(stack):
         outside, inside = stack[index + 1 :], stack[:index]
         if frame.file.endswith(_COLLECTIVES):

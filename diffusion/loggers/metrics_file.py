@@ -109,7 +109,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """Return, up to each value, the sum of values with weights ..., keep**2, keep, 1, and the sum of these weights."""
+    """Return, per value, the sum of it and earlier ones with weights 1, keep, keep**2, ..., and the weights' sum."""
     total, weight, sums = 0.0, 0.0, []
     for value in values:
         total, weight = keep * total + value, keep * weight + 1

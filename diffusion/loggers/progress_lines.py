@@ -23,9 +23,9 @@ class BatchTimer:
     """Exponential average of training batch durations, excluding slow work between batches.
 
     A batch begins with the wait for its data and ends when its loss is known. The time between batches counts only up
-    to the duration of the preceding batch. This includes callbacks that run after every batch, but excludes
-    evaluations, image grids and saves, which take much longer than a batch. The first batch is excluded too, since
-    compilation and the start of the data loader make it slow.
+    to the duration of the preceding batch. So callbacks that run after every batch count, but
+    evaluations, image grids and saves, which take much longer than a batch, do not. The first batch does not count
+    either, since compilation and the start of the data loader make it slow.
     """
 
     def __init__(self) -> None:

@@ -233,7 +233,7 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
-        # Autograd calls only the innermost hooks, so `pack` replaces the outer ones; call `recording.keep` below.
+        # Autograd calls only the innermost hooks: `pack` hides the outer ones, so call `recording.keep` below.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)

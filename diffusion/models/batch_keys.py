@@ -11,7 +11,7 @@ IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""
 
 REJECTED_IMAGE = 'rejected_image'
-"""Rejected images of preference pairs, in the format of IMAGE, which then has the preferred ones."""
+"""Rejected images of preference pairs, in the format of IMAGE; IMAGE then has the preferred images."""
 
 LATENT_MOMENTS = 'latent_moments'
 """Output of the VAE's encoder before any scaling, [B, C or 2C, H, W]: the mean, or the mean and log-variance."""
@@ -57,7 +57,7 @@ REPLACED = 'replaced'
 
 
 def check_batch(batch: Mapping[str, Tensor]) -> None:
-    """Raise UserError unless a batch has token ids and any images are valid; reads no values from the GPU."""
+    """Raise UserError unless a batch has token ids and its images, if any, are valid; reads no values from the GPU."""
     if not isinstance(batch, Mapping) or INPUT_IDS not in batch:
         has = f'has {sorted(batch)}' if isinstance(batch, Mapping) else f'is a {type(batch).__name__}'
         raise UserError(

@@ -28,7 +28,7 @@ def vocabulary() -> tuple[list[str], list[str]]:
 
 
 def byte_letters() -> dict[int, str]:
-    """Return a printable character by byte, in order of token ids: printable bytes, unchanged, come first."""
+    """Map each byte to a printable character, in order of token ids: bytes that are printable come first, unchanged."""
     printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}

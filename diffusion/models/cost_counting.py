@@ -133,7 +133,7 @@ class PerceptualCounter:
 
 
 COUNTERS: dict[str, Any] = {'representation_alignment': AlignmentCounter, 'perceptual_losses': PerceptualCounter}
-"""Counters of auxiliary networks, by the model keyword that adds these networks."""
+"""Counters of auxiliary networks, by the model argument that adds these networks."""
 
 
 def _feature_encoder(config: Mapping[str, Any]) -> FeatureEncoder:
@@ -324,16 +324,16 @@ def _size(parameters: Iterable[Tensor]) -> int:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameter counts, FLOPs and activation memory of a model, as listed in the planner's request.
+    """Return the parameter counts, FLOPs and activation memory that the planner requests for a model.
 
     Args:
-        request: `imports` and the model's `name` and `kwargs` as in a recipe, or a key of `COUNTERS`; `lora`, the
-            settings of a LoRA, if there is one; `flops`, a list of image shapes ('640x384'), some with a route of
-            tokens ('640x384 tread=2:13:0.5'); and `activations`, a list of pairs of shape and precision.
+        request: `name` and `kwargs` of a model, with the recipe's `imports`, or of a counter in `COUNTERS`; `lora`, a
+            LoRA's settings, if any; `flops`, a list of image shapes ('640x384'), with token routing as '640x384
+            tread=START:END:FRACTION' (see `Route`); and `activations`, a list of pairs of shape and precision.
 
     Returns:
-        `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION': the fields of `Activations`, and
-        `largest_encoder_elements`.
+        `facts` from the counter's `facts()`, `flops` by shape as requested, and `activations` by 'SHAPE PRECISION':
+        the fields of `Activations`, and `largest_encoder_elements` (see `ModelCounter.largest_encoder_tensor`).
     """
     counter = _counter(request)
     requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]
@@ -364,7 +364,7 @@ def _counter(request: Mapping[str, Any]) -> ModelCounter | AlignmentCounter | Pe
 
 
 def _flops(counter: ModelCounter | AlignmentCounter | PerceptualCounter, name: str) -> dict[str, int]:
-    """Return the counter's `flops` for a shape such as '640x384', or with a route such as '640x384 tread=2:13:0.5'."""
+    """Return the counter's `flops` for a shape ('640x384') or a shape with token routing ('640x384 tread=2:13:0.5')."""
     shape, _, route = name.partition(' tread=')
     if not route:
         return counter.flops(parse_shape(shape))

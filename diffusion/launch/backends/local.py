@@ -119,9 +119,9 @@ class LocalJob:
                 deadline = deadline if interrupted else now + GRACE_SECONDS
                 interrupted = True
                 self._terminate(signal.SIGINT)
-            # Like a scheduler, end all nodes when one fails. A node that was preempted or has a hardware fault ends
-            # after a save by all nodes, so the others get the full notice time to finish it. After any other failure,
-            # such a save cannot succeed.
+            # Like a scheduler, end all nodes when one fails. If it was preempted or has a hardware fault, all nodes are
+            # saving a checkpoint together, and the others get `notice_seconds` to finish. After any other failure, they
+            # cannot save.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
                 deadline = now + (self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS)

@@ -137,11 +137,11 @@ class DenoiserAdapter(ABC):
     """Blocks that process image tokens; None if the denoiser is not a transformer or its tokens cannot skip blocks."""
 
     samples_even_times: ClassVar[bool] = False
-    """True if sampling divides [0, 1] evenly before the shift, see `sampler.sample_latents`; False as in diffusers."""
+    """True if sampling times divide [0, 1] evenly before the shift (`sampler.sample_latents`), unlike in diffusers."""
     reads_pickles: ClassVar[bool] = False
     """True if `init_from` can read `.pt` files that the original code of the family wrote."""
     lora_writer: ClassVar[tuple[Any, str] | None] = None
-    """diffusers' mixin that writes a LoRA for the denoiser, and its keyword for the weights; None if it has none."""
+    """diffusers' mixin that writes a LoRA for the denoiser, and its argument for the weights; None if none."""
 
     def owns(self, denoiser: Any) -> bool:
         """Return True if a denoiser belongs to this family; needed if several families share a denoiser class."""

@@ -72,19 +72,18 @@ def i1(
         resolution: Side of the images in pixels, a multiple of 16; only sets the default size of generated images.
         size: Size of the transformer: xl has width 1152 and 16 heads, 3b (3,161,172,368 parameters) 2016 and 28. All
             sizes have 29 blocks.
-        pretrained: Source of T5-Gemma, of which the encoder is used, and its tokenizer: a repository on the Hub or a
-            local folder. None builds it, and the default VAE, with random weights, for tests and for counting
-            parameters and FLOPs.
+        pretrained: Source of T5-Gemma's encoder and tokenizer: a repository on the Hub or a local folder. None builds
+            the encoder, and the default VAE, with random weights, for tests and for counting parameters and FLOPs.
         vae: Source of the VAE: a folder, or a repository with a `vae` subfolder; by default FLUX.2's, whose latents
             have 32 channels.
         vae_revision: Commit of `vae`; required if that is a repository.
-        vae_layout: Layout of FLUX.2's latents: `channels` has 32 per cell of 8x8 px, with patches of 2x2 cells, as
-            published; `grouped` has 128 per cell of 16x16 px, each a token.
-        caption_dropout_mode: Replacement for a dropped caption: with zeros, the transformer's learned null caption, as
-            published, also for guidance; or the empty caption.
+        vae_layout: Layout of FLUX.2's latents: `channels` has 32 channels per cell of 8x8 px, and patches of 2x2 cells,
+            as published; `grouped` has 128 channels per cell of 16x16 px, and each cell is a token.
+        caption_dropout_mode: Replacement for a dropped caption, also in guidance: `zeros` is the transformer's learned
+            null caption, as published; `empty` is the empty caption.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published for 256 and
             512 px. At 1024 px, the published run has an snr_shift of 3.33.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -128,10 +127,10 @@ def tiny_i1(
         vae: Folder of an autoencoder; by default the packaged VAE for 64 px OpenMoji images.
         hidden_size: Width of the transformer, a multiple of 8 times `num_heads`.
         depth: Number of blocks, which is odd.
-        caption_dropout_mode: Replacement for a dropped caption: with zeros, the transformer's learned null caption; or
-            the empty caption.
+        caption_dropout_mode: Replacement for a dropped caption: `zeros` is the transformer's learned null caption;
+            `empty` is the empty caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(vae=vae)
     if hidden_size % (8 * num_heads):

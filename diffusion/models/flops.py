@@ -30,7 +30,7 @@ class FlopCount:
         self._router: TokenRouter | None = None
 
     def route(self, route: Route) -> None:
-        """Make later calls count a route's blocks with only the tokens it keeps; the family must have token blocks."""
+        """In later calls, count a token route's blocks with only the tokens that it keeps; needs a transformer."""
         assert self._family.token_blocks is not None
         self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
         self._counted.clear()
@@ -62,7 +62,7 @@ class TrainingFlops:
         self._counted.clear()
 
     def of_sample(self, model: Any, *shape: Any) -> int:
-        """Return the FLOPs of training on one sample; `shape` contains the arguments of `_count` after the model."""
+        """Return the FLOPs of training on one sample, cached by `shape`, the arguments of `_count` after the model."""
         # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._counted:
             self._counted[shape] = self._count(model, *shape)

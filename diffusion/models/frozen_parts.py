@@ -22,7 +22,7 @@ def encoder_precision(name: str) -> torch.dtype:
 
 def freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module to a dtype in place, for inference only (no gradients, evaluation mode), and return it."""
-    # Call nn.Module's `to`: diffusers' override warns about modules that this VAE does not have.
+    # Call nn.Module's `to`: the override in diffusers' VAEs warns about modules that they do not have.
     return nn.Module.to(part.requires_grad_(False).eval(), dtype)
 
 

@@ -25,12 +25,12 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 
 class Guidance:
-    """Base class of guidance. A subclass is a frozen dataclass of its settings, registered as the kind `guidance`.
+    """Base class of guidance methods; a subclass is a frozen dataclass of settings, registered as kind `guidance`.
 
     Attributes:
-        weak: The weaker prediction: `unconditional`, for the negative prompt or a dropped caption; or for the same
-            prompt, `sparse`, with tokens routed as in training, or `checkpoint`, of other weights of the run.
-        space: Space in which predictions are combined: that of the denoiser's predictions, or a `Space`.
+        weak: Source of the weaker prediction: `unconditional` (negative prompt or dropped caption) or, with the same
+            prompt, `sparse` (tokens routed as in training) or `checkpoint` (other weights of the run).
+        space: Space to which predictions are converted before they are combined; None keeps the denoiser's.
     """
 
     weak: ClassVar[Literal['unconditional', 'sparse', 'checkpoint']] = 'unconditional'
@@ -45,7 +45,7 @@ class Guidance:
         return None
 
     def start(self, scale: float) -> Combine:
-        """Return the function that combines the predictions of one sampling, step by step; it may have a state."""
+        """Return a function that combines weak and strong predictions; it may have state, so start one per sampling."""
         return lambda weak, strong: weak + scale * (strong - weak)
 
 
@@ -58,7 +58,7 @@ class ClassifierFree(Guidance):
 class LimitedInterval(Guidance):
     """Classifier-free guidance at times low < t <= high only (Kynkäänniemi et al. 2024, arXiv 2404.07724).
 
-    At other times the prediction is p, and q is not computed, which saves half of the time. The paper's noise level
+    At other times the prediction is p, and q is not computed, which saves half of the compute. The paper's noise level
     sigma is t / (1 - t) for a flow, and sqrt(1 / alpha_bar - 1) for diffusion.
     """
 
@@ -88,7 +88,7 @@ class AdaptiveProjected(Guidance):
     space = 'sample'
 
     eta: Annotated[float, AtLeast(0)] = 0.0
-    """Part that is kept of the update's component parallel to p, which saturates colors; 1 keeps all of it."""
+    """Factor for the component of the update that is parallel to p and saturates colors; 1 leaves it unchanged."""
     norm_threshold: Annotated[float, AtLeast(0)] = 15.0
     """Largest L2 norm of the update over C, H and W; 0 sets no limit. Suitable values grow with the latents' size."""
     momentum: Annotated[float, Between(-1, 1)] = -0.5
@@ -155,7 +155,7 @@ class Autoguidance(Guidance):
     weak = 'checkpoint'
 
     batch: Annotated[int, AtLeast(1)]
-    """Batch of the worse weights: of a checkpoint of the run or, with `ema_width`, of an average."""
+    """Training batch (step) of the worse weights, which are a checkpoint's or, with `ema_width`, a post-hoc average."""
     ema_width: Annotated[float | None, Fraction()] = None
     """Width of a post-hoc average of the run, as in `diffusion export --ema-width`. Null means the checkpoint, and its
     averaged weights if it has them."""
@@ -165,7 +165,7 @@ class WithWeights:
     """A module whose forward pass uses other weights; its attributes are those of the module.
 
     Args:
-        weights: Weights by name in the module; those that are missing are the module's own.
+        weights: Weights by name in the module; for missing names, the module's own weights are used.
     """
 
     def __init__(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:

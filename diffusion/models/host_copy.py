@@ -10,8 +10,8 @@ class HostCopy:
     """Values of a tensor that are being copied from the device to the host.
 
     `tensor.tolist()` makes the host wait until the GPU has finished all of its work; then the GPU is idle until the
-    host launches more. Reading an asynchronous copy costs nothing if the host has waited for the GPU since the copy
-    for another reason. Before the read, the tensor may only be changed by kernels launched after the copy.
+    host launches more. Reading an asynchronous copy is free if the host has meanwhile waited for the GPU for another
+    reason. Before the read, the tensor may only be changed by kernels launched after the copy.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -54,7 +54,7 @@ def loading_error(
 
 @contextmanager
 def reading_weights(where: str, weights: str) -> Iterator[None]:
-    """Context that replaces the errors of reading a file of weights by a UserError, whose advice is to download it.
+    """Context that converts errors of reading a weight file to a UserError, which advises to download the file.
 
     Args:
         where: Name of the file for messages, such as `networks.hpsv2: HPS_v2.1_compressed.pt`.

@@ -126,7 +126,7 @@ def missing_size(repository: str, name: str, *, revision: str) -> int:
 
 
 def top_files(repository: str, *, revision: str) -> list[str]:
-    """Return the names of the files at the top of a repository, offline those in the cache; errors as in `fetch`."""
+    """Return the names of a repository's top-level files, in offline mode only cached ones; errors as in `fetch`."""
     if constants.HF_HUB_OFFLINE:
         cache = Path(constants.HF_HUB_CACHE, f'models--{repository.replace("/", "--")}', 'snapshots', revision)
         return sorted(each.name for each in cache.glob('*'))
@@ -325,7 +325,7 @@ def _is_needed(part: type, name: str, weights: bool) -> bool:
 
 
 def _decides(part: type, name: str) -> int:
-    """Return a sort key for the download order: files that `_is_cached` checks come late, and an index last."""
+    """Return a sort key for the download order: the files that `_is_cached` checks come late, an index file last."""
     if issubclass(part, PreTrainedTokenizerBase):
         return int(name in ('tokenizer.json', *part.vocab_files_names.values()))
     return 1 + name.endswith('.index.json') if WEIGHTS.fullmatch(name) else 0

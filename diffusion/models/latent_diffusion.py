@@ -90,7 +90,7 @@ NUM_VALIDATION_TIMESTEPS = 8
 STEP_WORDS = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
 """Purposes for which a training step draws one random number per sample."""
 FIRST_BATCH = 'captions of the first batch'
-"""Subject of the warning that captions in the first training batch are longer than the text encoder allows."""
+"""Beginning of the warning that captions in the first training batch are longer than the text encoder allows."""
 
 
 class Denoised(NamedTuple):
@@ -106,7 +106,7 @@ class Denoised(NamedTuple):
     alignment: Tensor | None = None
     perceptual: Tensor | None = None
     inputs: tuple[Tensor, Tensor, Condition] | None = None
-    """Noisy latents [B, C, H, W], timesteps [B] and condition of the prediction."""
+    """The denoiser's inputs: noisy latents [B, C, H, W], timesteps [B] and condition."""
 
 
 class ValidationLoss(MeanMetric):
@@ -270,7 +270,7 @@ class LatentDiffusion(ComposerModel):
         return factors
 
     def _add_fusion(self, denoiser: nn.Module) -> None:
-        """Add SPRINT's layer to a denoiser; as its submodule, FSDP gathers it together with the denoiser."""
+        """Add SPRINT's layer to a denoiser as a submodule, so that FSDP gathers it together with the denoiser."""
         width = self.adapter.sizes(denoiser).token_width
         if width is None or self.adapter.token_blocks is None:
             raise UserError(f'sprint: a {type(denoiser).__name__} has no image tokens; use a transformer')
@@ -394,7 +394,7 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def reference_outputs(self, outputs: Denoised) -> Denoised:
-        """Return outputs with the frozen reference's predictions: of the copy that was kept, else without the LoRA."""
+        """Return `outputs` with the prediction of the frozen reference: the kept copy, else the model without LoRA."""
         assert outputs.inputs is not None
         reference = self._frozen.get('reference')
         with contextlib.nullcontext() if reference is not None else without_lora(self.denoiser):
@@ -770,7 +770,7 @@ class LatentDiffusion(ComposerModel):
         return text.map(for_autograd)
 
     def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Return the alignment loss per sample, float32 [B], from the aligned block's tokens: all N, or those kept."""
+        """Return the alignment loss per sample, float32 [B]; `tokens` are all or, on a route, the kept image tokens."""
         if batch_keys.IMAGE_FEATURES in batch:
             features = batch[batch_keys.IMAGE_FEATURES]
         elif batch_keys.IMAGE in batch:
@@ -784,7 +784,7 @@ class LatentDiffusion(ComposerModel):
         settings = self.representation_alignment
         if settings is not None and settings.spatial_norm is not None:
             features = normalized_over_tokens(features, settings.spatial_norm)
-        # Blocks on the router's route only see the tokens that are kept.
+        # Blocks on the route process only the tokens that the router keeps.
         routed = self.router is not None and tokens.shape[1] < features.shape[1]
         kept = self.router.kept if routed and self.router is not None else None
         height, width = (side // self.denoiser_sizes.patch for side in self._latent_size_of(batch))
@@ -827,13 +827,13 @@ class LatentDiffusion(ComposerModel):
         return self.adapter.predict(denoiser or self.denoiser, noisy, timesteps, condition)
 
     def _weak_predict(self, guidance: Guidance, seeds: Sequence[int]) -> Predict | None:
-        """Return the weaker prediction for the same condition that a guidance needs; None if it needs none."""
+        """Return the function for a guidance's weaker prediction; None if that is the unconditional prediction."""
         if guidance.weak == 'checkpoint':
             return functools.partial(self._predict, denoiser=self._weak_denoiser(guidance))
         return None if guidance.weak == 'unconditional' else self._sparse_predict(seeds)
 
     def _weak_denoiser(self, guidance: Guidance) -> WithWeights:
-        """Return the denoiser with the worse weights of a guidance; those of the last guidance are kept."""
+        """Return the denoiser with the worse weights that a guidance names; cached until another guidance is used."""
         if self.weak_weights is None:
             raise UserError('guidance: the model has no run with other weights; use diffusion generate or evaluate')
         if self.train_text_encoder:
@@ -846,7 +846,7 @@ class LatentDiffusion(ComposerModel):
         return self._weak[1]
 
     def _sparse_predict(self, seeds: Sequence[int]) -> Predict:
-        """Return `_predict` in which some tokens skip blocks, chosen by each image's seed and the number of calls."""
+        """Return a variant of `_predict` in which some tokens, drawn by image seed and call number, skip blocks."""
         if (router := self.router) is None:
             raise UserError('guidance: sparse needs a model with algorithms.tread or model.sprint; use cfg')
         draws, calls = draws_for(seeds, seed=0, device=self.device), itertools.count()

@@ -52,7 +52,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
 @contextmanager
 def without_lora(denoiser: nn.Module) -> Iterator[None]:
     """Context in which a denoiser predicts as it would without its LoRA, whose factor alpha / rank is set to 0."""
-    # peft's own switch also changes requires_grad of the LoRA, on which DDP and FSDP rely.
+    # Do not use peft's switch: it also changes the LoRA's requires_grad, which must stay the same for DDP and FSDP.
     layers = [(each, dict(each.scaling)) for each in denoiser.modules() if isinstance(each, LoraLayer)]
     try:
         for layer, scaling in layers:
@@ -75,8 +75,8 @@ def save_lora(
 ) -> None:
     """Write a denoiser's LoRA to a safetensors file that diffusers pipelines can load.
 
-    With `single_file`, a U-Net's weights have the names of kohya's scripts, which ComfyUI also reads; the names for
-    Stable Diffusion 3's transformer do not change. Raises UserError if this denoiser's pipeline loads no LoRA.
+    With `single_file`, a U-Net's LoRA has the tensor names of kohya's scripts, which ComfyUI reads; the LoRA of Stable
+    Diffusion 3's transformer keeps its names. Raises UserError if this denoiser's pipeline loads no LoRA.
     """
     adapter = find_adapter(denoiser)
     writer = None if adapter is None else adapter.lora_writer
@@ -95,7 +95,7 @@ def save_lora(
 
 
 def comfyui_weights(unet: nn.Module, settings: LoraConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights of a U-Net's LoRA with the names that ComfyUI expects, which kohya's scripts introduced.
+    """Return the weights of a U-Net's LoRA with the tensor names of kohya's scripts, which ComfyUI expects.
 
     For example, layer `mid_block.attentions.0.proj_in` has A in
     `lora_unet_mid_block_attentions_0_proj_in.lora_down.weight`, B in `....lora_up.weight`, and the scalar `....alpha`.

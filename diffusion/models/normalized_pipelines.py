@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 
 class _NormalizedLatents:
-    """Mixin for a pipeline of diffusers, whose loop generates normalized latents: unnormalize and decode them.
+    """Mixin for a diffusers pipeline whose denoising loop ends with normalized latents: unnormalize and decode these.
 
     The denoiser may see each group of 2x2 latent cells as one cell, with four times the channels.
     """
@@ -27,18 +27,18 @@ class _NormalizedLatents:
 
     @property
     def group(self) -> int:
-        """Side of the groups of latent pixels that the denoiser gets as one latent pixel with more channels."""
+        """Side in latent cells of the groups that are merged into one cell of the denoiser's input; 1 if unmerged."""
         return 1 if self._is_rae else math.isqrt(self.transformer.config.in_channels // self.vae.config.latent_channels)
 
     @property
     def vae_scale_factor(self) -> int:
-        """Side in image pixels of one latent pixel of the denoiser's input, before it divides that into patches."""
+        """Side in image pixels of one cell of the denoiser's input, of which a patch may contain several."""
         config = self.vae.config
         return config.patch_size if self._is_rae else 2 ** (len(config.block_out_channels) - 1) * self.group
 
     @vae_scale_factor.setter
     def vae_scale_factor(self, value: int) -> None:
-        # Ignore the value that constructors of diffusers set, which is that of other autoencoders.
+        # Ignore the value that diffusers' constructors compute, since it is wrong for these autoencoders.
         pass
 
     @property
@@ -47,7 +47,7 @@ class _NormalizedLatents:
 
     @classmethod
     def _get_signature_types(cls) -> dict[str, Any]:
-        # from_pretrained warns about parts of other types than those in the signature.
+        # from_pretrained warns about components whose types are not in the signature.
         return super()._get_signature_types() | {'vae': (AutoencoderKLFlux2, AutoencoderRAE)}  # type: ignore[misc]
 
     def prepare_latents(self, batch_size: int, num_channels_latents: int, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(Objective)
-        # Skip Literal fields: `objective_problems` checks them, and names only the choices that fit the path.
+        # Skip Literal fields: `objective_problems` checks them, and lists only the choices that are valid for `path`.
         check_arguments({key: hint for key, hint in hints.items() if get_origin(hint) is not Literal}, vars(self))
         defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}
         for key, problem in objective_problems(vars(self), defaults).items():
@@ -205,7 +205,7 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 
 
 def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
-    """Return the weight of each sample's squared error in a flow's loss, which is on the velocity, [B].
+    """Return the weights, [B], that convert the samples' squared errors to errors in the velocity, a flow's loss.
 
     It is 1 for a predicted velocity and 1 / t^2 for a predicted x, since an error d in x is an error d / t in the
     velocity (x_t - x) / t. Here t is at least MIN_TIME.
@@ -226,7 +226,7 @@ def flow_velocity(
 
 
 def space_coefficients(objective: Objective, space: Space | None, timestep: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a and b, both [], such that a x_t + b p is the prediction p for x_t in another space.
+    """Return a and b, both [], such that a x_t + b p is the denoiser's prediction p converted to another space.
 
     Args:
         space: None means the space of the denoiser's predictions: a = 0 and b = 1. Only flows have a velocity.

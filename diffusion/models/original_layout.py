@@ -97,7 +97,7 @@ MMDIT_QKV = {
     'context_block.attn.qkv': ('attn.add_q_proj', 'attn.add_k_proj', 'attn.add_v_proj'),
     'x_block.attn2.qkv': ('attn2.to_q', 'attn2.to_k', 'attn2.to_v'),
 }
-"""Layers of the original code that stack the query, key and value projections, and diffusers' layers for each."""
+"""The original code's layers with stacked query, key and value projections, and diffusers' three layers for each."""
 
 
 def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
@@ -178,7 +178,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
 
 
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
-    """Return CLIP's tensors with OpenCLIP's names and shapes; its last layer is repeated up to `layers`, if given."""
+    """Return CLIP's tensors with OpenCLIP's names and shapes; copies of the last layer fill up to `layers` layers."""
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
     own: int = encoder.config.num_hidden_layers  # type: ignore[assignment,union-attr]
@@ -218,7 +218,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
 
 
 def _by_stem(state: Mapping[str, Tensor], layers: Mapping[str, str], block: Mapping[str, str]) -> dict[str, str]:
-    """Return a transformer's original tensor names by diffusers name, given those of its layers and block layers."""
+    """Return original tensor names by diffusers names; `layers` and `block` map layers outside and inside blocks."""
     names = {}
     for name in state:
         if name.startswith('transformer_blocks.'):
@@ -266,7 +266,7 @@ def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', '
 def renamed(
     denoiser: UNet2DConditionModel, stored: list[str], file: Path, which: Literal['training', 'ema']
 ) -> dict[str, str]:
-    """Return the names in a file, chosen from `stored`, of a U-Net's training or ema weights, by diffusers name."""
+    """Map the diffusers names of a U-Net's weights to the names in `stored` of its training or EMA weights."""
     inside = [name for name in stored if name.startswith(UNET_PREFIX)]
     if not inside:
         is_diffusers = 'conv_in.weight' in stored or 'proj_out.weight' in stored

@@ -26,7 +26,7 @@ from diffusion.models.vae import PixelSpace, Vae
 
 @dataclass(frozen=True)
 class PerceptualLosses:
-    """Settings of the perceptual losses for a model on pixels (`vae: pixels`), which apply at every noise level.
+    """Settings of perceptual losses, applied at every noise level, for a model on pixels (`vae: pixels`).
 
     With x the clean image and x' the predicted image, both scaled down:
 

@@ -236,7 +236,7 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that sets a model builder's attribute `tokenizers`: a function that builds its tokenizers."""
+    """Return a decorator that adds `tokenizers`, the function that builds a model's tokenizers, to a model builder."""
 
     # The loader's workers tokenize captions. With this attribute, they get the tokenizers without building the model.
     def decorate(builder: Builder) -> Builder:
@@ -247,7 +247,7 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 
 
 def check_sources(**sources: str | None) -> None:
-    """Raise UserError if a source that looks like a path is not a folder; keywords are settings (`vae='/a/vae'`)."""
+    """Raise UserError if a source that looks like a path is not a folder; pass sources by setting: `vae='/a/vae'`."""
     for name, source in sources.items():
         # A Hub repository is `org/name`, or just `name` for some old ones.
         if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
@@ -262,7 +262,7 @@ def check_sources(**sources: str | None) -> None:
 def load_vae(source: str, *, revision: str | None = None, layout: Layout = 'channels') -> Vae:
     """Load an autoencoder from `source` or its subfolder `vae`; PixelSpace if `source` is `pixels`.
 
-    `layout` is that of an AutoencoderKLFlux2's latents (see Flux2Vae); others only have `channels`, else UserError.
+    `layout`: Layout of an AutoencoderKLFlux2's latents (see Flux2Vae); UserError unless `channels` for other classes.
     """
     if source == PIXELS:
         return _only_channels(PixelSpace(), source, layout)

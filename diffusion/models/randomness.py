@@ -66,7 +66,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 
 def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the words of `philox` for many counters, each with its own key, with a fifth of its GPU kernels.
+    """Compute `philox` for many counters, each with its own key; launches a fifth as many GPU kernels as `philox`.
 
     Args:
         even: Words 0 and 2 of the counters, int64 [2, B, N].
@@ -173,7 +173,7 @@ def _multipliers(device: torch.device) -> Tensor:
 def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the Philox blocks and keys for `counts`, the number of random words per sample for each purpose.
 
-    Returned for N blocks of four words: each block's index within its purpose, [N], and keys, [rounds, 2, 1, N].
+    For N blocks of four words, these are each block's index within its purpose, [N], and keys, [rounds, 2, 1, N].
     """
     blocks = [_blocks(count) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
@@ -194,8 +194,8 @@ class Draws:
         epoch: Epoch of each sample, combined by `epoch_word` with the number of its earlier copies in that epoch, int64
             [B].
         batch_index: Index of the global batch, int64 [B].
-        ready_words: One word per sample that `precompute_draws` drew, by purpose: a pair of the 32-bit integers and the
-            same numbers as fractions in [0, 1), [B] each.
+        ready_words: Random words that `precompute_draws` drew, one per sample, by purpose: a pair of the words as
+            32-bit integers and as fractions in [0, 1), [B] each.
         ready_normals: Normal numbers that `precompute_draws` drew, by purpose, [B, N]; N is a multiple of 4.
     """
 

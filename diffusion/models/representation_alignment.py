@@ -116,7 +116,7 @@ class FeatureProjector(nn.Sequential):
 
     @classmethod
     def of(cls, projection: str, width: int, hidden_size: int, features: int) -> 'FeatureProjector':
-        """Return the projector with this value of `RepresentationAlignment.projection`, with random weights."""
+        """Return a randomly initialized projector for a value of the setting `RepresentationAlignment.projection`."""
         return ConvolutionProjector(width, features) if projection == 'conv' else cls(width, hidden_size, features)
 
     def __init__(self, width: int, hidden_size: int, features: int) -> None:

@@ -99,7 +99,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 
 
 def export_scheduler(objective: Objective) -> Any:
-    """Return the scheduler of a pipeline that can sample flows: Euler's for velocities, else one for any prediction."""
+    """Return the scheduler for an exported pipeline: Euler's for velocity flows, DPM++ for other flows, else DDIM."""
     # FlowMatchEulerDiscreteScheduler only supports velocities.
     takes_velocity = objective.prediction_type == 'velocity'
     return inference_scheduler('euler' if takes_velocity else 'dpm++' if objective.is_flow else 'ddim', objective)
@@ -126,8 +126,8 @@ def sample_latents(
 ) -> Tensor:
     """Denoise initial noise to latents [B, C, H, W]; schedulers that draw noise at each step use one seed per image.
 
-    `even_times`: Euler's method for flows divides [0, 1] evenly before the shift. Otherwise it uses the times of
-    diffusers' pipelines, whose last step begins at the time that 1/1000 becomes when it is shifted twice.
+    `even_times`: Use times evenly spaced in [0, 1] before the shift in Euler's method for flows. Otherwise it uses the
+    times of diffusers' pipelines, which shift the last step's time, 1/1000, twice.
     """
     kind = type(scheduler)
     if even_times and issubclass(kind, FlowMatchEulerDiscreteScheduler):

@@ -32,7 +32,7 @@ from diffusion.models.vae import with_latent_scale
 log = logging.getLogger(__name__)
 
 SD_SCALE, SDXL_SCALE, SD3_SCALE, SD3_SHIFT = 0.18215, 0.13025, 1.5305, 0.0609
-"""Scales and shift of the published autoencoders' latents, which programs apply to all models of a family."""
+"""Latent scales and shift of the published autoencoders; programs apply these to every model of the family."""
 OPEN_CLIP_H_LAYERS = 24
 """Number of layers of OpenCLIP ViT-H. diffusers' version of Stable Diffusion 2 omits the last one, which the model
 does not use."""
@@ -72,7 +72,7 @@ class SingleFile:
 
 
 def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is OpenAI's CLIP."""
+    """Return a StableDiffusionPipeline in the layout of Stable Diffusion 2, or of 1 if it has OpenAI's CLIP."""
     encoder = _clip(pipeline.text_encoder)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SD_SCALE)
     # OpenAI's CLIP, the text encoder of version 1, has this activation in all sizes; OpenCLIP (version 2) never has it.

@@ -27,10 +27,10 @@ FUSION = 'token_fusion'
 
 @dataclass(frozen=True)
 class Sprint:
-    """Settings of SPRINT, sparse-dense residual fusion (Park et al. 2025): blocks start, ..., end - 1 see few tokens.
+    """Settings of SPRINT, sparse-dense residual fusion (Park et al. 2025): some blocks process only a few tokens.
 
-    With x the N tokens before block `start`, m_i = 0 for the tokens drawn to be dropped, else 1, and a trained mask
-    token and linear layer (2 D + 2 D^2 parameters):
+    With x the N tokens before block `start`, m_i = 0 for tokens that blocks `start` to `end` - 1 drop, else 1, and a
+    trained mask token and linear layer (2 D + 2 D^2 parameters):
 
         z_i = blocks({x_j: m_j = 1})_i if m_i = 1, else the mask token
         y_i = linear([x_i, z_i])
@@ -98,10 +98,10 @@ class TokenRouter:
     """Hooks on a route's blocks that remove some tokens before the first block and restore them after the last.
 
     The number of tokens in these blocks is fixed per image shape, without a mask, so compiled blocks need no dynamic
-    shapes. The hooks are active from `begin` to `finish` while gradients are enabled, and therefore not in evaluation
-    or, without `in_sampling`, in sampling. They run outside a block's `forward`, so torch.compile, FSDP and activation
-    checkpointing see an ordinary block. A recomputed forward pass gets the same tokens. Create the router before FSDP
-    wraps the denoiser.
+    shapes. The hooks are active from `begin` to `finish` if gradients are enabled, or always with `in_sampling`:
+    evaluation and ordinary sampling use all tokens. They run outside a block's `forward`, so torch.compile, FSDP and
+    activation checkpointing see an ordinary block. A recomputed forward pass gets the same tokens. Create the router
+    before FSDP wraps the denoiser.
 
     If the denoiser has a TokenFusion, it fuses the tokens after the last block in every forward pass (SPRINT).
     """
@@ -193,7 +193,7 @@ class TokenRouter:
         return self._blocks.replaced(output, merged if fusion is None else fusion(full, merged))
 
     def _select_once(self, name: str, values: Tensor, dim: int) -> Tensor:
-        """Return the kept tokens' entries of the argument `name`; blocks with the same `values` share the result."""
+        """Select the kept tokens in the block argument `name`; blocks that get the same `values` share the result."""
         # Select only once for all blocks: each copy would be kept for the backward pass.
         source, selected = self._selected.get(name, (None, None))
         if source is not values or selected is None:
@@ -202,7 +202,7 @@ class TokenRouter:
         return selected
 
     def _select(self, values: Tensor, *, dim: int) -> Tensor:
-        """Return the kept tokens' entries of a tensor whose dimension 0 is the batch and dimension `dim` the tokens."""
+        """Select the kept tokens in a tensor whose dimension 0 is the batch and whose dimension `dim` is the tokens."""
         assert self._kept is not None
         shape = [1] * values.ndim
         shape[0], shape[dim] = self._kept.shape

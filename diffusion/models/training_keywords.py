@@ -1,9 +1,9 @@
-"""Keywords shared by all latent diffusion models, each declared once: `LatentDiffusion` and its builders take them.
+"""Settings shared by all latent diffusion models: keyword arguments of `LatentDiffusion` and of its builders.
 
-To add a keyword to all models, add an entry to `TrainingKeywords` and use the keyword in LatentDiffusion. The builders
-pass it on. Recipes, checks, resume rules, cache keys of model counts and documentation are derived from the entry.
+To add a setting to all models, add a field to `TrainingKeywords` and use the setting in LatentDiffusion. The builders
+pass it on. Recipes, checks, resume rules, cache keys of model counts and documentation are derived from the field.
 
-Several builders have these keywords of their own, with this meaning unless the builder's docstring gives another one:
+Several builders have the following arguments of their own; a builder's docstring describes exceptions:
 
 Args:
     resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; only sets the default size
@@ -46,7 +46,7 @@ from diffusion.models.perceptual_losses import PerceptualLosses
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.token_routing import Sprint
 
-# -- builder keywords that only some models have --
+# -- types of builder arguments that only some models have --
 
 Resolution = Annotated[int, FROZEN_PARTS, NotArchitecture()]
 PipelineSource = Annotated[str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder'))]
@@ -57,7 +57,7 @@ MaskPadding = Annotated[bool, CONDITIONING, NotArchitecture()]
 
 
 class TrainingKeywords(TypedDict, total=False):
-    """Keywords of every latent diffusion model."""
+    """Settings of every latent diffusion model."""
 
     objective: Annotated[Objective | None, Default(None), OBJECTIVE, NotArchitecture()]
     """Prediction type, noise schedule and loss weighting."""
@@ -81,7 +81,7 @@ class TrainingKeywords(TypedDict, total=False):
 
 
 class TransformerKeywords(TrainingKeywords, total=False):
-    """Keywords of models whose denoiser is a transformer with image tokens."""
+    """Settings of models whose denoiser is a transformer with image tokens."""
 
     representation_alignment: Annotated[
         RepresentationAlignment | None,
@@ -96,11 +96,11 @@ class TransformerKeywords(TrainingKeywords, total=False):
         fixed_on_resume('the layer that fuses dense and sparse tokens is trained, and is part of the weights'),
         NotArchitecture(),
     ]
-    """Settings of SPRINT, which trains most blocks on a part of the image tokens; None turns it off."""
+    """Settings of SPRINT, which trains most blocks on a fraction of the image tokens; None turns it off."""
 
 
 class PixelTransformerKeywords(TransformerKeywords, total=False):
-    """Keywords of models whose denoiser is a transformer that can be trained on pixels."""
+    """Settings of models whose denoiser is a transformer that can be trained on pixels."""
 
     perceptual_losses: Annotated[
         PerceptualLosses | None,

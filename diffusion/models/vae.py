@@ -58,16 +58,16 @@ STABLE_DIFFUSION_VAE: dict[str, Any] = {
     'sample_size': 768,
     'scaling_factor': 0.18215,
 }
-"""Configuration of Stable Diffusion 2's AutoencoderKL, on which later models' configurations are based."""
+"""Configuration of Stable Diffusion 2's AutoencoderKL; those of later models change some of its values."""
 SIXTEEN_CHANNEL_VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
     'sample_size': 1024,
     'latent_channels': 16,
     'use_quant_conv': False,
     'use_post_quant_conv': False,
 }
-"""What the AutoencoderKLs of FLUX.1 and Stable Diffusion 3 have in common."""
+"""Settings that the AutoencoderKLs of FLUX.1 and Stable Diffusion 3 share."""
 RAE_BASE_DIMENSION = 4096
-"""Number of values per image in latents for which a flow needs no time shift, such as 32x32 cells of 4 channels."""
+"""Size of an image's latents (number of values) at which a flow needs no time shift: 32x32 cells of 4 channels."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 
 
@@ -83,7 +83,7 @@ def has_variance(vae: Vae) -> bool:
 def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std.
 
-    Those of a Flux2Vae have the shape [C, k, k]: one value for each position in a period of k x k cells.
+    Those of a Flux2Vae are [C, k, k]: statistics depend on a cell's position within groups of k x k cells.
     """
     # diffusers' configurations have one of two forms: a scaling_factor with an optional shift_factor, or means and
     # standard deviations per channel with an additional scaling_factor.
@@ -178,8 +178,8 @@ def _class_name(vae: Vae) -> str:
 def objective_for(vae: Vae, objective: Objective | None, default: Objective) -> Objective:
     """Return a model's objective: the given one or, if it is None, the default one.
 
-    With a RepresentationVae, the default's time shift is sqrt(CHW / 4096), since noise destroys latents of more
-    dimensions later (Zheng et al. 2025). A given flow without a shift is kept, but a warning recommends this shift.
+    With a RepresentationVae, the default's time shift is sqrt(CHW / 4096), since latents of more dimensions need more
+    noise (Zheng et al. 2025). A given flow without a shift is kept, but a warning recommends this shift.
     """
     if not isinstance(vae, RepresentationVae):
         return objective or default
@@ -204,9 +204,9 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
     """Return a float32 copy of a VAE with its latent means and standard deviations folded into its weights.
 
     diffusers' pipelines apply the scalar `scaling_factor`, and some also the scalar `shift_factor` (set
-    `pipeline_shifts`). The 1x1 convolutions next to the latents can apply all other statistics: with normalized latents
-    z = (m - mean) / std, `quant_conv` outputs the moments of z, and `post_quant_conv` maps z back to m. A VAE without
-    other statistics keeps its weights. Raises UserError for pixels, or for other statistics without these convolutions.
+    `pipeline_shifts`). All others are folded into the 1x1 convolutions next to the latents: with normalized latents z =
+    (m - mean) / std, `quant_conv` outputs the moments of z, and `post_quant_conv` maps z back to m. Without others, the
+    weights stay the same. Raises UserError for pixels, or if these convolutions are needed but missing.
     """
     if isinstance(vae, PixelSpace):
         raise UserError(

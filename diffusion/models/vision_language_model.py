@@ -21,7 +21,7 @@ from diffusion.language_models.rejection import rejection
 
 
 class LocalModel:
-    """Engine that loads a model. See `engine.Engine`."""
+    """Engine that runs a model of transformers in this process; for its methods, see `engine.Engine`."""
 
     def __init__(self, settings: VisionLanguageConfig) -> None:
         self.settings = settings

@@ -1,7 +1,7 @@
 """muP, the maximal update parametrization: the learning rate tuned on a narrow model is also best for a wide model.
 
 Source: Yang et al. 2022, "Tensor Programs V: Tuning large neural networks via zero-shot hyperparameter transfer",
-arXiv 2203.03466, table 3. Table 3 needs no multipliers in the forward pass, so unmodified pipelines can load the model.
+arXiv 2203.03466, table 3. It adds no multipliers to the forward pass, so unmodified pipelines can load the model.
 """
 
 import math

@@ -92,7 +92,7 @@ class Flux2Vae(_WrappedVae):
 
 
 class RepresentationVae(_WrappedVae):
-    """Wrapper of an AutoencoderRAE for images in [-1, 1], all of the size it decodes to; its latents are normalized."""
+    """AutoencoderRAE in a wrapper for images in [-1, 1] of its fixed decoder size only; its latents are normalized."""
 
     def __init__(self, autoencoder: AutoencoderRAE) -> None:
         super().__init__(autoencoder)

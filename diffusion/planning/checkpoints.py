@@ -32,7 +32,7 @@ SHORT_RUN_SAVES = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """Size of a checkpoint in bytes: of the weights, with optimizer states, and with averaged weights in addition."""
+    """Cumulative size of a checkpoint in bytes: weights, then with optimizer states, then with weight averages too."""
 
     weights: int
     with_optimizer: int
@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """Optimal save interval of a training phase, and goodput at it and at the recipe's interval (None if unknown)."""
+    """Optimal save interval of a training phase; goodput at the optimal and the recipe's interval (None if unknown)."""
 
     mtbf_hours: float
     stall_seconds: float
@@ -187,7 +187,7 @@ class KeptCheckpoints:
 def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptCheckpoints | None:
     """Return the largest number of checkpoints that exist at the same time, and their storage; None if unknown.
 
-    Claimed and pinned checkpoints are not counted. All are assumed to be as large as the last one.
+    All are assumed to be as large as the last one. Those that other commands pinned or are using are not counted.
     """
     rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
     saves = None
@@ -201,7 +201,7 @@ def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptChec
 def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
     """Return the largest number of checkpoints that exist at the same time.
 
-    `saves` is the number of saves in the run, None if unknown. If all are kept (`rules` is None), it is the result.
+    `saves` is the number of saves in the run, None if unknown; returned if all checkpoints are kept (`rules` is None).
     """
     if rules is None:
         return saves
@@ -225,7 +225,7 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
 
 
 def _copies_in_memory(recipe: Recipe) -> int:
-    """Return the memory that a node's memory tier needs in a save, in multiples of the node's part of a checkpoint."""
+    """Return how many copies of its part of a checkpoint a node holds in host memory in a save; 0 without that tier."""
     tiers = recipe.checkpointing.tiers
     tier = None if tiers is None else tiers.memory
     if tier is None or 'save_folder' in recipe.trainer:

@@ -19,7 +19,7 @@ COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 
 
 def counts_around(phases: Sequence[Phase], chosen: int, gpus_per_node: int | None = None) -> list[int]:
-    """Return the numbers of GPUs to plot: powers of two, with and without the odd factor of `chosen` (3 for 24).
+    """Return the GPU counts to plot: powers of two, and powers of two times the odd factor of `chosen` (3 for 24).
 
     Numbers of GPUs or nodes that do not divide a recipe's global batch are left out.
     """

@@ -1,8 +1,8 @@
 """Cache of model counts (parameters, FLOPs, activations) by configuration: shipped with this package or counted here.
 
-One JSON file per model holds the output of `diffusion.models.cost_counting`: facts, FLOPs by shape, and activations by
-shape and precision. Missing counts are computed by that module in a separate process, since the planner runs without
-torch.
+One JSON file per model holds the output of `diffusion.models.cost_counting`: facts (such as parameters), FLOPs by
+shape, and activations by shape and precision. Missing counts are computed by that module in a separate process, since
+the planner runs without torch.
 """
 
 import functools
@@ -24,9 +24,9 @@ from diffusion.storage.atomic import write_atomically
 
 SHIPPED = Path(__file__).with_name('model_counts')
 COUNTS = '2'
-"""Version of the format of counts; increase it when the names or meaning of facts, FLOPs or activations change."""
+"""Version of the format of counts; increase it when the names or meaning of the counts change."""
 AUXILIARY = 'diffusion.models.cost_counting:COUNTERS'
-"""Code that counts networks used only by losses, outside the model. If the code changes, their counts are invalid."""
+"""Code that counts the networks that only losses use; a change of this code invalidates their cached counts."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries that determine how a model computes: another version invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
@@ -136,7 +136,7 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(*counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge counts of one model within each of SECTIONS. Later arguments take precedence."""
+    """Merge counts of one model, section by section (SECTIONS); later arguments take precedence."""
     return {section: {key: value for each in counts for key, value in each[section].items()} for section in SECTIONS}
 
 

@@ -120,9 +120,9 @@ def reads_per_epoch(recipe: Recipe, stored_bytes: float, *, nodes: int) -> Epoch
     """Return the data that the first and each later epoch over the whole dataset read from the object store.
 
     If a node's cache is large enough for all shards that the node reads, later epochs read nothing. A smaller cache
-    counts as no cache, which gives an upper bound. The result ignores repeated reads within an epoch if the cache is
-    smaller than a shuffle block; restarts on other nodes or in another order of nodes, which read as much as the first
-    epoch; and `loader.epoch_size`, with which each epoch draws samples from all shards.
+    counts as no cache, which gives an upper bound. Not counted: repeated reads within an epoch if the cache is smaller
+    than a shuffle block, and restarts with other nodes or another node order (these read as much as the first epoch).
+    `loader.epoch_size` is ignored, although each such shorter epoch draws from all shards.
     """
     limit = recipe.loader.cache_limit
     cache = float('inf') if limit is None else parse_bytes(limit)

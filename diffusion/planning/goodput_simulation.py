@@ -127,7 +127,7 @@ def save_strategies(
 
 
 def _save_points(lag: float, interval: float) -> int:
-    """Return how many save points apart a tier's checkpoints are, so that each is written before the next begins."""
+    """Return the number of save points per checkpoint in a tier; each write must end before the next one begins."""
     return max(1, math.ceil(lag / interval))
 
 
@@ -152,7 +152,7 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
             elif training > tier.lag:
                 reached = begun + int((training - tier.lag) / (strategy.interval + strategy.stall))
                 point = reached - reached % tier.every
-                # Otherwise keep this tier's older point: training may have continued from a newer one in another tier.
+                # Keep an older checkpoint if none is new: training may have continued from another tier's newer one.
                 if point > begun:
                     newest[index] = point
         begun = max(newest)

@@ -150,7 +150,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
         batch=share * phase.images_per_sample * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
-        # Estimate the blocks' inputs and outputs by `kept_between`; SD2's take 0.8 times that.
+        # `kept_between` estimates the size of the blocks' inputs and outputs, which is 0.8 times that for SD2.
         graphs=FLOAT32 * trained + 2 * activations.kept_between * images if parts.cuda_graphs else 0,
         accumulates=accumulates,
     )

@@ -24,7 +24,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class ActivationCounts:
-    """The fields of `Activations` in models/activation_memory.py, which explains them, and those of the encoder."""
+    """Counts of activation memory; `Activations` in models/activation_memory.py explains all but the last field."""
 
     kept: int
     kept_between: int
@@ -48,7 +48,7 @@ class ActivationCounts:
 
 
 class CountedCosts:
-    """Facts, FLOPs and activation memory of a model or network, counted in a separate process if unknown."""
+    """Parameters, FLOPs and activation memory of a model or network; unknown ones are counted in another process."""
 
     def __init__(self, key: ModelKey) -> None:
         self.key = key
@@ -195,7 +195,7 @@ class ModelCosts(CountedCosts):
 
     @property
     def published_parameters(self) -> int:
-        """Parameter count by which to look up published runs: of the trained modules or, for a LoRA, the denoiser."""
+        """Parameter count for looking up published runs: the trained modules' or, with a LoRA, the denoiser's."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property
@@ -239,7 +239,7 @@ def _flops_name(shape: Shape, route: TokenRoute | None) -> str:
 
 def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
     """Return the cache key of a model: the settings and configuration files that determine its counts."""
-    # The architecture of a third-party model may depend on any keyword and on the code of the imported modules.
+    # The architecture of a third-party model may depend on any setting and on the code of the imported modules.
     if not registry.is_own('model', model.name):
         return ModelKey(model.name, model.kwargs, tuple(imports))
     # Include defaults in the key, so that a recipe that states a default uses the same counts as one that omits it.
@@ -266,7 +266,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
 
 
 def _config_of(folder: str, part: str) -> str | None:
-    """Return a part's config.json with sorted keys, from a pipeline's folder or the part's own; None if missing."""
+    """Return a component's config.json with sorted keys; `folder` is a pipeline's or its own. None if missing."""
     for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:
@@ -323,10 +323,10 @@ PUBLISHED_ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, Any]:
-    """Return an image encoder's `ENCODER_KEYS`, from a folder's config.json or the table of published encoders.
+    """Return an image encoder's sizes (`ENCODER_KEYS`) from a folder's config.json or from `PUBLISHED_ENCODERS`.
 
     Args:
-        notes: List to which a note is appended if the sizes are unknown and assumed.
+        notes: If the sizes are unknown, a note about the assumed sizes is appended to this list.
 
     Raises:
         UserError: A folder's config.json cannot be read, or belongs to a different kind of model.
@@ -362,7 +362,7 @@ class AlignmentCosts(CountedCosts):
         self.block: int = settings['block']
 
     def training_flops(self, shape: Shape, route: TokenRoute | None, *, encodes: bool) -> float:
-        """Return the FLOPs per image: the MLP's for the aligned block's tokens, plus the encoder's if `encodes`."""
+        """Return the FLOPs per image: of the MLP on the aligned block's tokens and, if `encodes`, of the encoder."""
         flops = self.flops(str(shape))
         return encodes * flops['encoder'] + self.seen(route) * flops['projector']
 
@@ -397,6 +397,6 @@ def perceptual_of(component: Component, notes: list[str]) -> PerceptualCosts | N
 
 
 def _settings(component: Component, keyword: str) -> dict[str, Any] | None:
-    """Return the settings under a model's `keyword`, with defaults for missing ones; None if the keyword is not set."""
+    """Return a model setting that is a mapping, such as `sprint`, completed with defaults; None if it is not set."""
     is_set = isinstance(component.kwargs.get(keyword), Mapping)
     return registry.settings_of('model', component, keyword) or None if is_set else None

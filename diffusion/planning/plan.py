@@ -157,7 +157,7 @@ def load_phases(
 ) -> list[Phase]:
     """Load recipes, and return the amount of work in each. The location of the data may still be `???`.
 
-    `samples` has the number of distinct images, for all recipes or for each. None means what the recipe says.
+    `samples`: Number of distinct images, one for all recipes or one per recipe; None takes it from the recipe.
     """
     if len(samples) not in (0, 1, len(paths)):
         raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; pass one, or one per recipe')
@@ -190,7 +190,7 @@ def make_plan(phases: Sequence[Phase], given: Assumptions, *, gpus: dict[str, GP
 
 
 def _check_progress(saving: Resilience) -> None:
-    """Raise UserError if failures leave almost no time to train, but not if the run is only shorter than its saves."""
+    """Raise UserError if failures leave almost no time to train; a run that is short relative to a save is allowed."""
     lost_per_failure = saving.restart_seconds + saving.stall_seconds
     if saving.goodput < HOPELESS_GOODPUT and 3600 * saving.mtbf_hours < 10 * lost_per_failure:
         raise UserError(
@@ -307,7 +307,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]
 def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     notes = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
     for each in plans:
-        # Faster settings already include the best strategy.
+        # Recommend a strategy only if no faster settings were found: these include the best strategy.
         if each.faster is None and (found := advice(each.fit, given.gpu)):
             notes.append(f'{each.phase.name}: {found}')
     unknown = [each.phase.name for each in plans if each.phase.samples is None]

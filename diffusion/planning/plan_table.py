@@ -39,7 +39,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def first_line(each: PhasePlan, gpu: GPU, *, name: str = '', expected: bool = False) -> str:
-    """Return a line with a recipe's time and cost as written and, if found, with faster settings that can be pasted.
+    """Return a line with a recipe's time and cost as written, and with the overrides for faster settings, if found.
 
     Args:
         name: Name of the recipe or job at the beginning of the line.

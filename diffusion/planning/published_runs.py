@@ -18,7 +18,7 @@ IMAGES_PER_SECOND: dict[int, dict[int, float]] = {
 }
 """Images per second of Stable Diffusion 2 by resolution and number of A100s, with both encoders precomputed."""
 ONLINE_SLOWDOWN = 1.4
-"""Factor by which encoders that run during training slow it; FLOPs alone predict 1.59 (256 px) and 1.48 (512 px)."""
+"""Slowdown of training by encoders that run in it, as a factor; FLOPs alone predict 1.59 (256 px) and 1.48 (512 px)."""
 SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_000}
 """Number of distinct images per phase of Stable Diffusion 2, by resolution and number of images trained on."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784

@@ -52,7 +52,7 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Return the strategy that fits with least host time (ties: least communication), or None if none fits.
+    """Return the fitting strategy with the least host time (ties: least communication); None if none fits.
 
     ddp needs less host time: it starts collectives without Python code, while FSDP2 runs Python hooks before and after
     each of its modules in every forward and backward pass.
@@ -136,7 +136,7 @@ def changed_settings(old: Recipe, new: Recipe) -> tuple[str, ...]:
 
 
 def _candidates(phase: Phase, fits: Sequence[Fit], given: Assumptions) -> Iterator[Phase]:
-    """Yield the phase with each strategy's largest microbatch: CUDA graphs as in the recipe and, if possible, on."""
+    """Yield the phase with each strategy's largest microbatch; CUDA graphs as in the recipe and, if allowed, on."""
     mistakes = len(check_recipe(phase.recipe))
     for fit in fits:
         recipe = replace(phase.recipe, parallelism=fit.setup.parallelism)

@@ -169,7 +169,7 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
 
 
 def _launched_images_per_second(phase: Phase, gpus: int) -> float:
-    """Return the images per second of all GPUs at which kernel launches become the limit; infinity if unknown."""
+    """Return the maximum images per second of all GPUs as limited by kernel launches; infinity if unknown."""
     if phase.model.is_transformer or phase.model.published_parameters < LARGE_UNET:
         return math.inf
     share = phase.recipe.global_batch / gpus

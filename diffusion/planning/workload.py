@@ -101,7 +101,7 @@ class Phase:
 
     @property
     def auxiliary_precision(self) -> Precision:
-        """Precision of the networks of losses, to which the settings of `speed` do not apply."""
+        """Precision of the networks that only losses use; the settings of `speed` do not apply to them."""
         return 'float32' if self.autocast == 'fp32' else 'half'
 
     @property
@@ -120,7 +120,7 @@ class Phase:
 
     @property
     def images_per_sample(self) -> int:
-        """2 if the samples are preference pairs, each of which counts as one image elsewhere; else 1."""
+        """2 if samples are preference pairs, else 1; the planner's other image counts count each pair as one image."""
         return 1 + trains_on_pairs(self.recipe)
 
     @cached_property

@@ -36,8 +36,8 @@ class CollectiveLimits:
         speed: FLOP/s and bandwidth that each rank must reach, as a fraction of the median over all ranks.
         matrix: Side of the matrices that are multiplied.
         message_bytes: Size of the messages in all-reduces and between nodes.
-        repeats: Number of measurements, of which the fastest counts.
-        seconds: Minimum duration of the matmuls, to reach the operating temperature (the last quarter counts); else 0.
+        repeats: Number of measurements per check; the fastest one counts.
+        seconds: Minimum duration of the matmuls, for the GPU to warm up (the last quarter is measured); 0: no minimum.
         links: True to measure the links between neighboring nodes.
     """
 
@@ -124,7 +124,7 @@ def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -
 
 
 def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
-    """Return the TFLOP/s of a matrix product and its checksum, which is equal on healthy ranks; -1 if it varies."""
+    """Return the TFLOP/s of a matrix product, and its checksum: equal on healthy ranks, -1 if repetitions differ."""
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == 'cuda' else torch.float32
     # The entries are integers in [-2, 2], so partial sums are at most 4 x 8192 = 2**15 and exact in float32

@@ -151,7 +151,7 @@ CHECK = 'weights'
 POLICY = RetryPolicy(tries=3, timeout_seconds=10.0)
 """Retries of requests to the Hub. It is reported as unreachable after 40 seconds; in a run, after three minutes."""
 EXTRAS = ('representation_alignment', 'perceptual_losses')
-"""Keywords of models under which other pretrained networks may be named."""
+"""Settings of models whose key `encoder` may name a further pretrained network, an image encoder."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Source:
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
-    """Check the pretrained weights that a recipe names (only for this package's models); stop if the Hub is down."""
+    """Check the pretrained weights that a recipe names, for this package's models; stop if the Hub is unreachable."""
     if not registry.is_own('model', recipe.model.name):
         return []
     sources = _sources(recipe)
@@ -204,7 +204,7 @@ def _sources(recipe: Recipe) -> list[Source]:
         sources.append(Source(where, str(backbone), partial(_check_file, str(backbone))))
     named = {key: kwargs[key] for key in ('pretrained', 'vae') if kwargs.get(key) not in (None, PIXELS)}
     if named:
-        # Check these keys together by building the model, which accesses exactly the parts that it needs.
+        # Check these keys together by building the model, which requests only the weights that it needs.
         where = ', '.join(f'model.{key}' for key in named)
         sources.append(Source(where, ', '.join(map(str, named.values())), partial(_check_model, build)))
     for key in EXTRAS:

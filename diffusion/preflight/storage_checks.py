@@ -229,7 +229,7 @@ def marker_name() -> str:
 
 WRITE_SPEED = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
-"""Duration of the write test in seconds, if `deep` is False or True. The last chunk is completed after that time."""
+"""Duration of the write test in seconds, by the value of `deep`; a chunk begun before the end is still completed."""
 MOST_BYTES = {False: 2**28, True: 2**31}
 
 

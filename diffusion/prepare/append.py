@@ -49,7 +49,7 @@ PRESENT = 'already in the dataset'
 COMPUTED = 'columns_from'
 """Setting with the path of a Python file that computes columns; a dataset records the file's hash, not its path."""
 BASE = 'base'
-"""File in the work folder with the name of the delivery's folder, which depends on the dataset's version."""
+"""File in the work folder that names the delivery's folder; this name depends on the dataset's version."""
 
 
 def append(
@@ -63,7 +63,7 @@ def append(
         settings: Settings of the preparation; those that affect samples must equal the dataset's.
 
     Returns:
-        The report of this delivery, with 0 inputs if the dataset has all of them; None after converting a share.
+        This delivery's report, with 0 inputs if the dataset has all of them; None after converting only a `share`.
     """
     if problems := check_settings(settings):
         raise RecipeError(problems, 'diffusion prepare')
@@ -144,7 +144,7 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove the work of an earlier start that had equal settings, but other parts to convert or package versions.
+        """Remove an earlier start's work if it had the same settings, but other package versions or parts to convert.
 
         The parts differ if the input has changed since, or if the dataset now has some of them.
         """
@@ -169,7 +169,7 @@ class _Addition(Preparation):
         )
 
     def add(self, plan: InputPlan, start: float) -> PrepareReport:
-        """Add the converted delivery; if the dataset changes meanwhile, repeat, unless it has this delivery by then."""
+        """Add the converted delivery; repeat if another process changed the dataset without adding this delivery."""
         while True:
             try:
                 return self.add_to_version(plan, start)

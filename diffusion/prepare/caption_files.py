@@ -22,7 +22,7 @@ CAPTION_COLUMNS = ('captions', 'caption', 'text')
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
 """Problems of captions for which a row is rejected when it is read, so that messages can state its position."""
 NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
-"""Problems of rows that give no valid path of an image inside the folder."""
+"""Problems of rows that contain no valid path of an image inside the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
 """Name in `caption_columns` that selects the text file beside an image; other names are keys of its .json file."""
@@ -121,7 +121,7 @@ def _path_problem(path: Any) -> str | None:
 
 
 def _caption_problem(captions: Sequence[Any]) -> str | None:
-    """Return the reason in `_REJECTED_ROWS` why no caption of a row is usable; None if one is, or for other reasons."""
+    """Return why no caption of a row is usable, if the reason is in `_REJECTED_ROWS`; otherwise None."""
     try:
         usable_captions(captions)
     except Unfit as unfit:

@@ -46,16 +46,16 @@ class _Shard:
 
 
 def pack(place: str, out: str, columns: Sequence[str], *, share: Share | None = None) -> tuple[int, list[str]]:
-    """Write a dataset with captions of some columns in its shards, or resume.
+    """Write a copy of a dataset with the captions of `columns` in its shards, or resume writing it.
 
     Return the number of samples, and the keys of the samples that were left out since they have none of the captions.
-    With a share, copy only its shards, and return (0, []); a later call without a share finishes the dataset.
+    With a `share` (of several machines), copy its shards and return (0, []); a call without one finishes the dataset.
 
     Args:
         columns: Columns of `diffusion caption`; `original` adds all captions of the shards under their own names.
 
     Raises:
-        UserError: A column has no table for a shard, or `out` is not empty and not of an earlier start.
+        UserError: A column has no table for a shard, or `out` has files other than an earlier start's.
     """
     keep, named = ORIGINAL in columns, sorted({*columns} - {ORIGINAL})  # sorted as in captions.json: equal draws
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(THREADS) as threads, ExitStack() as stack:
@@ -102,7 +102,7 @@ def pack(place: str, out: str, columns: Sequence[str], *, share: Share | None = 
 
 
 def _copy(source: Place, target: Place, shard: _Shard, *, keep_stored: bool) -> None:
-    """Write a new shard without the samples that have no captions, none if no sample is left, and its state."""
+    """Write a shard of the samples that have captions, unless none has, and a state file for resuming."""
     path = source.fetch(shard.name)
     check_shard(path, shard.entry, source.locate(shard.name))
     old, samples, left_out = ShardFormat.of_entry(shard.entry), [], []

@@ -35,14 +35,14 @@ KEYS = ('key', '__key__', 'image_id', 'id', 'file_name', 'file')
 """Common names of the column with keys, in order of precedence."""
 TABLES = ('.parquet', '.csv', '.jsonl')
 _OF_COLUMN = re.compile(rf'(?:^|/){FOLDER}/([^/]+)/shard\.[^/]+\.parquet')
-"""End of the path of a table of `diffusion caption`; its folder has the name of the column in its column `caption`."""
+"""End of the path of a table by `diffusion caption`; its folder is named after the caption column that it holds."""
 CAPTION_PROBLEMS = ('no_caption', 'caption_not_utf8', 'bad_json')
 """Problems of a source's own captions, which do not matter if the captions come from a table."""
 
 
 @dataclass(frozen=True)
 class CaptionTable:
-    """Tables with a key and captions in each row; rows with the same key add their captions.
+    """Tables with a key and captions in each row; an image gets the captions of all rows with its key.
 
     An index on disk, about as large as the uncompressed tables, lets many processes share it.
     """
@@ -66,7 +66,7 @@ class CaptionTable:
 
     @cached_property
     def files(self) -> dict[File, str | None]:
-        """The tables, each with its column if `diffusion caption` has written it, but none of columns not to join."""
+        """The tables to join; each maps to its caption column if `diffusion caption` has written it, else to None."""
         found = [file for file in self.listing.files if is_inside(file.name, self.listing.path)]
         matches = {file: _OF_COLUMN.search(file.url) for file in found if file.name.lower().endswith(TABLES)}
         tables = {file: None if match is None else match[1] for file, match in matches.items()}
@@ -80,7 +80,7 @@ class CaptionTable:
 
     @property
     def keeps_own(self) -> bool:
-        """True if the column `original` means the source's own captions: all tables are of `diffusion caption`."""
+        """True if column `original` means the source's own captions, since `diffusion caption` wrote all tables."""
         return ORIGINAL in self.columns and None not in self.files.values()
 
     @cached_property
@@ -144,7 +144,7 @@ class CaptionTable:
         index.close()
 
     def _content(self, column: str | None, captions: list[Any], names: list[str], row: Mapping[str, Any]) -> Any:
-        """Return captions, the column of each, and, by column of metadata, a value and the rule that rejected it."""
+        """Return a row's captions, their columns, and metadata by column: (value, rule that rejected it or None)."""
         if column in self.metadata:
             return [], [], {column: [json_value(row.get('caption')), row.get('rejected')]}
         metadata = {name: [json_value(row[name]), None] for name in self.metadata if name in row}

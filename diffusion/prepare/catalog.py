@@ -1,4 +1,4 @@
-"""In-memory tables of all inputs (rejected, kept or held out) and samples (with their position) of a preparation.
+"""In-memory tables of a preparation: all inputs (rejected, kept or held out), and samples with their positions.
 
 They combine the tables of all parts. Each input takes 34 bytes of memory and each sample 22, so 100 million images in
 three buckets take 10 GB; keys and captions stay on disk.
@@ -117,7 +117,7 @@ class Catalog:
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def captions(self, images: np.ndarray, column: str = 'captions') -> Iterator[pa.ListArray]:
-        """Yield one array per part: the lists in a column of those of `images` (sorted catalog rows) in the part."""
+        """Yield an array per part: the lists in `column` for the part's images among `images` (sorted catalog rows)."""
         edges = np.searchsorted(images, self.first_row)
         for number, folder in enumerate(self.parts):
             rows = images[edges[number] : edges[number + 1]]

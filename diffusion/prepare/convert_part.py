@@ -68,7 +68,7 @@ class PartCounts:
     """Number of images by decoder message, under the keys `undecodable` and `truncated`."""
     repaired: NamedCount = field(default_factory=NamedCount)
     recoded: list[Measured] = field(default_factory=list)
-    """Measurements of some lossless images that are stored in a lossy format."""
+    """File sizes and PSNR of some lossless images that are stored in a lossy format."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Convert exceptions from the `with` block to a RuntimeError that names the image; only `Unfit` is kept.
+        """Convert exceptions in the `with` block, except `Unfit`, to a RuntimeError that names the image.
 
         `Unfit` rejects the image; any other exception is a bug.
         """
@@ -235,7 +235,7 @@ class PartJob:
             raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
-        """Yield the part's entries and skipped files; `note` gets keys first, in case an image kills the process."""
+        """Yield the part's entries and skipped files; pass keys to `note` first: an image may kill the process."""
         # `_write` reads and writes in one loop. This wrapper marks an OSError from the source, which is retried, so
         # that it differs from an OSError in the work folder (such as a full disk), which is not retried.
         try:

@@ -145,7 +145,7 @@ class PrepareReport:
 
 
 def _outcomes(report: PrepareReport) -> dict[str, str]:
-    """Return, as text by name, the number of inputs, and the number with each outcome, such as kept or unusable."""
+    """Return the number of inputs, in total and by outcome, such as kept or unusable, as texts by name."""
     return {
         'inputs': f'{report.inputs:,}',
         'kept': f'{report.pictures:,}',

@@ -107,7 +107,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_folder(location: str) -> None:
-    """Raise UserError if a location is not a folder, pattern or store URL, or is the Hub's cache of a repository."""
+    """Raise UserError unless a location is a folder (other than a repository's Hub cache), pattern or store URL."""
     is_elsewhere = ('{' in location or is_pattern(location) or is_url(location)) and not location.startswith(
         ('http://', 'https://')
     )
@@ -208,7 +208,7 @@ class Chooser:
         return Choice('arrow', split, splits[split], _others(files, splits[split], splits))
 
     def _saved_folders(self, files: list[File]) -> list[str]:
-        """Return the sorted folders written by `save_to_disk`, each with a trailing slash, or empty for the top."""
+        """Return the sorted folders written by `save_to_disk`, with a trailing slash; '' is the top folder."""
         # Require Arrow files or dataset_info.json beside state.json: other programs also write files with that name.
         saved = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
         saved |= {file.name.removesuffix(INFO).rstrip('/') for file in files if f'/{file.name}'.endswith(f'/{INFO}')}
@@ -237,9 +237,9 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Raise UserError if no split in `splits` is for training, the user chose no split, and `none` has files.
+        """Raise UserError if the user chose no split, no split is for training, and there are files without a split.
 
-        The files in `none`, which name no split, may then be the training images.
+        These files, `none`, may be the training images.
         """
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
@@ -338,8 +338,8 @@ def _others(
 ) -> list[PassedOver]:
     """Return the files that are not in `chosen`, each with the reason for skipping it, such as its split.
 
-    `of_config` are the data files in the chosen layout. Those that are not in `splits` either belong to another
-    configuration or have no split in their names.
+    `of_config`: All data files in the chosen layout, including other configurations'. A file of these that is not in
+    `splits` belongs to another configuration or has no split in its name.
     """
     used = {file.name for file in chosen}
     reasons = {file.name: 'other configuration or no split' for file in of_config}

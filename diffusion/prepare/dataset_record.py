@@ -183,7 +183,7 @@ class RecordedDataset:
         return max((int(file.split('.')[1]) + 1 for folder, _, file in names if folder == bucket), default=0)
 
     def update_indexes(self) -> None:
-        """Update each bucket's index.json, and each resolution's buckets.json if it has shapes, to match the record.
+        """Update each bucket's index.json, and buckets.json of resolutions with aspect ratios, to match the record.
 
         Each file is replaced atomically. Several processes may do this at once; none of them replaces a newer version
         of a file with an older one.
@@ -225,7 +225,7 @@ def index_hashes(entries: Entries) -> Iterator[tuple[str, str]]:
 
 
 def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
-    """Return the record with the hash of each bucket's current index appended to its hashes, if it is not the last."""
+    """Return the record with each bucket's current index hash appended to its hashes, unless it is already last."""
     indexes = {bucket: list(hashes) for bucket, hashes in record.indexes.items()}
     for bucket, digest in index_hashes(entries):
         if indexes.setdefault(bucket, [])[-1:] != [digest]:

@@ -73,7 +73,7 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
 def merged_report(
     reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int
 ) -> PrepareReport:
-    """Merge the deliveries' reports: sum counts and histograms; only `pictures` and buckets lack removed images."""
+    """Merge the deliveries' reports by summing; removed images still count, except in `pictures` and the buckets."""
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
     empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]
@@ -123,7 +123,7 @@ def delivery_line(report: PrepareReport) -> dict[str, Any]:
 
 
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return histograms by quantity, with summed counts; several merged ones keep only the quantiles 0% and 100%."""
+    """Return histograms by quantity, with summed counts; if several are merged, only 0% and 100% quantiles remain."""
     merged: dict[str, Any] = {}
     for name in statistics[0]:
         found = [each[name] for each in statistics if sum(each.get(name, {}).get('counts', ()))]
@@ -157,6 +157,6 @@ def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
 
 
 def _names_any(name: str, keys: frozenset[str]) -> bool:
-    """Return True if `name`, an example in a report, is one of these keys or a duplicate of one of these images."""
+    """Return True if an example in a report is one of these keys, or `KEY (duplicate of KEY)` with one of them."""
     key, _, original = name.removesuffix(')').partition(' (duplicate of ')
     return name in keys or key in keys or original in keys

@@ -58,7 +58,7 @@ def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where
 
     Args:
         listed: `configs` from the dataset's card, or None.
-        folders: Folders to treat as configurations if the card lists none, and there are at least two or one is wanted.
+        folders: Names of configurations if the card lists none; ignored if fewer than two, unless `wanted` is set.
     """
     if not listed and wanted is None and len(set(folders)) < 2:
         return DataFiles()
@@ -196,7 +196,7 @@ def _quoted(location: str, inside: str) -> str:
 
 
 def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return a folder or pattern, such as `data/train-*.parquet`, for `wanted` and no others of `names`, or None."""
+    """Return a folder or pattern (`data/train-*.parquet`) that only `wanted` among `names` match; None if none does."""
     *folders, last = wanted[0].split('/')
     at = next((number for number, piece in enumerate(folders) if split_in(piece) is not None), None)
     if at is not None:

@@ -27,7 +27,7 @@ RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width'
 def json_value(value: Any) -> Any:
     """Convert to JSON types, at all levels: NaN and infinity to None, decimals and durations (seconds) to numbers.
 
-    Dates become ISO 8601 texts, and values of other types their `str`.
+    Dates become ISO 8601 texts; values of any other type are converted by `str`.
     """
     if value is None or isinstance(value, bool | int):
         return value

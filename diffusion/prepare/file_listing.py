@@ -60,7 +60,7 @@ class SortedFiles(Iterable[File]):
 
 
 class _Run:
-    """Sorted files stored in a temporary file, in blocks that are each preceded by their size."""
+    """Sorted files in a temporary file, stored as blocks with the size of each before it."""
 
     def __init__(self, files: Iterable[File]) -> None:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -86,7 +86,7 @@ MAX_EXPANDED = 1_000_000
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """Return the files at a location, sorted by name or in the order of the braces, and the skipped files.
+    """Return the files at a location, sorted by name (expanded braces keep their order), and the skipped files.
 
     Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped. Files that result
     from braces are never skipped; a missing one raises UserError.

@@ -27,7 +27,7 @@ _JOINERS = '\u200c\u200d'
 def usable_captions(
     raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH
 ) -> dict[str, int]:
-    """Return an image's distinct cleaned captions in order, each with the index of the first raw caption for it.
+    """Map an image's distinct cleaned captions, in order, to the index of the first raw caption that yields each.
 
     Raises:
         Unfit: No caption is usable: no_caption, caption_not_text, caption_not_utf8, caption_too_short or
@@ -161,7 +161,7 @@ class Filters:
 
 
 def number_in(value: Any) -> float | None:
-    """Return a value as a finite float, or None; strings are parsed, and yes and no are 1 and 0 in any case."""
+    """Return a value as a finite float, or None; strings are parsed: yes is 1 and no is 0, ignoring case."""
     if isinstance(value, str):
         value = {'yes': 1, 'no': 0}.get(value.strip().rstrip('.').casefold(), value)
     try:

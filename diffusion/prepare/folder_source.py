@@ -72,7 +72,7 @@ class FolderSource:
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
 
-        A long list of files is kept in TMPDIR, but in memory with a caption file, whose rows may refer to any image.
+        A long list of files is kept in TMPDIR or, with a caption file, in memory: its rows may refer to any image.
         """
         if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
             listed, others = list_files(self.location, None)
@@ -193,7 +193,7 @@ class FolderSource:
         return [file for file in files if self._is_image(file)]
 
     def _notes(self, passed_over: Mapping[str, NamedCount], captioned: bool) -> tuple[str, ...]:
-        """Return hints about skipped files that may contain captions; unless `captioned`, also on adding captions."""
+        """Return hints about skipped files that may contain captions and, unless `captioned`, about adding captions."""
         notes = []
         others = passed_over.get(f'.{OTHER_TEXT}')
         if others is not None:
@@ -352,7 +352,7 @@ class _Span:
 
 
 def _with_captions(file: File, beside: Mapping[str, File], caption: str | None) -> _ImageFile:
-    """Return an image with its caption files (by kind); without any, with `caption` or the problem no_caption."""
+    """Return an image with its caption files (by kind); if it has none, `caption` or the problem no_caption is set."""
     found = {kind: beside[kind] for kind in BESIDE if kind in beside}
     stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
     image = _ImageFile(file.name, stamp, file.url, file.size, beside={kind: each.url for kind, each in found.items()})
@@ -376,7 +376,7 @@ def kind_beside(file: File, caption_suffix: str) -> str | None:
 
 
 def texts_beside(images: Iterable[File], files: Iterable[File], caption_suffix: str) -> dict[str, dict[str, File]]:
-    """Return the caption files beside some images, by image stem and then by kind (see `BESIDE`)."""
+    """Return the caption files beside the images, by stem (name without suffix) and then by kind (see `BESIDE`)."""
     stems = {_stem(image) for image in images}
     found: dict[str, dict[str, File]] = {}
     for file in files:
@@ -406,7 +406,7 @@ def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
 
 
 def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]) -> Iterator[PassedOver]:
-    """Yield the files to report as skipped: those not in `read`, except caption files, whose URLs are `tables`."""
+    """Yield the files to report as skipped: those that are neither in `read` nor caption files (URLs in `tables`)."""
     used = {file.name for file in read}
     yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
 

@@ -76,7 +76,7 @@ class HuggingFaceSource:
         }
 
     def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> 'HuggingFaceSource':
-        """Return the source pinned to the commit in the plan of an earlier start, given the parts in that plan."""
+        """Return the source pinned to the commit that an earlier start planned, given the parts of its saved plan."""
         places = (place for part in parts for place in (part['where'], *part['where'].get('pictures', ())))
         planned = next((parse_name(place['url']) for place in places if place.get('url', '').startswith('hf://')), None)
         wanted = None if os.path.exists(self.location) else parse_name(self.location)
@@ -200,7 +200,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return an image of a plan and its caption files as Hub files; empty if the image is not on the Hub."""
+    """Return `File`s of a planned image and its caption files on the Hub; empty if the image is not on the Hub."""
     if not is_on_hub(image.get('url', '')):
         return []
     # `stamp` has the stamps of the image and its caption files, separated by spaces.

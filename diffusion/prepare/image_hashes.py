@@ -23,7 +23,7 @@ MAX_COMPARISONS_PER_HASH = 1000
 """Maximum average number of comparisons per hash; above it, the search restarts with more and smaller groups."""
 MAX_PAIRS_PER_HASH = 16
 MAX_TABLES = 1000
-"""Maximum number of sorted copies of the hashes in a repeated search; the first one may need more."""
+"""Maximum number of times that a repeated search sorts the hashes; only the first search may sort more often."""
 CHUNK = 2**18
 """Number of hashes to compare with a sorted table at a time; with intermediate results, they fit in the CPU cache."""
 

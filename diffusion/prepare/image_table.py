@@ -54,7 +54,7 @@ class Columns:
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
     """Return a table's columns; common names are matched case-insensitively.
 
-    If the table has URLs instead of images, the error message shows how to download them; `suffix` is the table file's.
+    If the table has URLs instead of images, a UserError shows how to download them. `suffix` is the table's suffix.
     """
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)
@@ -150,7 +150,7 @@ def raise_if_io_error(error: BaseException) -> None:
 
 
 def paths_inside(path: str, folder: str) -> list[str]:
-    """Return the files that a row's path may mean; it may be relative to the table's folder or to the dataset's root.
+    """Return the files to which a row's path may refer, relative to the table's folder or to the dataset's root.
 
     Backslashes are tried as separators too. Raise Unfit if the path is absolute or leads outside the dataset.
     """

@@ -144,7 +144,7 @@ class SavedPlan:
 
 
 class Piece(NamedTuple):
-    """Piece of the input, a part or some of its images, that one job converts into a folder of the same name."""
+    """A part of the input or some of its images, which one job converts into a folder named `name`."""
 
     name: str
     """Part number, such as 000003, or 000003.004 for the fifth piece of a divided part."""
@@ -154,7 +154,7 @@ class Piece(NamedTuple):
     is_whole: bool
 
     def content(self, plan: InputPlan) -> Part:
-        """Return the complete input to convert: a whole part is read from the plan, with its `where`."""
+        """Return the complete input to convert, including `where`, which is read from the plan for a whole part."""
         return plan.parts[self.number] if self.is_whole else self.part
 
 

@@ -39,7 +39,7 @@ _RATIOS = (0, 1, Fraction(12, 10), Fraction(4, 3), Fraction(3, 2), Fraction(16, 
 
 
 def image_suffixes(formats: Collection[str]) -> tuple[str, ...]:
-    """Return the suffixes of image files that are always read, and of these formats, in lower case without a dot."""
+    """Return suffixes of the image formats that are always read and of `formats`, in lower case without a dot."""
     return (*IMAGE_SUFFIXES, *(suffix for name in formats for suffix in REQUIREMENTS[name].suffixes))
 
 
@@ -116,7 +116,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
 
 
 def _jxl_codestream(encoded: bytes) -> bytes | None:
-    """Return a JPEG XL file from its codestream on; None for other files. Raise ValueError if it has no codestream."""
+    """Return a JPEG XL file from its codestream on, or None for other files; ValueError if it has no codestream."""
     if encoded.startswith(b'\xff\x0a'):
         return encoded
     if not encoded.startswith(b'\0\0\0\x0cJXL \r\n\x87\n'):

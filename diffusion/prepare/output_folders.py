@@ -124,7 +124,7 @@ class StoreOutput:
         found = self.folder.sizes()
         for name, size in expected.items():
             if found.get(name) != size:
-                # Forget that this object is complete, so that the next start writes it again, and only it.
+                # Delete these markers of completion, so that the next start writes this object, and only it, again.
                 self.work.complete.unlink()
                 if name in entries:
                     entries[name].unlink()
@@ -135,7 +135,7 @@ class StoreOutput:
 
 
 def not_empty(out: object, report: PrepareReport | None, plan: InputPlan | None, remedy: str) -> UserError:
-    """Return the error for an output that is not empty, with differences from the plan, and fixes such as `remedy`."""
+    """Return the error for an output that is not empty; it lists differences from the plan, and fixes (`remedy`)."""
     lines: list[str] = []
     ways = ['give another --out', remedy, 'add --append to add the images to it']
     if report is not None and plan is not None and report.fingerprint != plan.content_fingerprint:

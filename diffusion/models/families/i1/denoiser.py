@@ -1,4 +1,4 @@
-"""Adapter of i1's transformer."""
+"""Adapter of the denoiser of i1, a text-to-image model (Zeng et al. 2026)."""
 
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class I1(DenoiserAdapter):
         )
 
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
-        # The transformer reads the noise level off the noisy tokens.
+        # Pass no timesteps: the transformer infers the noise level from the noisy tokens.
         return {'encoder_hidden_states': condition.embeds, 'attention_mask': condition.mask}
 
     def from_original(self, denoiser: Any, content: Any, which: Literal['training', 'ema'], where: str) -> Any:
@@ -71,7 +71,7 @@ class I1(DenoiserAdapter):
 
 
 def _public(encoder: Any) -> Any:
-    """Return T5-Gemma's encoder in a T5GemmaEncoderModel, which transformers exports; other encoders as they are."""
+    """Wrap T5-Gemma's encoder in transformers' public class T5GemmaEncoderModel; return other encoders unchanged."""
     if encoder.config.model_type != 't5_gemma_module':
         return encoder
     fields = encoder.config.to_dict()

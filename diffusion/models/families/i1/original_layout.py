@@ -1,6 +1,6 @@
-"""The files of i1's own code: written by `torch.save`, with other tensor names and the opposite sign of the output.
+"""Read and write files of i1's own code: saved by `torch.save`, with other tensor names and the opposite output sign.
 
-Their output is the image minus the noise; that of our denoiser, as of all flows here, is the noise minus the image.
+Their transformer predicts the image minus the noise; our denoiser, like all flows here, the noise minus the image.
 """
 
 import logging
@@ -57,7 +57,7 @@ UNUSED = 't_embedder.'
 
 
 def original_name(name: str, depth: int) -> str:
-    """Return the name in i1's own files of a tensor of our denoiser with `depth` blocks."""
+    """Convert the name of a tensor of our denoiser, which has `depth` blocks, to its name in i1's own files."""
     stem, _, leaf = name.rpartition('.')
     if not stem:
         return LAYERS[name]
@@ -87,11 +87,11 @@ def from_original(
 ) -> Tensors:
     """Return a denoiser's weights by name, from the content of a file of i1's own code.
 
-    Its `model` are averaged weights, and its `train_state.model_raw` the training weights, which published files lack;
-    `training` then gives the averaged ones.
+    The key `model` holds averaged weights, `train_state.model_raw` the training weights. Published files have only
+    averaged weights, which `training` then returns too.
 
     Raises:
-        UserError: The file has other tensors, or is of another size than the denoiser.
+        UserError: The file has other tensors, or its model has another size than the denoiser.
     """
     stored = _stored_weights(content, which, where)
     config: Mapping[str, Any] = denoiser.config
@@ -156,7 +156,7 @@ def _size_name(sizes: Mapping[str, int]) -> str | None:
 
 
 def _grid_side(stored: Tensors, where: str) -> int:
-    """Return the number of tokens on a side of the images that a file is for; 16 if it has no position table."""
+    """Return the number of tokens per image side from a file's position table; 16 if the file has no such table."""
     tokens = stored['pos_embed'].shape[1] if 'pos_embed' in stored and stored['pos_embed'].ndim == 3 else GRID**2
     if math.isqrt(tokens) ** 2 != tokens:
         raise UserError(f'{where}: pos_embed has {tokens} positions, which is not a square; is it a file of i1?')
@@ -164,7 +164,7 @@ def _grid_side(stored: Tensors, where: str) -> int:
 
 
 def _signed(name: str, tensor: Tensor) -> Tensor:
-    """Convert a tensor from i1's files to our denoiser, or back: those of the output layer change their sign."""
+    """Negate a tensor of the output layer, and return other tensors unchanged; converts from i1's files and back."""
     return -tensor if name.startswith('output.') else tensor
 
 
@@ -192,7 +192,7 @@ def fixed_tables(denoiser: I1Transformer2DModel, side: int) -> Tensors:
 
 @dataclass(frozen=True)
 class OriginalFile:
-    """A denoiser as a file that the code of i1 loads, for square images with latents of `latent_size` cells a side."""
+    """Writer of a denoiser's file for i1's own code, for square images with latents of `latent_size` cells per side."""
 
     denoiser: I1Transformer2DModel
     latent_size: int

@@ -1,4 +1,4 @@
-"""The diffusers pipeline of i1 (Zeng et al. 2026): guidance by the learned null caption, even times before the shift.
+"""Diffusers pipeline of i1 (Zeng et al. 2026): learned null caption for guidance, times evenly spaced before the shift.
 
 Exports contain a copy of this file, so it must not import the package that wrote it. Load a folder with it by
 `DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)`.
@@ -118,7 +118,7 @@ class I1Pipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        """Return the text embeddings with those of padding, [B, L, T], and True for tokens, bool [B, L]."""
+        """Return text embeddings including padding's, [B, L, T], and a mask that is False for padding, bool [B, L]."""
         length, device = self.tokenizer.model_max_length, self._execution_device
         found = self.tokenizer(
             captions, padding='max_length', truncation=True, max_length=length, return_tensors='pt'
@@ -128,7 +128,7 @@ class I1Pipeline(DiffusionPipeline):
         return embeds.to(self.transformer.dtype), mask
 
     def _latent_shape(self, height: int | None, width: int | None) -> tuple[int, int, int]:
-        """Return C, H and W for a height and width in pixels; raise ValueError if patches do not divide them."""
+        """Return C, H and W for a height and width in pixels; raise ValueError unless both divide into patches."""
         cell, config = self.config['vae_scale_factor'], self.transformer.config
         height, width = (side or self.config['default_sample_size'] for side in (height, width))
         unit = cell * config['patch_size']
@@ -147,7 +147,7 @@ class I1Pipeline(DiffusionPipeline):
         return self.scheduler.timesteps
 
     def _predict(self, latents: Tensor, embeds: Tensor, mask: Tensor, scale: float, rescale: float) -> Tensor:
-        """Return the prediction for latents; guided if there are two captions per image, the conditional ones last."""
+        """Return the prediction for latents; guided if `embeds` has B unconditional, then B conditional captions."""
         guides = len(embeds) > len(latents)
         noisy = (torch.cat([latents, latents]) if guides else latents).to(self.transformer.dtype)
         predicted = self.transformer(noisy, embeds, attention_mask=mask, return_dict=False)[0].float()
@@ -164,7 +164,7 @@ class I1Pipeline(DiffusionPipeline):
         if isinstance(self.vae, AutoencoderRAE):
             return vae.decode(latents.to(vae.dtype), return_dict=False)[0] * 2 - 1
         if isinstance(self.vae, AutoencoderKLFlux2):
-            # Groups of 2x2 cells are normalized. A cell of the transformer's latents may be a cell or a whole group.
+            # The batch norm is over groups of 2x2 cells. The transformer's cells are single cells or such groups.
             side, bn = config['patch_size'][0], vae.bn
             group = math.isqrt(latents.shape[1] // config['latent_channels'])
             # With CPU offload, the statistics are on the CPU until the autoencoder decodes.

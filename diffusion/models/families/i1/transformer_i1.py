@@ -1,7 +1,7 @@
 """The transformer of i1 (Zeng et al. 2026, arXiv 2606.11289), written from the paper's description.
 
-Image and text tokens have weights of their own and attend to each other. The timestep is not an input: the noise level
-can be read off the noisy tokens. The first half of the blocks is connected to the second half by long skips.
+Image and text tokens have weights of their own and attend to each other. The timestep is not an input: the noisy tokens
+reveal the noise level. The first half of the blocks is connected to the second half by long skips.
 
 Exports contain a copy of this file, so it must not import the package that wrote it.
 
@@ -82,11 +82,11 @@ class TextBlock(nn.Module):
 
 
 class I1Block(nn.Module):
-    """Joint attention over image and text tokens, and one MLP for each, between norms that both kinds share.
+    """Joint attention over image and text tokens, and an MLP for each; the norms are shared by image and text.
 
     Args:
-        has_skip: The block also gets the tokens after the block that mirrors it in the first half.
-        is_last: Nothing reads the text after this block, so that it is not computed.
+        has_skip: The block also receives the output of the mirrored block in the first half (a long skip).
+        is_last: The block does not compute its text output, because nothing reads it.
     """
 
     def __init__(self, width: int, heads: int, *, has_skip: bool, is_last: bool) -> None:
@@ -147,9 +147,9 @@ class I1Block(nn.Module):
         return _attention(query, key, value, mask)
 
     def _zero_of_unused_weights(self) -> Tensor:
-        """Return 0, as a sum that gives zero gradients to the weights for the text after the last block."""
-        # The published weights include them. Without a gradient of every weight, DDP would wait forever; without a
-        # weight that the optimizer owns, checkpoints of families and planning would have a special case.
+        """Return 0, computed from the last block's unused text weights, so that their gradients are 0, not None."""
+        # These weights stay trained, since the published weights include them, and code for checkpoints and planning
+        # assumes that all are. Without a gradient for each, DDP would wait forever.
         unused = [*self.text_out.parameters(), *self.text_mlp.parameters()]
         return torch.stack([each.flatten()[:0].sum() for each in unused]).sum()
 
@@ -193,7 +193,7 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
         self.output = nn.Linear(hidden_size, patch_size**2 * in_channels)
         self.head_width = hidden_size // num_heads
         self.gradient_checkpointing = False
-        # Initialize as published: LeCun normal; Xavier uniform for the skips and the first layer of the text.
+        # Initialize as published: LeCun normal; Xavier uniform for the skips and the text adapter's first layer.
         for name, layer in self.named_modules():
             if not isinstance(layer, nn.Linear | nn.Conv2d):
                 continue
@@ -242,7 +242,7 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
 
     def _run(self, block: nn.Module, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
-            # The planner replaces this attribute of torch's module to measure what a block keeps.
+            # Call it as an attribute of torch's module: the planner replaces this to measure activation memory.
             return checkpoint.checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 
@@ -294,8 +294,7 @@ def rotations(positions: Tensor, channels: int) -> Tensor:
     """Return cosine and sine for each pair of a head's channels at positions [B, S, 3] (RoPE, Su et al. 2021).
 
     Half of the channels rotate with the first axis, and a quarter with each other one. The result, [B, S, channels / 2,
-    2], has the bits of float32 in int32, for `rotate`: FSDP2 would round the inputs of blocks to 16 bits if they were
-    floating-point numbers.
+    2], is float32 viewed as int32, as `rotate` expects: FSDP2 would cast floating-point inputs of blocks to 16 bits.
     """
     parts = channels // 2, channels // 4, channels // 4
     frequencies = (_frequencies(part, positions.device) for part in parts)

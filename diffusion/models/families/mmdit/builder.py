@@ -119,7 +119,7 @@ def byte_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
 
 
 def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
-    """Return the class of a pipeline's third tokenizer: T5's, or the byte tokenizer's if a local folder has that."""
+    """Return the class of a pipeline's third tokenizer: the byte tokenizer's if a local folder has one, else T5's."""
     file = Path(source, 'tokenizer_3', 'tokenizer_config.json')
     name = json.loads(file.read_bytes()).get('tokenizer_class') if file.is_file() else None
     return PreTrainedTokenizerFast if name in GENERAL_TOKENIZERS else fast_tokenizer('T5')
@@ -163,7 +163,7 @@ def mmdit(
         pos_embed_max_size: Maximum image side in patches of 16 px; the size of the position embedding table.
         objective: Training objective; by default flow matching with logit-normal timesteps and a shift of 3 at 1024 px,
             proportional to the resolution.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -225,7 +225,7 @@ def tiny_mmdit(
         t5: Use T5; False uses zeros in place of its tokens.
         t5_length: Number of T5 tokens, one per byte of the caption.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)

@@ -107,7 +107,7 @@ def prx(
         max_length: L, number of tokens to which captions are padded and truncated. Padding is masked in the transformer
             and in the text encoder.
         objective: Training objective; by default flow matching with logit-normal timesteps, as published.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -150,7 +150,7 @@ def tiny_prx(
             pixels; by default the packaged VAE for 64 px OpenMoji images.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         objective: Training objective; by default flow matching with logit-normal timesteps.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE), layout=vae_layout)

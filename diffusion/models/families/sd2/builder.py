@@ -87,7 +87,7 @@ def sd2(
     Args:
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     autoencoder = build_vae(vae, pretrained, revision, default=STABLE_DIFFUSION_VAE)
@@ -130,7 +130,7 @@ def tiny(
             for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

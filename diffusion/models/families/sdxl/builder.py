@@ -92,7 +92,7 @@ def sdxl(
     Args:
         vae: Source of the VAE; None uses that of `pretrained`, which overflows in float16. A folder or repository with
             an AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(pretrained=pretrained, vae=vae)
     autoencoder = build_vae(vae, pretrained, revision, default=VAE, vae_revision=vae_revision)
@@ -137,7 +137,7 @@ def tiny_sdxl(
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32. The first level has no attention.
         text_width: Width of each of the two text encoders and of the pooled text, a multiple of 32.
-        training: Keywords of `LatentDiffusion`. `models.training_keywords` describes keywords without an entry here.
+        training: Arguments of `LatentDiffusion`; `models.training_keywords` describes those that are not listed here.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))

@@ -1,8 +1,8 @@
-"""Shards and tables of converted parts. These shards are in the part's folder or a store until copied to final ones.
+"""Shards and tables of a converted part of the input. They are temporary: final shards are packed from their samples.
 
-With an object store, a preparation needs local disk space only for the image tables and the shards being written, it
-can resume after losing its disk, and machines without a shared folder can convert shares of one input. A part counts as
-stored once its tables, which are written last as one object, are in the store.
+If they are in an object store, a preparation needs local disk space only for the image tables and the shards being
+written, can resume after losing its disk, and several machines can convert shares of one input without a shared folder.
+A part counts as stored once its tables, which are written last as one object, are in the store.
 """
 
 import json
@@ -36,7 +36,7 @@ TABLES = 'tables.zip'
 
 
 class ShardPlace:
-    """Place where a part's shards are written: an object store's folder `url` or, if it is None, the part's folder."""
+    """Destination for a part's shards: the object store folder `url` or, if `url` is None, the part's local folder."""
 
     def __init__(self, folder: Path, url: str | None) -> None:
         self._folder = folder
@@ -57,7 +57,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         sizes: Size of each sample in bytes.
     """
     name = mds.shard_name(shard)
-    # The index's time is a cache key: another preparation in this process may have written to the same folder.
+    # Use the index's modification time as a cache key: this process may have prepared other data in the same folder.
     url, headers = _stored_shards(folder, (folder / mds.INDEX).stat().st_mtime_ns)
     truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
     if url is None:
@@ -89,7 +89,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
 
 
 def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Divide samples into requests; return the index of each request's first sample, and at the end len(offsets)."""
+    """Group samples into read requests; return the index of each request's first sample, then len(offsets)."""
     cuts = [0]
     for number in range(1, len(offsets)):
         end = offsets[number - 1] + sizes[number - 1]
@@ -104,7 +104,7 @@ def format_of(folder: Path) -> mds.ShardFormat:
 
 @lru_cache(maxsize=64)
 def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
-    """Return the URL and header sizes of a part's shards, or (None, []) for local ones; `written` is a cache key."""
+    """Return (URL, header size of each shard) of a part, or (None, []) if local; `written` only serves as cache key."""
     location = folder / LOCATION
     if not location.exists():
         return None, []
@@ -139,14 +139,14 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Download a part's tables to an empty folder; return False if damaged, or a shard's size differs from `sizes`."""
+    """Download a part's tables to an empty folder; return False if they or the shards (with these `sizes`) are bad."""
     archive = _beside(folder)
     try:
         object_store.download(f'{url}/{TABLES}', archive)
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder)
         entries = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
-        # Check the shards too: a lifecycle rule of the bucket may have deleted them.
+        # Check the shards too: a lifecycle rule of the object store may have deleted them.
         shards = (entry['raw_data'] for entry in entries)
         complete = all(sizes.get(shard['basename']) == shard['bytes'] for shard in shards)
     except (zipfile.BadZipFile, FileNotFoundError, KeyError, json.JSONDecodeError):
@@ -160,7 +160,7 @@ def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
 
 
 def _beside(folder: Path) -> Path:
-    """Return the path of a temporary file beside a part's unfinished folder; leftovers are removed with the folder."""
+    """Return the path of a temporary zip file beside a part's unfinished folder; cleanup after a crash removes both."""
     return folder.with_name(f'{folder.name}.zip')
 
 
@@ -187,7 +187,7 @@ SAMPLE_SCHEMA = pa.schema(
 
 @dataclass
 class InputRow:
-    """Row of one input in its part's table; if the input was rejected, unknown values stay zero or empty."""
+    """One input of a part, as a row of the part's table; if it was rejected, unknown values stay zero or empty."""
 
     key: str
     reason: str = ''
@@ -204,7 +204,7 @@ class InputRow:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Row of one stored sample in its part's table: input, bucket and position; an image may be in several buckets."""
+    """One stored sample of a part, as a row of the part's table; an image has one sample per bucket that stores it."""
 
     row: int
     bucket: str

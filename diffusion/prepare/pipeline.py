@@ -114,7 +114,7 @@ class Preparation:
         if not self.work.complete.exists():
             self.source = at_planned_version(self.source, self.work)
             plan = InputPlan.make(self.settings, self.source)
-            # A plan means that a preparation was interrupted here: resume it, even if the output contains an earlier
+            # If a plan exists, a preparation was interrupted: resume it, even if the output contains an earlier
             # dataset. A share has nothing to resume if another machine has already finished the preparation.
             resumed = share is None and self.work.plan.exists()
             finished = None if resumed else self.finished_report(plan)
@@ -140,7 +140,7 @@ class Preparation:
         return [self.work.parts / piece.name for piece in self.pieces(plan)]
 
     def finished_report(self, plan: InputPlan) -> PrepareReport | None:
-        """Return the report of the dataset in the output if it has the same plan and is not to be replaced, or None."""
+        """Return the existing output's report if it was prepared with the same plan; None if not, or if `overwrite`."""
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]
@@ -299,7 +299,7 @@ class Preparation:
         return ShardWriter(output.bucket(bucket), entries, self.format, self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
-        """Write the remaining final shards; return, by split and bucket, the number after that of the last shard."""
+        """Write the remaining final shards; return, by split and bucket, the number of the last shard plus one."""
         counts: dict[tuple[int, str], int] = {}
         kept = catalog.split[catalog.samples.image] != REJECTED
         total = int(catalog.samples.size[kept].sum())
@@ -369,7 +369,7 @@ class Preparation:
 
     def notes(self, plan: InputPlan, passed_over: Iterable[str], columns: Collection[str]) -> list[str]:
         """Return notes for the report: notes from the source, and about skipped image formats, possible copies of
-        held-out images, and filtered columns that no input has.
+        held-out images, and columns that the filters use but no input has.
         """
         found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
         notes = [note for head in plan.parts.heads for note in head.notes]
@@ -387,16 +387,16 @@ class Preparation:
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 
     def input_keys(self, plan: InputPlan) -> Iterator[str]:
-        """Yield the keys of all inputs, rejected ones too, as in the source."""
+        """Yield the keys of all inputs, including rejected ones, without the prefix added by `key_prefix`."""
         for folder in self.folders(plan):
             for key in read_inputs(folder, ['key'])['key'].to_pylist():
                 yield key.removeprefix(self.settings.key_prefix)
 
     def put_in_place(self, report: PrepareReport) -> None:
-        """Move the complete datasets to the outputs, given the report; idempotent."""
+        """Move the complete datasets from the work folder to the outputs; may be repeated after an interruption."""
         # Move the training set last, so that it never exists without its held-out images. If it replaces an existing
         # training set, first move the old one away, since it may contain images that are now held out. The report
-        # tells if there are held-out images; the settings may have changed since an earlier start was killed here.
+        # says if images were held out; the settings may have changed since the start that was killed here.
         if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()
@@ -404,7 +404,7 @@ class Preparation:
 
 
 def recoding_notes(settings: PrepareSettings, measured: Sequence[Measured]) -> list[str]:
-    """Return a note with the size and the error of lossless images that were stored in a lossy format."""
+    """Return a note with the file sizes and PSNR of lossless images that were stored in a lossy format."""
     if not measured:
         return []
     png, stored, decibels = map(sum, zip(*measured, strict=True))

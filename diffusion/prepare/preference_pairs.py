@@ -32,7 +32,7 @@ PICK_A_PIC = ('jpg_0', 'jpg_1', 'label_0')
 
 @dataclass(frozen=True)
 class Pair:
-    """A preferred and a rejected image, as bytes or files, and the difference by which one is preferred."""
+    """A preferred and a rejected image, as bytes or files, and the difference between their scores or votes."""
 
     prompt: str
     preferred: bytes | Path
@@ -42,17 +42,17 @@ class Pair:
 
 
 def write_pairs(places: Sequence[str], out: Path, *, score: str | None, min_difference: float) -> Counter[str]:
-    """Write the pairs of all places to a new folder of shards; return the numbers of pairs written and left out.
+    """Write the pairs in `places` to a new folder of shards; return how many were written and, by reason, left out.
 
-    A place is a folder of `diffusion compare` with its answers, a folder of generated images with their scores, or a
-    table with two images per row, in a Parquet or JSON Lines file.
+    Each of the `places` is a folder of `diffusion compare` with its answers, a folder of generated images with their
+    scores, or a Parquet or JSON Lines file with two images per row.
 
     Args:
-        score: Name of the score that decides; None for answers and tables.
-        min_difference: Pairs with a smaller difference, or none, are left out.
+        score: Name of the score that decides which image is preferred; None for answers and tables.
+        min_difference: Pairs whose difference is 0 or smaller than this are left out.
 
     Raises:
-        UserError: A place has no pairs, a file does not exist, or no pair is left.
+        UserError: One of the `places` has no pairs, a file does not exist, or no pair is left.
     """
     counts: Counter[str] = Counter()
     format_ = ShardFormat(COLUMNS, SHARD_BYTES)
@@ -97,7 +97,7 @@ def _pairs(places: Sequence[str], score: str | None) -> Iterator[Pair]:
 
 
 def _pairs_of_answers(folder: Path) -> Iterator[Pair]:
-    """Yield the pairs of a comparison; the difference is that of the two images' shares of the answers."""
+    """Yield the pairs of a comparison; the difference is (votes for one image - votes for the other) / answers."""
     key = read_key(folder / KEY)
     answers = read_answers(sorted((folder / 'answers').glob('*.json')), key.comparison, len(key.pairs))
     excluded = {rater for rater, failed in failed_checks(answers, key.damaged()).items() if failed > MAX_FAILED_CHECKS}
@@ -116,7 +116,7 @@ def _pairs_of_answers(folder: Path) -> Iterator[Pair]:
 
 
 def _pairs_of_scores(folders: Sequence[Path], score: str) -> Iterator[Pair]:
-    """Yield the best and the worst image of each prompt in folders of generated images."""
+    """Yield, for each prompt, the images with the highest and the lowest score among all folders of images."""
     rows: dict[str, list[tuple[float, Path]]] = defaultdict(list)
     for folder in folders:
         try:
@@ -168,7 +168,7 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 def _image_of(value: Any, folder: Path) -> bytes | Path | None:
-    """Return a table's image: bytes, Hugging Face's mapping with bytes, or a path relative to the table's folder."""
+    """Return a table's image: bytes, or a path relative to `folder`; Hugging Face datasets wrap either in a mapping."""
     value = value.get('bytes') or value.get('path') if isinstance(value, Mapping) else value
     return folder / value if isinstance(value, str) else value if isinstance(value, bytes) else None
 

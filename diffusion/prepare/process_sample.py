@@ -88,7 +88,7 @@ MAX_JPEG_SIDE = 65_500
 MAX_WEBP_SIDE = 16_383
 THUMBNAIL_SIDE = 96
 MEASURED_IMAGES = 4
-"""Maximum number of images per part for which the loss by storing them as JPEG or WebP is measured."""
+"""Maximum number of images per part of the input for which the quality loss of JPEG or WebP is measured."""
 
 
 def sample_columns(settings: PrepareSettings) -> dict[str, str]:
@@ -133,7 +133,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
 
 
 def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
-    """Return a function of an image's width and height: the largest (width, height) stored of it, else its own."""
+    """Return a function from an image's (width, height) to its largest stored size, or to itself if none is stored."""
 
     def largest(width: int, height: int) -> tuple[int, int]:
         sizes = [covering_size(width, height, shape) for _, shape in buckets.choose(width, height)]
@@ -143,7 +143,7 @@ def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
 
 
 Measured = tuple[int, int, float]
-"""A lossless image that is stored in a lossy format: its bytes as PNG, its stored bytes, and the PSNR in dB."""
+"""Sizes in bytes as PNG and as stored, and PSNR in dB, of a lossless image that is stored in a lossy format."""
 
 
 def measure_recoding(image: Image.Image, stored: bytes) -> Measured:
@@ -196,7 +196,7 @@ def thumbnail(image: Image.Image) -> bytes:
 def _stored(
     encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings, recoded: list[Measured]
 ) -> tuple[bytes, tuple[int, int]]:
-    """Return the file to store, original or encoded (with `store: original` at full size), and its (width, height)."""
+    """Return the (file, (width, height)) to store: the original or a new encoding, resized unless `store: original`."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)
@@ -212,7 +212,7 @@ def _stored(
 
 
 def _metadata(columns: Mapping[str, Any], row: InputRow) -> dict[str, Any]:
-    """Return the metadata to store: all but private columns, our measurements, and the language, sorted by name."""
+    """Return the metadata to store, sorted by name: `columns` except private ones, plus measurements and language."""
     kept = {name: json_value(value) for name, value in columns.items() if name not in PRIVATE_COLUMNS}
     measured = {
         'caption_length': row.caption_length,

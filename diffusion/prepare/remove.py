@@ -64,7 +64,7 @@ class Selection:
     """Keys of other images with the same pixels, which are not removed."""
 
     held_out: int
-    """Number of the images that are held out, so that this dataset lists them but has no samples of them."""
+    """Number of selected images that are held out: this dataset lists them but has no samples of them."""
 
     @property
     def images(self) -> int:
@@ -75,13 +75,13 @@ class Selection:
 class Removal:
     selection: Selection
     rewritten: list[str] = field(default_factory=list)
-    """Paths of old shards that were rewritten or, if no sample was left, dropped."""
+    """Paths of the old shards, which were replaced by new ones or, if no sample was left, dropped."""
     old_indexes: list[str] = field(default_factory=list)
     """SHA-256 of the indexes that listed the removed samples."""
 
 
 def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str]) -> Selection:
-    """Find images by key or by pixel hash (16 hexadecimal digits), and all others with the key of a found one."""
+    """Find images by key or pixel hash (16 hexadecimal digits), and all other images with the key of one of these."""
     pixels = {hash_: int(hash_, 16) for hash_ in hashes}
     paths = dataset.paths(delivery.images for delivery in dataset.record.deliveries)
     # Keep the hashes of all images in memory (16 bytes each), but not their keys.
@@ -217,7 +217,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
 def _without_rows(
     dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
 ) -> Delivery:
-    """Write a delivery's table of images and report without these images; return the delivery with new file names."""
+    """Write new versions of a delivery's image table and report without some images; return the updated delivery."""
     folder = delivery.images.rpartition('/')[0]
     new = replace(
         delivery,
@@ -261,7 +261,7 @@ def _without_samples(
 
 
 def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> None:
-    """Write the table of all images ever removed, now including those of a selection; it has hashes but no keys."""
+    """Write the table of all images ever removed, including the selected ones; it contains hashes but no keys."""
     tables = [_removed_table(dataset)]
     for delivery, rows in zip(dataset.record.deliveries, selection.rows, strict=True):
         tables.append(read_rows(dataset.path(delivery.images), rows).select(list(HASHES)))
@@ -293,7 +293,7 @@ def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndar
 
 
 MANIFEST = 'manifest.json'
-"""Name of the file in a folder of latents that has the hash of the index of their images (see `data.latents`)."""
+"""Name of a file in a folder of latents; it contains the hash of the index of the images (see `data.latents`)."""
 STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 
 
@@ -311,7 +311,7 @@ def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> I
 
 
 def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each run that reads a dataset at `places` or in a subfolder, and its streams that do so."""
+    """Yield (run name, streams) for each run with streams that read a dataset at `places` or in its subfolders."""
     if not runs_dir.is_dir():
         raise UserError(f'--runs-dir: {runs_dir} is not a folder; give the runs_dir of the recipes')
     for path in sorted(runs_dir.glob('*/recipe.yaml')):
@@ -330,7 +330,7 @@ def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list
 
 
 def _source(place: str, name: str) -> str | None:
-    """Return the hash of the index of the images from which a folder's latents were made; None if it has no latents."""
+    """Return the hash of the image index that a folder's latents were made from; None if it has no latents."""
     content = place_at(place).read(f'{name}/{MANIFEST}'.lstrip('/'))
     return None if content is None else json.loads(content).get('source')
 

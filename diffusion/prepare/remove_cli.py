@@ -132,7 +132,7 @@ def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_
 
 
 def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]') -> None:
-    """Print latents made from the datasets, and runs that read either, as far as --latents and --runs-dir are given."""
+    """Print which latents (--latents) were made from the datasets, and which runs (--runs-dir) read either."""
     from diffusion.prepare.remove import latents_of
 
     stale = []
@@ -221,7 +221,7 @@ def _keys(options: RemoveOptions) -> list[str]:
 
 
 def _keys_where(place: str, condition: str) -> list[str]:
-    """Return the keys of images whose answers fulfill a condition such as score<5; yes is 1 and no is 0."""
+    """Return keys of images whose `diffusion caption` answers fulfill a condition such as score<5 (yes is 1, no 0)."""
     from diffusion.prepare.filters import number_in
     from diffusion.prepare.shard_rewriting import indexed_folders
     from diffusion.storage.caption_tables import complete_tables, read_table

@@ -82,8 +82,8 @@ def clip_token_counts(captions: Sequence[str]) -> np.ndarray:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    # Build our own tokenizer: importing transformers, whose tokenizer training uses, takes seconds. That tokenizer
-    # also fixes broken Unicode (ftfy), which does not matter for counts.
+    # Build our own tokenizer, since importing transformers takes seconds. Its tokenizer, which training uses, also
+    # fixes broken Unicode (ftfy), which does not matter for counts.
     tokens, merges = vocabulary()
     pairs = [(first, second) for first, _, second in (merge.partition(' ') for merge in merges)]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -96,7 +96,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
-    """Return histograms, for the report, of sizes before resizing and of captions; `images` are catalog rows."""
+    """Return the report's histograms of sizes before resizing and of captions; `images` are rows of the catalog."""
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))
     numbers = [part.value_lengths().to_numpy() for part in catalog.captions(images)]
@@ -123,7 +123,7 @@ def long_captions_note(statistics: Mapping[str, Any]) -> str | None:
 
 
 def some_captions(catalog: Catalog, images: np.ndarray) -> list[str]:
-    """Return at most COUNTED_CAPTIONS captions of evenly spaced images; `images` are catalog rows."""
+    """Return at most COUNTED_CAPTIONS captions of evenly spaced images; `images` are row numbers in the catalog."""
     chosen = _at_equal_distances(images)
     found = [caption for part in catalog.captions(chosen) for caption in part.flatten().to_pylist()]
     return list(_at_equal_distances(found))

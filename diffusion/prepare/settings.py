@@ -121,13 +121,13 @@ class SourceSettings:
 
     @property
     def caption_columns(self) -> list[str]:
-        """The caption columns if there are several; otherwise empty, since samples then need not record the column."""
+        """The caption columns if there are several, else an empty list: samples need not record a single column."""
         named = column_list(self.caption_column)
         return named if len(named) > 1 else []
 
     @property
     def joins_by_key(self) -> bool:
-        """True if `captions` are tables to join by key; False if there are none, or a file with paths in a folder."""
+        """True if `captions` are tables to join with images by key; False if it is None, or a file with image paths."""
         given = self.captions or ''
         return bool(given) and (self.kind != 'folder' or is_url(given) or Path(given).is_dir())
 
@@ -143,9 +143,9 @@ class SourceSettings:
         work: Path | None = None,
         metadata: Sequence[str] = (),
     ) -> Source:
-        """Return the source; only openmoji uses `sizes`, and files of the optional `formats` also count as images.
+        """Return the source that the settings describe; `sizes` is for openmoji, `formats` are optional image formats.
 
-        The folder `work` (default: TMPDIR) gets an index of the tables in `captions`, with their columns `metadata`.
+        An index of the tables in `captions`, with the columns `metadata`, is written to the folder `work` or TMPDIR.
         """
         if self.captions is None or not self.joins_by_key:
             return self._open(sizes, formats, self.caption_column)
@@ -156,7 +156,7 @@ class SourceSettings:
         return CaptionedSource(self.open_images(sizes=sizes, formats=formats), table)
 
     def open_images(self, *, sizes: Sequence[int], formats: Sequence[str]) -> Source:
-        """Return the source with its own captions alone; images without a caption are read too."""
+        """Return the source without the tables in `captions`; it also yields images that have no caption."""
         return self._open(sizes, formats, () if self.joins_by_key else self.caption_column or ())
 
     def _open(self, sizes: Sequence[int], formats: Sequence[str], caption_column: str | Sequence[str] | None) -> Source:
@@ -315,7 +315,7 @@ class PrepareSettings:
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'parts', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
-        # Leave out settings without effect, or give them a fixed value, so that they may change too.
+        # Settings without effect may change when resuming too: leave them out, or give them a fixed value.
         accepted = {'kind', *SETTINGS_OF_SOURCE[self.source.kind]} - {'token_variable'}
         if self.source.captions is not None and 'original' not in column_list(self.source.caption_column):
             accepted -= {'caption_text', 'caption_suffix'}
@@ -368,7 +368,7 @@ def settings_of(
         resolved = merge_and_resolve(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
-    # Reject environment variables: report and plan must record where the images came from, but would hide the values.
+    # Reject environment variables: the report and plan must say where images came from, but never show their values.
     what = 'cannot use an environment variable, since the report of the dataset records it; pass the value as KEY=VALUE'
     problems = [Problem(dotted(each), what) for each in resolved.from_environment] + secret_problems(resolved.values)
     if problems:

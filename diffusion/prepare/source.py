@@ -103,7 +103,7 @@ def summed_details(details: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[s
 
 
 def count_details(details: dict[str, dict[str, int]], reason: str, found: Mapping[str, int]) -> None:
-    """Add `found`, the counts of explanations of a reason, to `details`; keep at most `NAMES_SHOWN` per reason."""
+    """Add `found`, counts by explanation, to `details[reason]`, which keeps at most `NAMES_SHOWN` explanations."""
     total = details.setdefault(reason, {})
     for detail, count in found.items():
         if detail in total or len(total) < NAMES_SHOWN:
@@ -120,7 +120,7 @@ class PassedOver:
 
     @property
     def kind(self) -> str:
-        """Kind under which the file is counted: the reason, the lowercase suffix, `hidden`, or `without suffix`."""
+        """Category for counting the file: the reason, the lowercase suffix, `hidden`, or `without suffix`."""
         if self.reason is not None:
             return self.reason
         if is_hidden(self.key):
@@ -141,13 +141,13 @@ class Part:
     name: str
     """Unique, stable name of letters, digits, dots, dashes and underscores."""
     where: dict[str, Any]
-    """JSON values with which the source can read the part."""
+    """Location of the part in a form that its source can read, such as URLs; only JSON values."""
     size: int
     """Size of the part for the progress bar: bytes or, if unknown, number of images."""
     stamp: str
-    """Changes when the content changes: a file's size and modification time, or an object's ETag."""
+    """Text that changes with the content, such as a file's size and modification time, or an object's ETag."""
     passed_over: Mapping[str, NamedCount] = field(default_factory=dict)
-    """Listed files that are in no part, by kind. Only for the report, not in the plan; stored in the first part."""
+    """Skipped files of the whole input, by `PassedOver.kind`: for the report, not the plan; set in the first part."""
     notes: tuple[str, ...] = ()
     """Notes about the whole input, such as its revision. Only for the report, not in the plan; stored in the first
     part."""
@@ -217,7 +217,7 @@ class VersionedSource(Source, Protocol):
 
 
 class PartList(Sequence[Part]):
-    """Parts of an input in order. Their `where` values (28 GB for 100 million images) are not kept in memory."""
+    """Parts of an input in order. Large `where` values (28 GB for 100 million images) are in a file, not in memory."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.heads: list[Part] = []
@@ -253,8 +253,8 @@ class PartList(Sequence[Part]):
         parts = PartList()
         for part in self:
             where = json.loads(_COMMIT.sub(r'\1', json.dumps(part.where)))
-            # Drop the stamp of image parts: it is a hash of `where`, including URLs. `where` has each image's own
-            # stamp.
+            # Drop the stamp of parts that list image files: it is a hash of `where` with the commit in its URLs, and
+            # `where` has a stamp for each image anyway.
             parts.append(replace(part, where=where, stamp='' if 'pictures' in where else part.stamp))
         return parts
 

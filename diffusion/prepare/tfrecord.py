@@ -32,7 +32,7 @@ INFO = 'dataset_info.json'
 MAX_VALUES = 100
 """Longest list of values that is kept as metadata; longer ones, such as embeddings, are dropped."""
 CHECKED = 10
-"""If none of this many records at the start of a file has an image, or none a caption, UserError is raised."""
+"""Number of records at the start of a file to check: UserError if none has an image, or none has a caption."""
 _NAME = re.compile(r'(?P<base>.*)\.(?:tfrecords?|tfrec)(?:-(?P<shard>\d+)-of-(?P<of>\d+))?(?:\.gz)?', re.IGNORECASE)
 
 
@@ -74,7 +74,7 @@ def tfrecord_parts(
 
 
 def tfrecord_entries(path: Path, part: Part, names: ColumnNames) -> Iterator[Entry]:
-    """Yield an entry per record, even a damaged one; if reading fails or records are missing, a last one reports it."""
+    """Yield an entry per record, even if damaged; if reading fails or records are missing, add an entry for this."""
     stem, number = part.where['stem'], 0
     seen: set[str] = set()
     features: dict[str, None] = {}
@@ -180,7 +180,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 
 
 class DamagedRecords(Exception):
-    """Raised where a file cannot be read on: cut_off, damaged, unreadable (from the first record) or too_large."""
+    """Raised if the rest of a file is unreadable; says cut_off, damaged, unreadable (the whole file) or too_large."""
 
 
 class NotAnExample(ValueError):
@@ -202,7 +202,7 @@ def read_records(path: Path) -> Iterator[bytes | None]:
     with path.open('rb') as file:
         start = file.read(_HEADER.size)
         file.seek(0)
-        # The length of a record of 559,903 bytes looks like the start of a gzip file, but its checksum is right.
+        # The length of a record of 559,903 bytes equals the start of a gzip file, but only a record has its checksum.
         is_gzip = start.startswith(GZIP) and not _is_header(start)
         stream = gzip.GzipFile(fileobj=file) if is_gzip else file
         try:
@@ -219,7 +219,7 @@ def read_records(path: Path) -> Iterator[bytes | None]:
 
 
 def _is_header(header: bytes) -> bool:
-    """Return True for a length with its checksum."""
+    """Return True if the bytes are a record's length followed by the right checksum."""
     return len(header) == _HEADER.size and masked_crc32c(header[:8]) == _HEADER.unpack(header)[1]
 
 

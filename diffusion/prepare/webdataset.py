@@ -201,7 +201,7 @@ class WebDatasetSource:
     location: str
     caption_text: CaptionText = 'whole'
     caption_column: str | Sequence[str] | None = None
-    """Keys of .json members with captions, and `txt` for .txt members; None means those described for this class."""
+    """Caption keys in .json members, and `txt` for .txt members; None means those listed in the class docstring."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
 

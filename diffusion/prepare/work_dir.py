@@ -43,9 +43,9 @@ class Share:
 
 @contextmanager
 def share_lock(folder: Path, share: Share | None, busy: str) -> Iterator[None]:
-    """Lock a work folder in the `with` block: different shares may run together, but none twice, nor beside a full run.
+    """Lock a work folder in the `with` block, for one share of the input or, if `share` is None, for a full run.
 
-    If the folder is locked, raise UserError with the text `busy`.
+    Different shares can be locked at the same time. If the lock is taken, raise UserError with the text `busy`.
     """
 
     def fail() -> None:
@@ -104,7 +104,7 @@ class WorkFolder:
             write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))
 
     def check_kind(self, *, is_append: bool) -> None:
-        """Raise UserError if the folder has an unfinished addition but not `is_append`, or the other way around."""
+        """Raise UserError if the unfinished work here is an addition and `is_append` is False, or vice versa."""
         if self.plan.exists() and self.append.exists() != is_append:
             raise UserError(
                 f'{self.path}: has an unfinished {"preparation" if is_append else "addition to a dataset"}; finish it '
@@ -158,7 +158,7 @@ class WorkFolder:
             raise
 
     def clear(self) -> None:
-        """Remove stored parts, and everything here but locks and `append`, to start over; the caller holds the lock."""
+        """Remove stored parts and the folder's content, except locks and `append`, to start over; requires the lock."""
         self._remove_stored_parts()
         # Remove the plan last, since its presence tells the next start that there is something to clear.
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):

@@ -29,7 +29,7 @@ Note = Callable[[str], None]
 """Callback that records a job's current item, such as an image's key, for the error message if the process dies."""
 
 PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.output_folders', 'pandas']
-"""Modules that the fork server imports once for all workers; pyarrow imports pandas (0.5 s) for its first array."""
+"""Modules that the fork server imports once for all workers; pandas (0.5 s), since pyarrow's first array needs it."""
 DEATHS = 3
 """The preparation fails when a job's process has died this many times."""
 NOTE_BYTES = 1024

@@ -31,7 +31,7 @@ OPTIMIZER, EMA, LOGGING = 'optimizer', 'ema', 'logging'
 CHECKPOINT, EVALUATION, OTHER = 'checkpoint', 'evaluation', 'other'
 STAGES = (DATA_WAIT, COPY, ENCODE, FORWARD, BACKWARD, OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER)
 WAITS = (DATA_WAIT, CHECKPOINT, EVALUATION)
-"""Stages in which the host waits for data or the GPU, or the GPU for the host; timed with the host's clock."""
+"""Stages in which the host and the GPU wait for each other or for data; timed with the host's clock."""
 
 
 class Timeline:

@@ -60,9 +60,9 @@ def find_waits() -> Iterator[Counter[Site]]:
 
 @contextmanager
 def _count_early_reads(found: Counter[Site]) -> Iterator[None]:
-    """Count the copies to the host that are read before they are complete."""
-    # Without a GPU, a copy counts as complete once the host has waited for anything, since all earlier kernels are done
-    # then.
+    """Count reads of asynchronous copies to the host before the copy is complete; such a read has to wait."""
+    # Without a GPU, a copy counts as complete after the next synchronization of any kind: on a GPU, all earlier
+    # kernels would then have ended.
     make, read = HostCopy.__init__, HostCopy.read
 
     def making(self: Any, tensor: Tensor) -> None:

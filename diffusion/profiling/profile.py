@@ -37,7 +37,7 @@ LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
 KEPT = ('console_lines', 'metrics_file')
 """Loggers that a profiling run keeps; other loggers are removed, since they would create runs in external services."""
 MICROBATCHES = 4
-"""A profile uses one device, so the global batch, which is for all devices, is cut to this many microbatches."""
+"""Maximum number of microbatches in a profiled batch: the recipe's global batch is for more than one device."""
 BATCHES_WATCHED = 2
 
 

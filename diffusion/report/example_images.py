@@ -14,21 +14,21 @@ SHARE = 0.25
 """Fraction of the size limit for a run's images that these images may use."""
 MAX_EXAMPLES = 72
 ANSWER = '.geneval.json'
-"""End of the name of the file, beside an image, that says why the image is wrong."""
+"""Suffix of the file beside an image with GenEval's reason why the image does not match its prompt."""
 
 
 class ExampleReader:
-    """Reads images that evaluations name as examples, at most `max_bytes` in total; keeps them for the next call."""
+    """Reads the example images listed in evaluations, at most `max_bytes` in total; caches them for the next call."""
 
     def __init__(self, files: Place, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
         self._known: dict[str, tuple[Image.Image, str]] = {}
 
     def read(self, evaluations: Sequence[dict[str, Any]], notes: list[str]) -> dict[str, bytes]:
-        """Return WebP images by key; add key and size as `image`, and `why` it is wrong, to each example.
+        """Return WebP images by key; add `image` (key and size) and `why` (reason why it is wrong) to each example.
 
-        Only the last evaluation with examples keeps them: those of its benchmarks or, without any, of its first metric.
-        A note names examples without an image.
+        Only the last evaluation with examples keeps them: of its benchmarks or, if it has none, of its first metric.
+        Add a note about examples without an image.
         """
         last = next((each for each in reversed(evaluations) if each['examples']), None)
         for each in evaluations:
@@ -43,7 +43,7 @@ class ExampleReader:
             encoded = {}
             for example, picture, why in pictures:
                 size = sum(map(len, encoded.values()))
-                # At the smallest size, the last ones may be left out.
+                # If the images do not fit even at the smallest size, leave out the last ones.
                 fits = side > SIDES[-1] or size < self.max_bytes
                 example |= {'image': webp(picture, side, encoded) if fits else None, 'why': why}
             if sum(map(len, encoded.values())) <= self.max_bytes:

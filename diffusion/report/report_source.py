@@ -22,14 +22,14 @@ from diffusion.storage.places import PATIENT, files_of_run, is_url
 MAX_POINTS = 2000
 MIN_POINTS = 100
 TOTAL_POINTS = 80_000
-"""Number of points to aim for in all curves of a page, which take 2 MB; each curve may have at least MIN_POINTS."""
+"""Target for the total points in all curves of a page, which take 2 MB; no curve's limit is below MIN_POINTS."""
 IMPORTANT_POINTS = 2000
 """Maximum number of points in the curve of the training loss."""
 
 PUBLISHED = Path(__file__).with_name('published_scores.csv')
 """Scores of published models, each with its source."""
 BENCHMARKS = {'geneval': 'GenEval', 'dpg': 'DPG-Bench'}
-"""Benchmarks in `PUBLISHED` by the beginning of the names of metrics that they are drawn beside."""
+"""Benchmark in `PUBLISHED` whose scores are drawn beside a metric, by the prefix of the metric's name."""
 
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -
 
 
 def published_scores(metrics: set[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return rows of `PUBLISHED` by metric, highest scores first, for those of the metrics in `BENCHMARKS`."""
+    """Return the published scores for each metric of a benchmark in `BENCHMARKS`, highest first; skip other metrics."""
     with open(PUBLISHED, encoding='utf-8', newline='') as file:
         rows = list(csv.DictReader(file))
     rows = sorted(({**row, 'score': float(row['score'])} for row in rows), key=lambda row: -row['score'])
@@ -60,7 +60,7 @@ def published_scores(metrics: set[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _points_per_curve(lengths: Sequence[int], total: int) -> int:
-    """Return the limit of points per curve at which all have at most `total`, but no less than MIN_POINTS."""
+    """Return the maximum points per curve, at least MIN_POINTS, so that all curves together have at most `total`."""
     low, high = MIN_POINTS, MAX_POINTS
     while low < high:
         middle = (low + high + 1) // 2
@@ -164,7 +164,7 @@ def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
 
 
 def _kind(state: str, cause: str | None) -> str:
-    """Return the color of a run in the table (good, bad or plain), from its state and the cause of its end, if any."""
+    """Return the color class of a run in the table, good, bad or plain; `cause` is why its last attempt ended."""
     if state == 'running' or (state == 'ended' and cause == 'done'):
         return 'good'
     return 'bad' if state == 'silent' or (state == 'ended' and cause not in (None, 'preempted', 'stopped')) else 'plain'
@@ -181,7 +181,7 @@ def _last_evaluation(run: RunContent) -> str:
 
 
 def written_report(place: str, name: str) -> str | None:
-    """Return the URL of a run's page, relative to a table in the folder `place`; None without a page or for a URL."""
+    """Return a run page's URL, relative to `place`; None if the page does not exist, or `place` is a URL."""
     if is_url(place):
         return None
     exists = REPORT in files_of_run(f'{place}/{name}').list().files
@@ -247,7 +247,7 @@ class RunsSource:
 
 
 class TableSource:
-    """Content of the page with all runs in a folder or below a URL; `read` reads the receipts of checkpoints only once.
+    """Content of the page with all runs in a folder or below a URL; each receipt.json is read only once.
 
     `link` returns the URL of a run's page by name, or None. For `price`, see `RunReader`.
     """
@@ -271,7 +271,7 @@ class TableSource:
                 notes.append(str(error))
                 return None
 
-        # Use threads: reading a run on another machine that may have died takes some seconds of watching it.
+        # Use threads: to find out if a run on another machine is alive, its lock is watched for some seconds.
         with ThreadPoolExecutor(_THREADS) as threads:
             rows = [each for each in threads.map(row, names) if each is not None]
         return Page({'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}, {})

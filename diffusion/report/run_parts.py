@@ -20,23 +20,23 @@ from diffusion.runs.run_status import RECEIPT
 from diffusion.storage.places import Listing, Place
 
 MAX_CHECKPOINTS = 100
-"""Number of the newest checkpoints whose receipts are read."""
+"""Maximum number of checkpoints to show: the newest. The receipt.json of each is read."""
 TIERS = {'': 'storage of the run', 'memory_': 'memory of the nodes', 'disk_': 'disks of the nodes'}
-"""Places to which a run saves checkpoints, by the prefix that the metrics of these saves have."""
+"""Storage tiers to which a run saves checkpoints, by the prefix of their metrics: checkpoint/PREFIXsave_seconds."""
 _NAME = re.compile(r'ba(\d{1,15})')
 _PIN = re.compile(r'ba(\d{1,15})\.pinned')
 _DAMAGED = re.compile(r'ba(\d{1,15})\.damaged')
 
 
 class CheckpointReader:
-    """Reads the receipts of a run's checkpoints; caches them, since they never change."""
+    """Reads the receipt.json files of a run's checkpoints; caches them, since they never change."""
 
     def __init__(self, files: Place) -> None:
         self.files = files
         self._known: dict[int, dict[str, Any]] = {}
 
     def read(self, listing: Listing, notes: list[str]) -> list[dict[str, Any]]:
-        """Return receipts and states of the newest checkpoints, newest first; add a note for each unreadable one."""
+        """Return receipt.json and state of recent checkpoints, newest first; add a note for each unreadable one."""
         batches = sorted((int(each[1]) for name in listing.folders if (each := _NAME.fullmatch(name))), reverse=True)
         pinned = {int(each[1]) for name in listing.files if (each := _PIN.fullmatch(name))}
         if len(batches) > MAX_CHECKPOINTS:
@@ -73,7 +73,7 @@ def _receipt(content: bytes, name: str, notes: list[str]) -> dict[str, Any]:
 
 
 def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return the number of saves, their durations and their failures for each place to which a run saved."""
+    """Return the number of saves, their durations and failures for each storage tier to which a run saved."""
     found = []
     for prefix, place in TIERS.items():
         seconds, stalls = (series.get(f'checkpoint/{prefix}{name}') for name in ('save_seconds', 'stall_seconds'))
@@ -123,7 +123,7 @@ def _results(content: bytes) -> dict[str, Any] | None:
     sweep = [each for each in guidance if isinstance(each, dict)] if isinstance(guidance, list) else []
 
     def of_own_setting(key: str) -> dict[str, tuple[dict[str, Any], Any]]:
-        """Return, by metric, the sampling settings that gave the checkpoint's value, and their entry of `key`."""
+        """Return, by metric, the `sweep` row that gave the checkpoint's value, and the metric's entry in row[key]."""
         rows = [each for each in sweep[::-1] if isinstance(each.get(key), dict)]
         return {
             str(name): (row, entry)
@@ -162,7 +162,7 @@ def _results(content: bytes) -> dict[str, Any] | None:
 
 
 def _intervals(values: Any) -> dict[str, list[float]]:
-    """Return 95% intervals by category; that of the whole metric has an empty name."""
+    """Return 95% confidence intervals by category; the empty category is the whole metric."""
     given = {str(kind): ends for kind, ends in _mapping(values).items() if isinstance(ends, list) and len(ends) == 2}
     pairs = {kind: [end for end in map(_number, ends) if end is not None] for kind, ends in given.items()}
     return {kind: ends for kind, ends in pairs.items() if len(ends) == 2}
@@ -328,7 +328,7 @@ def run_cost(
 
 
 def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
-    """Return the GPU model for a driver's product name, such as `NVIDIA H100 80GB HBM3`; None unless one matches."""
+    """Return the only GPU model that matches a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None."""
     words = _words(product)
     if product.lower() in gpus:
         return gpus[product.lower()]

@@ -34,7 +34,7 @@ from diffusion.storage.text_tables import parse_json_lines
 T = TypeVar('T')
 _CHUNK = 2**25
 _ATTEMPT_BYTES = 2**24
-"""Number of bytes to read from the end of attempts.jsonl for the axis of hours."""
+"""Number of bytes to read from the end of attempts.jsonl for the charts' axis of training hours."""
 _TABLE_BYTES = 2**22
 """Number of bytes to read from the end of metrics.jsonl for the last validation loss in a table of runs."""
 _VALIDATION = re.compile(r'metrics/.*/loss')
@@ -200,7 +200,7 @@ class RunReader:
         content.changes = [each._asdict() for each in past_changes(content.recipe)]
 
     def _complete_status(self, content: RunContent) -> None:
-        """Add the last loss, the batch and the length of training that other files show to the run's status."""
+        """Add to the run's status values from other files: the last loss, the batch and the total number of batches."""
         status, loss = content.status, content.series.get(TRAIN_LOSS, Series())
         if loss.steps:
             status.batch = max(status.batch or 0, loss.steps[-1] + 1)
@@ -231,7 +231,7 @@ class RunReader:
 
     @staticmethod
     def _seconds_per_batch(status: RunReport, recorded: Sequence[Attempt]) -> float | None:
-        """Return the recent time per batch that nodes report, or else the average of an attempt; None if unknown."""
+        """Return the recent time per batch as reported by nodes, else the last attempt's average; None if unknown."""
         if status.batches_per_second:
             return 1 / status.batches_per_second
         for each in reversed(recorded):

@@ -20,7 +20,7 @@ MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Possible sizes in pixels of an image on a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""Images are made smaller until this number of sheets fits, or all if there are fewer; others may be left out."""
+"""Images are shrunk until this number of sheets fits, or all if fewer; further sheets may be left out."""
 MAX_FIGURES = 64
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
@@ -30,7 +30,7 @@ DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError,
 
 @dataclass(frozen=True)
 class Sheet:
-    """Images from one point in a run."""
+    """Grid of sampled images from one point in a run."""
 
     batch: int | None
     figures: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class SampledImages:
 
 
 class SheetReader:
-    """Reads a run's sheets, at most `max_bytes` in total; keeps encoded images for the next call."""
+    """Reads a run's image grids, at most `max_bytes` in total; caches encoded images for the next call."""
 
     def __init__(self, files: Place, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
@@ -120,7 +120,7 @@ class SheetReader:
 
 
 def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a PNG sheet's figures with keys of their images, and the images as WebP (up to `side` pixels) by key."""
+    """Return the figures in a PNG image grid, which refer to images by key, and the WebP images by key."""
     encoded: dict[str, bytes] = {}
     with Image.open(io.BytesIO(content)) as opened:
         text = getattr(opened, 'text', {})[FIGURES]

@@ -49,7 +49,7 @@ class Notifier:
 
     Args:
         run: The run's folder or URL; its last part is the name of the run in every message.
-        environ: Environment variables, including those that `config` names.
+        environ: Environment variables, including those whose names are in `config`.
         events: Events that this process sends.
         hide: Function that removes secrets from a text.
     """

@@ -116,7 +116,7 @@ class RunLock:
         if self.in_bucket:
             place.replace(LOCK, text.encode(), None if expected is None else expected.version)
         else:
-            # A reader may see a partial write, which it takes for changed content without an owner.
+            # A reader may see a partial write; it then treats the lock as changed, but without an owner.
             place.write(LOCK, text, in_place=True)
 
     def release(self, expected: LockContent) -> None:
@@ -245,7 +245,7 @@ def _acquire(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> N
         try:
             return lock.write(_content(this_owner, 0), found, patient=True)
         except PreconditionFailed:
-            # Another job was faster, so check that owner next; or the store does not recognize its own etags.
+            # Either another job took the lock: check that owner next. Or the store does not recognize its own etags.
             time.sleep(_interval(lock, REFRESH_SECONDS, BUCKET_POLL_SECONDS))
         if stopped():
             raise RunLocked(f'{lock.path}: asked to stop while waiting for the lock', retry=True)
@@ -257,7 +257,7 @@ def _release(lock: RunLock, this_owner: Owner) -> None:
     content = lock.read()
     other = None if content is None else parse_owner(content.text)
     if content is not None and other is not None and other.token == this_owner.token:
-        # If the store refuses to release the lock, it expires.
+        # If the store refuses the release, other jobs wait until the lock expires.
         with contextlib.suppress(PreconditionFailed, UserError):
             lock.release(content)
 

@@ -28,7 +28,7 @@ SILENT_BATCHES = 10
 WATCH_SECONDS = 12.0
 """Time to watch a lock for changes if its owner is on another machine. A live owner rewrites it every 5 seconds."""
 BUCKET_WATCH_SECONDS = 40.0
-"""The same time for a lock in an object store, rewritten every 15 seconds, or less often if the store is slow."""
+"""Time to watch a lock in an object store, which is rewritten every 15 seconds, or less often if the store is slow."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class RunReport:
         nodes: For each node of a running job: node, host, doing, batch and silent_seconds.
         attempts: The recorded attempts; see `diffusion.runs.attempts.Attempt`. The cause of a running attempt is
             `running`.
-        goodput: Fraction of the time since the first start that was spent in batches that were not lost, or None.
+        goodput: Fraction of time since the first start spent in batches that no later attempt repeated, or None.
         last_activity: Time of the run's last sign of activity, in seconds since 1970.
     """
 
@@ -96,7 +96,7 @@ def inspect_run(run: Path | str) -> RunReport:
     recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
     traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
     if not is_url(run):
-        # In a folder, use the files' modification times instead. Objects in a store are only dated by their content.
+        # In a folder, use the files' modification times instead; in a store, only times stated in the files count.
         paths = [Path(run, name) for name in known] + ([] if newest is None else [Path(newest)])
         traces = [time for path in paths if (time := _modified(path)) is not None]
     report = RunReport(
@@ -179,7 +179,7 @@ def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
     alive = owner.is_alive()
     if alive is not None:
         return alive
-    # Watch for changes, since the owner rewrites the lock every few seconds: clocks differ, so times prove little.
+    # Watch for changes: the owner rewrites the lock every few seconds. Its age proves little, since clocks differ.
     if lock.in_bucket:
         modified, refresh, watch = _written(content), run_lock.BUCKET_REFRESH_SECONDS, BUCKET_WATCH_SECONDS
     else:

@@ -38,7 +38,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int) -> str:
-    """Describe the loss if a run ends after `batch` batches; its newest checkpoint is ba`saved`, or none if 0."""
+    """Describe which batches are lost if a run ends after `batch` batches and last saved ba`saved` (0: nothing)."""
     if not batch and not saved:
         return 'nothing is lost'
     newest = f'the newest checkpoint is ba{saved}' if saved else 'there is no checkpoint'
@@ -107,7 +107,7 @@ _pipes: set[int] = set()
 
 
 def _leave_pipes() -> None:
-    # A forked process, such as a loader worker, must leave the pipe: its signals would look like the parent's.
+    # A forked process, such as a loader worker, must not write its signals to the pipe: they would look like ours.
     if _pipes:
         _pipes.clear()
         signal.set_wakeup_fd(-1)

@@ -39,8 +39,8 @@ FolderListing = tuple[list[str], list[ObjectInfo]]
 class Client(Protocol):
     """Base class of object store clients; a client may be used by one thread at a time, in the process that created it.
 
-    `policy` is that of the request in progress. The upload of a file to S3 calls `policy.wait` repeatedly, and ends if
-    this raises an error.
+    `policy` is the retry policy of the request in progress. The upload of a file to S3 calls `policy.wait` repeatedly,
+    and ends if this raises an error.
     """
 
     policy: RetryPolicy = RetryPolicy()

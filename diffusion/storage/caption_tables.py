@@ -96,7 +96,7 @@ def publish(
 ) -> bool:
     """List a column in the bucket's captions.json, for training; return False if a shard's table is missing.
 
-    All other tables of the column are deleted.
+    The column's tables that are not listed, such as those of other plans, are deleted.
     """
     found = tables_in(folder, bucket, column)
     keys = {entry['raw_data']['basename']: table_key(plan_hash(plan), entry['raw_data']) for entry in entries}
@@ -109,9 +109,9 @@ def publish(
 
 
 def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
-    """Return `plan` and `tables` (file names by file of the shard) of each column in a captions.json.
+    """Return, by column, `plan` and `tables` (file name of each shard's table) from the content of a captions.json.
 
-    None (there is no such file) gives no columns. Raise UserError if the file is damaged or has another format.
+    If `content` is None (no file), return no columns. Raise UserError if the file is damaged or has another format.
     """
     try:
         values = {'version': VERSION, 'columns': {}} if content is None else json.loads(content)
@@ -125,14 +125,14 @@ def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
 def listed_tables(
     listed: Mapping[str, Any], column: str, raws: Iterable[Mapping[str, Any]], where: str
 ) -> dict[str, str]:
-    """Return the paths of a column's tables, relative to their bucket, by file name of the shard.
+    """Return the paths of a column's tables, relative to the bucket folder, by file name of the shard.
 
     Args:
-        listed: The column in `read_list`.
-        raws: `raw_data` of the shards in index.json. Those without a table, which are new, are left out.
+        listed: The column's value in the result of `read_list`.
+        raws: `raw_data` of the shards in index.json. New shards, which have no table yet, are left out.
 
     Raises:
-        UserError: A shard has only a table of another version of it.
+        UserError: The table of a shard was made for another version of that shard.
     """
     found, plan = {}, plan_hash(listed['plan'])
     for raw in raws:
@@ -151,7 +151,7 @@ def complete_tables(
     """Return the paths of a column's tables by file name of the shard; None if the column is not listed.
 
     Raises:
-        UserError: A shard has no table, or only one of another version of it.
+        UserError: A shard has no table, or its table was made for another version of the shard.
     """
     name = joined(bucket, LIST)
     listed, where = read_list(folder.read(name), folder.locate(name)).get(column), folder.locate(name)

@@ -84,7 +84,7 @@ def reserved_bytes(name: str) -> int:
 def remove_stale_scratch(folder: Path) -> None:
     """Remove temporary download folders that killed processes left below a folder; folders in use are kept.
 
-    On a file system without locks, which would show if a folder is in use, only those above STALE_SECONDS are removed.
+    Locks show which folders are in use. On a file system without locks, folders older than STALE_SECONDS are removed.
     """
     for scratch in folder.rglob(f'.*{SUFFIX}'):
         target = scratch.with_name(scratch.name.removesuffix(SUFFIX).rsplit('.', 2)[0][1:])

@@ -167,7 +167,7 @@ def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
     """Return up to `count` samples from the beginning of a dataset's first shard that has any.
 
     The list is empty if the index or the shard is missing, or if the shard is compressed or has columns that
-    `ShardFormat.decode` does not support. Raise ValueError if one of them is damaged, or if no shard has samples.
+    `ShardFormat.decode` does not support. Raise ValueError if index or shard is damaged, or if no shard has samples.
     """
     try:
         entry = next(each for each in json.loads((folder / INDEX).read_bytes())['shards'] if each['samples'])

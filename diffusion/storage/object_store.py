@@ -91,7 +91,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
         prefix = location.key.rstrip('/')
         with client_of(location, retry) as client:
             folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
-        # Skip the object that some programs create for the folder itself, and on Hugging Face a file at the URL.
+        # Skip the empty object that some programs create for a folder, and on Hugging Face a file at the folder's URL.
         objects = [found for found in objects if found.key.startswith(below) and found.key != below]
         return sorted(folders), sorted(objects)
 
@@ -316,7 +316,7 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def files(self, *names: str) -> Iterator[Path]:
-        """Yield a local path with these files: this folder if it is a path, otherwise a temporary one with copies."""
+        """Yield a local folder with these files: this folder if it is local, else a temporary folder with copies."""
         if '://' not in self.url:
             if not Path(self.url).is_dir():
                 raise FileNotFoundError(f'{self.url} is not a folder')

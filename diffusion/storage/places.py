@@ -31,7 +31,7 @@ from diffusion.storage.local_files import open_own_file, opener
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy, status_of
 
 QUICK = RetryPolicy(tries=2, timeout_seconds=5.0)
-"""Policy for files that are not essential to a run; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
+"""Retry policy for files that are not essential to a run; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
 PATIENT = RetryPolicy(tries=4, timeout_seconds=20.0)
 PROBE = 'conditional-write-check'
 """Name prefix of the object that `check_conditions` writes and deletes."""
@@ -135,7 +135,7 @@ class Place(Protocol):
         ...
 
     def check_conditions(self) -> None:
-        """Raise UserError if `replace` does not work on this storage; call this before long work whose end needs it."""
+        """Raise UserError if `replace` does not work on this storage; call this before long work that ends with it."""
         ...
 
 
@@ -399,10 +399,10 @@ class StorePlace(Place):
 
     @contextmanager
     def _faults(self, missing: str | None = None) -> Iterator[None]:
-        """Raise a UserError in the block as OSError if `refusal_is_fault`.
+        """Convert a UserError raised in the block to OSError if `refusal_is_fault`.
 
-        No error is raised if the block fails because the object at the URL `missing` does not exist, unless its bucket
-        does not exist either (not checked if `refusal_is_fault`).
+        Suppress the error if the object at the URL `missing` does not exist. But raise it if the whole bucket does not
+        exist, which is only checked without `refusal_is_fault`.
         """
         try:
             yield

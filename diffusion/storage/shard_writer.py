@@ -75,7 +75,7 @@ def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str, alone: bool 
         alone: True if only one process calls this per folder; otherwise, the store needs conditional writes.
     """
     text = json.dumps(plan, indent=1) + '\n'
-    # Google with HMAC keys has no conditional writes.
+    # With `alone`, this is not a conditional write, which Google does not support with HMAC keys.
     folder.create(PLAN, text, alone=alone)
     # Convert the plan to JSON and back, like the saved one; for example, tuples become lists.
     now = json.loads(text)

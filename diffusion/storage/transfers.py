@@ -23,7 +23,7 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""Seconds by which a client's own timeout, which ends the thread of an abandoned download, exceeds the policy's."""
+"""Seconds added to the policy's timeout for a client's own timeout, which ends threads of abandoned downloads."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
 """Pool of unused clients, by process id, URL scheme, account and timeout. Creating a client takes 0.1 to 0.5 s."""
@@ -157,7 +157,7 @@ are few, since 64 downloads may share a slow link."""
 
 
 class Watched(io.BufferedIOBase):
-    """Output of a download that counts received bytes; writes fail once the download is abandoned."""
+    """File to which a download is written: counts received bytes, and fails writes after the download is abandoned."""
 
     received = 0
     limit = float('inf')

@@ -43,11 +43,11 @@ CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=Tru
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
 OPTIONS |= {'guidance_rescale': '--rescale', 'guidance': '--guide', 'snr_shift': '--shift'}
-"""Options of `diffusion generate` that override keys of the recipe's `generate` section, by key."""
+"""Keys of the recipe's `generate` section, with the option of `diffusion generate` that overrides each."""
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
-"""Safety checker of published Stable Diffusion pipelines, as in their index: a module of diffusers, and a class."""
+"""Safety checker of published Stable Diffusion pipelines, as in model_index.json: module of diffusers, and class."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
 """Noise schedulers that leave the denoiser's input unscaled. Diffusers' DiT pipelines work only with these."""
 
@@ -62,11 +62,11 @@ def is_export(folder: Path) -> bool:
 
 
 def check_pipeline(folder: Path) -> str:
-    """Check that a folder is a pipeline without foreign code; return the name of its class.
+    """Check that loading a pipeline from a folder runs no untrusted code; return the name of the pipeline's class.
 
     Raises:
-        UserError: The pipeline is not supported, or names a class that is neither from diffusers or transformers nor
-            in an unchanged copy of this package's code.
+        UserError: The pipeline is not supported, or has a class that is neither from diffusers or transformers nor from
+            an unchanged copy of this package's code.
     """
     place = folder / MODEL_INDEX
     content = read_json_object(place)
@@ -96,7 +96,7 @@ def check_pipeline(folder: Path) -> str:
 
 
 def _check_code(folder: Path, name: list[Any], module: str) -> None:
-    """Raise UserError unless the code in a folder for a class, [file, class], is a copy of this package's module."""
+    """Raise UserError unless the code file `name[0]`.py in a folder equals the source of this package's `module`."""
     file = folder / f'{name[0]}.py'
     if not module or not file.is_file() or file.read_bytes() != source_file(module).read_bytes():
         raise UserError(
@@ -106,16 +106,16 @@ def _check_code(folder: Path, name: list[Any], module: str) -> None:
 
 
 def _is_known_class(value: list[Any]) -> bool:
-    """Return True if a pipeline part, [library, class], is from diffusers or transformers and so may be imported."""
+    """Return True if a component in model_index.json, [library, class], is from diffusers or transformers."""
     if len(value) != 2 or not all(isinstance(each, str) for each in value):
         return False
-    # Refuse AutoModel and the like, which import a class that the part's own configuration names.
+    # Refuse AutoModel and the like, which would import any class given in the component's configuration.
     is_class = re.fullmatch(r'(?!Auto(?!encoder))[A-Z]\w*', value[1]) is not None
     return tuple(value) == SAFETY_CHECKER or (value[0] in ('diffusers', 'transformers') and is_class)
 
 
 def is_single_file(out: str | Path) -> bool:
-    """Return True if the suffix of an export's output is that of a single file: `.safetensors`, or `.pt` (--layout)."""
+    """Return True if the suffix of an export's output means a single file: `.safetensors`, or `.pt` (for --layout)."""
     return Path(out).suffix in ('.safetensors', '.pt')
 
 
@@ -152,7 +152,7 @@ class GenerateOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options of `OPTIONS` that were given, by key of the recipe's `generate` section."""
+        """Values of the given options in `OPTIONS`, by key of the recipe's `generate` section."""
         own = {key: getattr(self, option.removeprefix('--')) for key, option in OPTIONS.items()}
         if self.guide is not None:
             try:
@@ -185,7 +185,7 @@ class EvaluationOptions:
     reference: Annotated[str | None, DIR] = None
     """Folder of reference images (default: images of the evaluation data)."""
     num_inference_steps: Annotated[list[int] | None, Option('NUMBERS', flag='--steps', commas=True), AtLeast(1)] = None
-    """Comma-separated numbers of sampling steps; the first is the one of the checkpoint's results (default: 50)."""
+    """Comma-separated numbers of steps; the metrics at the first one are the checkpoint's results (default: 50)."""
     batch_size: Count | None = None
     """Images per batch and device (default: 32)."""
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class EvaluationOptions:
     """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 
     def given(self) -> dict[str, Any]:
-        """Return the evaluator's keywords that were given as options; raise UserError if the metrics are missing."""
+        """Return the evaluator's arguments that were given as options; raise UserError if the metrics are missing."""
         given = {name: value for name, value in vars(self).items() if value not in (None, {})}
         if self.judge is not None:
             given['judge'] = read_yaml(Path(self.judge))
@@ -233,7 +233,7 @@ class ExportOptions:
     at: Annotated[int | None, Option('BATCH')] = None
     """Batch for which --ema-width reconstructs the average (default: the last snapshot at or before the checkpoint)."""
     layout: Annotated[str | None, Option('NAME')] = None
-    """Layout of a file NAME.pt that a model's original code loads: i1 (default: the folder or file of --out)."""
+    """Layout of an output file NAME.pt for a model's original code: i1 (default: diffusers or ComfyUI, by --out)."""
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32'
     """Data type of the exported weights."""
     merge: bool = False
@@ -370,7 +370,7 @@ def _check_layout(options: ExportOptions, family: Family, recipe: Recipe, *, who
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """Return the names of parts that are missing in an exported pipeline, such as Stable Diffusion 3's T5."""
+    """Return the names of components that were omitted from an exported pipeline, such as Stable Diffusion 3's T5."""
     # diffusers writes an omitted optional component as [null, null] in this file.
     return [name for name, value in read_json_object(folder / MODEL_INDEX).items() if value == [None, None]]
 
@@ -405,7 +405,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return error messages, by key, for `given` settings that an exported pipeline with this scheduler cannot use."""
+    """Return error messages, by key, for `given` settings that do not suit an export with scheduler config `config`."""
     flow, name = is_flow_scheduler(config), given.get('noise_scheduler')
     problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
     if name is None or 'noise_scheduler' in problems:

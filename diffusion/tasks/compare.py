@@ -69,7 +69,7 @@ def build_page(settings: CompareSettings) -> None:
 
 
 def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequence[Path], dict[str, Any]]:
-    """Return the image file of each prompt for one side, and a description of this side for the key."""
+    """Return the image file of each prompt for one side, and a description of this side for the key file."""
     if model.files:
         return model.files, {'source': model.source, 'files': _paths(model.files, settings.out)}
     # Import torch and Composer, which takes 15 s, only if images must be generated.
@@ -83,7 +83,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
 
 
 def _paths(files: Sequence[Path], out: Path) -> list[str]:
-    """Return paths for the key: relative to its folder if the files are inside of it, which may be moved."""
+    """Return paths for the key file: relative for files in its folder, so that the folder can be moved."""
     return [str(file.relative_to(out) if file.is_relative_to(out) else file.resolve()) for file in files]
 
 

@@ -40,7 +40,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison page, as in `BuildOptions`. The key file gives `source` as the origin of the prompts."""
+    """Settings of a comparison page, from `BuildOptions`; `source` is the origin of the prompts, for the key file."""
 
     a: ComparedModel
     b: ComparedModel
@@ -230,7 +230,7 @@ def check_serving(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class AnalyzeSettings:
-    """Settings of an analysis, as in `AnalyzeOptions`, but with the difference as a fraction, such as 0.05."""
+    """Settings of an analysis, from `AnalyzeOptions`, but with the difference as a fraction, such as 0.05."""
 
     files: Sequence[Path]
     key: Path

@@ -1,4 +1,4 @@
-"""`task: evaluate`: measure the validation losses of a checkpoint and run the evaluators that its recipe names."""
+"""`task: evaluate`: measure the validation losses of a checkpoint and run the evaluators in the recipe."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ MIN_TIMEOUT_SECONDS = 1800.0
 
 
 class TrainedModel(NamedTuple):
-    """Model with the weights of a checkpoint, the kind of weights, and the checkpoint's name, such as `ba1600`."""
+    """Model with a checkpoint's weights, which are `ema` or `training`, and the checkpoint's name, such as `ba1600`."""
 
     model: ComposerModel
     weights: Weights
@@ -74,7 +74,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
 
 
 def weak_weights(run: str, guidance: Guidance) -> dict[str, Tensor]:
-    """Return the denoiser's weights that autoguidance compares with, by name in the model, from a run's folder or URL.
+    """Return the weights of autoguidance's weak denoiser, by name in the model, from a run's folder or URL.
 
     Raises:
         UserError: The run has no such checkpoint or no snapshots.
@@ -101,7 +101,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     dist.initialize_dist(get_device(recipe.trainer.get('device')), timeout)
     model, which, name = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
-    # Keep only these Trainer keywords of the recipe: the others are for training.
+    # Pass only these of the recipe's Trainer arguments: the others are for training.
     kept: dict[str, Any] = {key: recipe.trainer[key] for key in ('device', 'precision') if key in recipe.trainer}
     loggers = [ProgressLine()] if has_terminal(recipe.trainer.get('progress_bar', True)) else []
     kept |= {'progress_bar': False, 'loggers': loggers}

@@ -73,7 +73,7 @@ def export(
         ema_width: Width of a post-hoc EMA to export instead, which is reconstructed from the run's `post_hoc_ema`
             snapshots. Untrained parts come from the checkpoint.
         at: Batch of the post-hoc EMA; None means the last snapshot at or before the checkpoint.
-        layout: Layout of a file `out` that ends with `.pt`, which the original code of the model's family loads: `i1`.
+        layout: If `out` ends with `.pt`, layout of the file for the original code of the model's family: `i1`.
         dtype: Precision of the exported weights.
         merge: Merge the run's LoRA into the denoiser's weights, and export the pipeline.
         push: Repository on the Hugging Face Hub, `org/name`, to which the export and a model card are uploaded.
@@ -132,7 +132,7 @@ def export(
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """Reconstruct an average of this width at batch `at`, by default at the run's last snapshot up to the checkpoint.
+    """Reconstruct a post-hoc EMA of this width at batch `at` (default: the last snapshot up to the checkpoint).
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.
@@ -208,9 +208,9 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
 
 
 def _add_code(folder: Path, modules: Mapping[str, str]) -> None:
-    """Add the sources of classes to an export, from which diffusers loads them with `trust_remote_code`.
+    """Copy this package's source files of classes to an export; diffusers loads them with `trust_remote_code`.
 
-    `modules`: Modules of this package by part of the pipeline; '' is the pipeline itself.
+    `modules`: Name of the module with the class of each pipeline component; '' is the pipeline itself.
     """
     index = folder / MODEL_INDEX
     content = json.loads(index.read_text(encoding='utf-8'))
@@ -230,7 +230,7 @@ def _check_fusion(model: LatentDiffusion) -> None:
 
 
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model or its LoRA to a file that ComfyUI or, for i1, its original code reads; return the export's kind.
+    """Write a model or its LoRA to a file for ComfyUI or, with i1, for i1's own code; return the kind of export.
 
     Raises:
         UserError: The model's family has no such layout, or the layout cannot represent the model.

@@ -25,7 +25,7 @@ class ExportedPipeline:
         lora: Exported LoRA to add (a file or a folder).
 
     Raises:
-        UserError: The folder names classes that are not from diffusers or transformers.
+        UserError: The pipeline has classes that `check_pipeline` does not allow.
     """
 
     def __init__(self, folder: Path, *, lora: Path | None = None) -> None:

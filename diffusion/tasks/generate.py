@@ -49,7 +49,7 @@ def generate(recipe: Recipe) -> list[Path]:
 
 
 def save_images(images: torch.Tensor, given: GivenPrompts, folder: Path, *, seed: int) -> list[Path]:
-    """Write images [B, 3, H, W] as PNG files named by seed and prompt; `seed` is the first one's, then 1 more each."""
+    """Write images [B, 3, H, W] as PNG files named by seed and prompt; image i has the seed `seed` + i."""
     files = []
     for index, (image, prompt) in enumerate(zip(to_images(images), given.prompts, strict=True)):
         words = re.sub(r'[^a-z0-9]+', '-', prompt.lower()).strip('-')[:60] or 'empty'

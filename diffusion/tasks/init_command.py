@@ -92,7 +92,7 @@ def choose_recipe(images: Mapping[int, int], gpu: GPU | None, gpus: int) -> Base
 
 
 def _candidates(images: Mapping[int, int], *, has_gpu: bool) -> list[tuple[list[str], int, str]]:
-    """Return choices that suit the images, best first: names of equally suitable recipes, image size, and reason."""
+    """Return choices for the images, best first, as (names of equally suitable recipes, image size, reason)."""
     large, medium, any_size = (min((size for size in images if size >= side), default=0) for side in (512, 256, 64))
     found, count = [], images.get(large or medium, 0)
     if not has_gpu:
@@ -163,9 +163,9 @@ PROMPTS = 8
 LONGEST_PROMPT = 300
 """Maximum length in characters of a caption that becomes a prompt, since prompts are titles of sample images."""
 SMALL_MINUTES, SMALL_IMAGES = 10, 51_200
-"""Minutes in which diffusion:small trains on this number of images, on two CPU cores (0.5 CPU seconds per batch)."""
+"""On two CPU cores, diffusion:small trains on SMALL_IMAGES in SMALL_MINUTES minutes (0.5 CPU seconds per batch)."""
 CHECKS = 4
-"""Number of validations, of image grids and of saves in a run that is shorter than the shipped recipe's."""
+"""Number of validations (also of image grids and of saves) in a run that is shorter than the shipped recipe."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def _counts(folder: Path, *, aspects: bool) -> Mapping[Path, int]:
 
 
 def prompts_in(images: PreparedImages) -> list[str]:
-    """Return up to PROMPTS different captions of the first samples that are short and have no `$`, as prompts."""
+    """Return up to PROMPTS prompts: different short captions without `$`, from the first samples."""
     counts = Counter(_counts(images.folder, aspects=images.aspects))
     samples = mds.first_samples(counts.most_common(1)[0][0], 4 * PROMPTS)
     captions = dict.fromkeys(str(text).strip() for sample in samples for text in (sample.get('captions') or [])[:1])

@@ -38,7 +38,7 @@ RANK_ZERO_SECONDS = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `run.py RECIPE [key=value ...]`, and return an exit status of `diffusion.exit_codes`."""
-    # A run still saves a checkpoint when its terminal is closed: SIGHUP asks it to stop, and lost output is discarded.
+    # When the terminal is closed, SIGHUP makes the run save a checkpoint and stop; its output must not raise an error.
     with discarding_lost_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
 

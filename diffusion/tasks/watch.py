@@ -46,10 +46,10 @@ class WatchSettings:
 
     Args:
         command: Function from the path or URL of a checkpoint to the command that evaluates it.
-        metrics: Metrics without which a checkpoint does not count as evaluated; empty accepts any results.
-        judge: The end of the names of a judge's metrics; None if no judge is named.
+        metrics: Metrics that a checkpoint's results must have to count as evaluated; empty accepts any results.
+        judge: Label of the judge model, with which the names of its metrics end; None without a judge.
         keep_best: Metric and number N: the N checkpoints with the best values are pinned, so that the run keeps them.
-        lease_seconds: Time without renewal of its claim after which an evaluation is repeated.
+        lease_seconds: If an evaluation's claim is not renewed for this time, the evaluation is repeated.
         elsewhere: True if the command submits a job, which continues after the command ends.
     """
 
@@ -257,7 +257,7 @@ class Watcher:
             return
         metric, count = self.settings.keep_best
         results = {name: found['metrics'] for name in self._checkpoints() if (found := self.results(name)) is not None}
-        # The metric of a judge has the judge after a slash.
+        # Metrics measured by a judge model are named METRIC/JUDGE.
         names = sorted({key for each in results.values() for key in each if f'{key}/'.startswith(f'{metric}/')})
         if len(names) > 1:
             raise UserError(f'--keep-best: {metric} is {" and ".join(names)} in the results; name one of them')

@@ -119,7 +119,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
 
 
 def nodes_of_job(spec: JobSpec, most: int) -> int:
-    """Return a job's number of nodes: all free ones, from the job spec's number to `most`; the spec's if unknown."""
+    """Return the nodes for a job: all free ones, at least `spec.nodes` and at most `most`; if unknown, `spec.nodes`."""
     try:
         free = free_nodes(spec)
     except ExternalError as error:

@@ -197,6 +197,6 @@ def _with_own_steps(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return, by keyword, the settings of a parameter group that all of torch's implementations of AdamW accept."""
+    """Return the arguments that all of torch's AdamW implementations accept, from a group's settings."""
     keys = ('lr', 'weight_decay', 'eps', 'amsgrad', 'maximize')
     return {key: group[key] for key in keys} | {'beta1': group['betas'][0], 'beta2': group['betas'][1]}

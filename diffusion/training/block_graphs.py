@@ -328,7 +328,7 @@ class _Call:
 
 
 class _Replay(torch.autograd.Function):
-    """Autograd function of a block's inputs and weights that replays the block's graphs."""
+    """Autograd function that replays the CUDA graphs of a block, given its inputs and weights."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, replayed: _Replayed, place: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -131,7 +131,7 @@ def build_dataset(
                 'conditioned on image sizes; add the keyword, or use image_text or latents'
             )
         supplied['image_sizes'] = True
-    # Evaluation does not use alignment, and image datasets do not accept this keyword.
+    # In training with representation alignment, request stored image features from datasets that accept the argument.
     if elastic and recipe.model.kwargs.get('representation_alignment'):
         supplied |= registry.signature('dataset', component.name).accepted({'image_features': True})
     return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
@@ -220,10 +220,10 @@ def evaluation_dataset(recipe: Recipe) -> Component:
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer for the trained parameters, fused if `speed` and the optimizer's keywords allow it.
+    """Build a recipe's optimizer for the trained parameters, fused if `speed` and the optimizer's arguments allow it.
 
     An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, that returns
-    parameter groups and can take some of the optimizer's keywords. Other classes get a list of parameters. If the model
+    parameter groups and can take some optimizer arguments. Other classes get a list of parameters. If the model
     scales learning rates by width (muP), there is one group per learning rate instead, see `width_groups`.
     """
     component = recipe.optimizer
@@ -249,7 +249,7 @@ def build_all(kind: str, components: Mapping[str, Component], run_dir: Path) -> 
 
 
 def on_gpu(trainer: Mapping[str, Any]) -> bool:
-    """Return True if a Trainer with these keywords computes on a GPU of this machine."""
+    """Return True if a Trainer with these arguments computes on a GPU of this machine."""
     return torch.cuda.is_available() and trainer.get('device') in (None, 'gpu')
 
 

@@ -53,7 +53,7 @@ class SourceWeights(NamedTuple):
 
 
 def start_from(model: ComposerModel, start: InitFrom) -> None:
-    """Load the weights named by `init_from` into a model, without optimizer state or step counter; a collective.
+    """Load the weights given by `init_from` into a model, without optimizer state or step counter; a collective.
 
     Rank 0 reads and verifies them once, and broadcasts the weights one tensor at a time. Call this before DDP or FSDP
     wraps the model.
@@ -74,7 +74,7 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
 
 
 def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Read the weights named by `init_from`, and return them by their names in the model; errors as in `start_from`."""
+    """Read the weights given by `init_from`, and return them by their names in the model; errors as in `start_from`."""
     try:
         return reader_of(start)(model, start)
     except DamagedCheckpoint as error:
@@ -86,7 +86,7 @@ def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
 
 
 def reader_of(start: InitFrom) -> Callable[[Any, InitFrom], SourceWeights]:
-    """Return the function that reads the source of weights that `init_from` names, one of the three below."""
+    """Return the function that reads the weights given by `init_from`: one of the three `read_...` functions below."""
     is_on_hub, folder = hub_repository(start) is not None, Path(start.source)
     if not is_on_hub and start.source.endswith('.safetensors'):
         return read_single_file

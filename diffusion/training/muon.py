@@ -213,7 +213,7 @@ class Muon(Optimizer):
                 super().add_param_group({key: value for key, value in settings.items() if key != 'parts'})
 
     def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
-        """Store `parts` of the group that is about to be added in `_parts`, under the index that the group will get."""
+        """Store a new group's `parts` in `self._parts`, by the index that the group will have in `param_groups`."""
         # Do not store `parts` in the group itself: a checkpoint restores the group's keys, but a run may change `parts`
         # on resume. Composer removes all groups for FSDP2 and adds them again in the same order, so their indices do
         # not change.
@@ -329,7 +329,7 @@ def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Ten
 
 
 def _size(weight: Tensor) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a weight as a matrix: of the whole weight, also if it is sharded."""
+    """Return (rows, columns) of a weight viewed as a matrix; if it is sharded, of the whole weight."""
     return weight.shape[0], math.prod(weight.shape[1:])
 
 

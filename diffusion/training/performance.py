@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 BACKEND = 'inductor'
 FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
-"""Optimizer keywords that select another implementation than `fused`."""
+"""Optimizer arguments that select an implementation other than `fused`."""
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:

@@ -98,8 +98,8 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
-    # Some changes are only allowed before averaging starts: read in the checkpoint if it has. Composer's checkpoints
-    # cannot be read here (`checkpoint` is None), so such changes are rejected.
+    # Some changes are only allowed before weight averaging starts: find out from the checkpoint if it has started.
+    # Composer's checkpoints cannot be read here (`checkpoint` is None), so such changes are rejected.
     starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
     fixed = refused(known, averaging=starts and (checkpoint is None or has_averages(read_content(checkpoint)['state'])))
     if fixed:
@@ -135,7 +135,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
 
 
 def schedule_of(recipe_text: str) -> dict[str, Any]:
-    """Return a recipe's settings, by key, that determine the learning rate schedule, but not the base rate."""
+    """Return, by key, the settings in a recipe that determine the learning rate schedule, except the base rate."""
     values = recipe_values(parse_yaml(recipe_text)).values
     keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
     return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}

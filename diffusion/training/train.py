@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 COMPILED = 'compiled'
 """Name of the folder for compiled code in a run's folder."""
 CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
-"""`trainer` keywords for this package's Checkpointer; if `trainer.save_folder` is set, they go to Composer instead."""
+"""Keys of `trainer` for this package's Checkpointer; if `trainer.save_folder` is set, they go to Composer instead."""
 
 
 def train(recipe: Recipe) -> Trainer:

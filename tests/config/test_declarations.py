@@ -1,4 +1,4 @@
-"""Constraints in the annotations of components: messages, enforcement, and checks without importing the component."""
+"""Constraints in the annotations of components: messages, enforcement, and those of unpacked keywords."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,29 +11,10 @@ import pytest
 from golden import check_transcripts
 from typing_extensions import Unpack
 
-from diffusion.config import declarations, registry
+from diffusion.config import declarations
 from diffusion.config.declarations import AtLeast, Default, MultipleOf, constrained, defaults
-from diffusion.config.registry import check_keywords, register
 from diffusion.config.signatures import of_object, of_source
 from diffusion.errors import UserError
-
-PARTS = """
-from typing import Annotated
-
-from diffusion.config.declarations import AtLeast, MultipleOf
-
-Side = Annotated[int, MultipleOf(16)]
-
-raise RuntimeError('imported')
-
-
-def strict(resolution: Side = 32, *, depth: Annotated[int | None, AtLeast(1), 'another annotation'] = None): ...
-"""
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(registry.TARGETS, 'model', dict(registry.TARGETS['model']))
 
 
 def test_messages_have_the_wrong_value_and_the_nearest_ones():
@@ -108,15 +89,3 @@ def test_unpacked_keywords_are_read_from_the_source_too():
     assert not of_file['seed'].changes_architecture and of_file['depth'].changes_architecture
     (depth,) = of_object(deep).parameters
     assert (depth.annotation, depth.default, depth.constraints) == ('int', 3, (AtLeast(1),))
-
-
-def test_constraints_are_checked_without_importing_the_component(tmp_path, monkeypatch):
-    (tmp_path / 'constrained_parts.py').write_text(PARTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    register('model', 'strict', 'constrained_parts:strict')
-    problems = check_keywords('model', 'model', 'strict', {'resolution': 40, 'depth': 0})
-    assert [str(problem) for problem in problems] == [
-        'model.resolution: 40 is not a positive multiple of 16; use 32 or 48',
-        'model.depth: 0 is less than 1; use 1 or more',
-    ]
-    assert check_keywords('model', 'model', 'strict', {'resolution': 48, 'depth': None}) == []

@@ -168,19 +168,6 @@ def test_mappings_merge_and_false_removes_an_entry(write):
     assert set(load(child, streams).precompute.streams) == {'b'}
 
 
-def test_overrides_replace_sections_and_add_entries(write):
-    overrides = ['optimizer={name: adamw, lr: 1e-4}', 'streams.b={remote: s3://x/y, resolution: 32}', 'init_from=null']
-    recipe = load(write({}), [*overrides, 'seed=3'])
-    assert recipe.optimizer.kwargs == {'lr': 1e-4}
-    assert recipe.streams['b'].remote == 's3://x/y'
-    assert recipe.seed == 3
-
-
-def test_missing_values_are_listed_if_allowed(write):
-    path = write({'streams': {'a': {'remote': '???', 'resolution': 64}}, 'model': {'name': 'sd2', 'vae': '???'}})
-    assert [problem.where for problem in load(path, allow_missing=True).missing] == ['model.vae', 'streams.a.remote']
-
-
 COMMIT = '0123456789abcdef' * 2 + '01234567'
 CASE = r'(.*?)(?: on (?:(\d+) x )?(\d+) devices)?$'
 SPACE = re.compile(r' (?=[\w.\[\]]+=)')  # between overrides

@@ -129,14 +129,6 @@ def test_keywords_of_a_typed_dict_have_the_defaults_of_the_decorator(tmp_path, m
     ]
 
 
-def test_nested_dataclasses_are_checked_with_their_path():
-    assert problems('model', 'tiny', {'objective': {'prediction_type': 'sample'}}) == []
-    assert problems('model', 'tiny', {'objective': {'prediction_typ': 'sample', 'beta_start': 'low'}}) == [
-        "here.objective.prediction_typ: unknown key; did you mean 'prediction_type'?",
-        "here.objective.beta_start: 'low' is not a number",
-    ]
-
-
 @pytest.mark.parametrize(
     ('target', 'message'),
     [

@@ -123,18 +123,15 @@ def test_mistake_is_one_message_before_anything_is_made(folders, capsys):
     assert not Path('new').exists()
 
 
-def test_port_in_use_is_found_before_the_page_is_built(folders, capsys):
+def test_port_in_use_or_several_processes_are_found_before_the_page_is_built(folders, capsys, monkeypatch):
     with socket.create_server(('127.0.0.1', 0)) as other:
         port = other.getsockname()[1]
         assert build('--serve', '--port', port, out='new') == USAGE_ERROR
     assert f'--port: cannot serve on 127.0.0.1:{port} (Address already in use); use another' in capsys.readouterr().err
-    assert not Path('new').exists()
-
-
-def test_comparison_runs_in_one_process(folders, capsys, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert build(out='new') == USAGE_ERROR
     assert 'compare: runs in one process; start it as `diffusion compare`, without a' in capsys.readouterr().err
+    assert not Path('new').exists()
 
 
 def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys, monkeypatch):

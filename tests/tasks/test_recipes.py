@@ -39,7 +39,10 @@ from diffusion.tasks.precompute import precompute
 from diffusion.training import components
 from diffusion.training.train import train
 
-RECIPES = sorted((Path(__file__).parents[2] / 'yamls').glob('*.yaml'))
+YAMLS = Path(__file__).parents[2] / 'yamls'
+RECIPES = sorted(YAMLS.glob('*.yaml'))
+CASES = [pytest.param(path, id=path.stem, marks=() if path.stem == 'prx_256' else pytest.mark.slow) for path in RECIPES]
+"""All recipes; tests without `slow` take one of them, since the others take 5 to 10 seconds."""
 BATCHES = 2
 SMALL_TEXT = {'text_width': 32, 'text_layers': 1, 'train_text_encoder': False}
 ON_CPU = ('channels_last', 'low_precision_norms', 'flash_attention', 'fused_optimizer', 'inference_mode')
@@ -119,21 +122,14 @@ def sources(tmp_path_factory, pictures, small_vae) -> Sources:
         {name: torch.tensor(1 / math.prod(shape[1:])).expand(shape) for name, shape in shapes_of_vgg.items()},
         root / 'vgg16.pth',
     )
-    folders = {name: root / name for name in ('buckets', 'dino', 'dinov2-base', 'vgg16.pth')}
-    return Sources(pictures, folders['buckets'], small_vae, *(folders[name] for name in list(folders)[1:]))
+    return Sources(pictures, root / 'buckets', small_vae, root / 'dino', root / 'dinov2-base', root / 'vgg16.pth')
 
 
 # -- the real models, on the meta device --
 
-DEFAULT_REAL = ('prx_256',)
-"""Recipes of which the test without `slow` builds the model; the others take 5 to 10 seconds."""
-
 
 @pytest.mark.filterwarnings('ignore:for .* copying from a non-meta parameter')  # torchmetrics loads LPIPS's layers
-@pytest.mark.parametrize(
-    'path',
-    [pytest.param(path, id=path.stem, marks=() if path.stem in DEFAULT_REAL else pytest.mark.slow) for path in RECIPES],
-)
+@pytest.mark.parametrize('path', CASES)
 def test_real_model_fits_the_recipe(path, sources):
     recipe = load(path, allow_missing=True)
     published = parameters_of(recipe.model.name)
@@ -326,10 +322,7 @@ def runs(tmp_path_factory, sources) -> Runs:
 
 
 @pytest.mark.cpu_seconds(12)
-@pytest.mark.parametrize(
-    'path',
-    [pytest.param(path, id=path.stem, marks=() if path.stem == 'prx_256' else pytest.mark.slow) for path in RECIPES],
-)
+@pytest.mark.parametrize('path', CASES)
 def test_two_batches_of_the_recipe_with_a_small_model(path, runs, alone):
     run = runs.of(path.stem)
     losses = read_losses(run)
@@ -347,7 +340,6 @@ def test_two_batches_of_the_recipe_with_a_small_model(path, runs, alone):
         assert [*(run / 'images').iterdir()]
 
 
-YAMLS = Path(__file__).parents[2] / 'yamls'
 IMAGES = ['precompute.streams.laion.remote=s3://bucket/images', 'precompute.out=s3://bucket/latents', 'task=precompute']
 LATENTS = ['streams.laion.remote=s3://bucket/latents/laion', 'eval_streams.coco.remote=s3://bucket/coco']
 

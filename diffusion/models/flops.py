@@ -81,7 +81,7 @@ class TrainingFlops:
     ) -> int:
         # The backward pass costs two forward passes, for gradients of activations and of weights, but only one if the
         # weights are frozen.
-        passes = (2 if model.denoiser_is_frozen else 3) + is_pair  # one more of the reference
+        passes = (2 if model.denoiser_is_frozen else 3) + is_pair  # the reference adds a forward pass
         total = passes * self._denoiser(height, width, model.text.embeddings_per_caption(token_length))
         if encodes_images:
             total += vae_encoder_flops(model.vae, height=height, width=width)
@@ -125,7 +125,7 @@ def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
 
 
 def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
-    """Return the FLOPs (three passes) of training a FeatureProjector, which may be sharded, on a number of tokens."""
+    """Return the FLOPs of training a FeatureProjector on `tokens` tokens: three passes. It may be sharded."""
     weights = sum(each.numel() for each in projector.parameters() if each.ndim > 1)
     return 3 * 2 * weights * tokens
 

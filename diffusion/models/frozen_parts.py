@@ -38,7 +38,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert half precision to float32; keep float64, which tests of the summation order use."""
+    """Convert half precision to float32; keep float64, which tests of summation orders use."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

@@ -29,7 +29,7 @@ def way_out(subfolder: str) -> str:
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:
-    """Return a clearer error than the one that `part.from_pretrained` raised; None if that one shows a bug in code.
+    """Return a clearer error than the one that `part.from_pretrained` raised; None if that error shows a bug in code.
 
     A UserError means that a file is missing, not accessible or damaged; an OSError that the disk cannot be read.
     """

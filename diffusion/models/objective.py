@@ -250,7 +250,7 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | None) -> Tensor:
-    """Return a random timestep per sample, [B], int64 or, for a flow, float32; stratified ones need `quantiles`."""
+    """Return a random timestep per sample, [B], int64 or, for a flow, float32; `quantiles` is for stratified ones."""
     steps = objective.num_train_timesteps
     if objective.timesteps != 'stratified':
         if objective.is_flow:

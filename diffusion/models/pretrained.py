@@ -351,6 +351,6 @@ def tiny_clip_config(*, width: int, layers: int, max_length: int, **more: Any) -
 
 
 def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = False) -> TextConditioner:
-    """Return a small CLIP text encoder with random weights, whose heads have width 32, and the tokenizer of `tiny`."""
+    """Return a small CLIP text encoder (random weights, heads of width 32) and the tokenizer of the model `tiny`."""
     config = tiny_clip_config(width=width, layers=layers, max_length=max_length)
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)

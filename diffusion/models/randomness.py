@@ -284,7 +284,7 @@ def epoch_word(epoch: Words, occurrence: Words) -> Words:
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
     """Return four random numbers in [0, 1) for a sample and an `epoch_word`, without tensors, for loader workers."""
-    # Convert NumPy integers, which Streaming passes and which warn when a product overflows.
+    # Convert the NumPy integers that Streaming passes, since their products would warn about overflow.
     w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32
 

@@ -134,7 +134,7 @@ class FeatureProjector(nn.Sequential):
 
 
 class ConvolutionProjector(FeatureProjector):
-    """iREPA's projector: one 3x3 convolution, with zeros around the grid."""
+    """iREPA's projector: one 3x3 convolution with zero padding."""
 
     def __init__(self, width: int, features: int) -> None:
         nn.Sequential.__init__(self, nn.Conv2d(width, features, kernel_size=3, padding=1))

@@ -43,7 +43,7 @@ class LatentGrid:
     cell: int
     """Side of a latent cell in pixels."""
     patch: int
-    """Number of cells by which the sides of latents must be divisible, such as a patch size; 1 if any size works."""
+    """The sides of latents must be multiples of this number of cells, such as a patch size; 1 allows any size."""
     default_side: int
     """Side in latent cells of images that are generated without a given size."""
 
@@ -212,7 +212,7 @@ def guided_denoiser(
 def rescaled(guided: Tensor, conditional: Tensor, *, strength: float) -> Tensor:
     """Return a guided prediction with the standard deviation of the conditional one, [B, C, H, W].
 
-    `strength` in [0, 1] mixes it with the unchanged one (Lin et al. 2024, equations 15 and 16; they use 0.7).
+    `strength` in [0, 1] is its weight in a mix with the unchanged one (Lin et al. 2024, eq. 15 and 16; they use 0.7).
     """
     if strength == 0:
         return guided

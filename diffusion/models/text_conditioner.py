@@ -200,7 +200,7 @@ class TextConditioner(nn.Module):
 
     @property
     def pooled_width(self) -> int | None:
-        """Width P of the pooled text, summed over encoders with a projection; None if none has one."""
+        """Width P of the pooled text, summed over the encoders with a projection; None without such encoders."""
         projecting: list[Any] = [each for each in self.encoders if isinstance(each, CLIPTextModelWithProjection)]
         return sum(encoder.config.projection_dim for encoder in projecting) if projecting else None
 

@@ -41,9 +41,9 @@ class Sprint:
     """
 
     start: int = 2
-    """Index (from 0) of the first block that only sees kept tokens."""
+    """Index (from 0) of the first block that processes only the kept tokens."""
     end: Annotated[int | None, AtLeast(1)] = None
-    """Index of the first block that sees the fused tokens; by default the last but one."""
+    """Index of the first block that processes the fused tokens; by default the second-to-last block."""
     fraction: float = 0.75
     """Fraction of the image tokens that are dropped, in [0, 1)."""
 
@@ -81,7 +81,7 @@ class Route:
     """Fraction of the image tokens that skip the blocks."""
 
     def tokens(self, count: int) -> int:
-        """Return how many of a sample's `count` image tokens do not skip the route's blocks, at least one."""
+        """Return how many of a sample's `count` image tokens the route's blocks process, at least one."""
         return max(1, count - round(self.fraction * count))
 
     def tokens_after(self, block: int, count: int) -> int:

@@ -209,7 +209,7 @@ class ModelCosts(CountedCosts):
         return self.facts['text_encoder_flops']
 
     def trained_flops(self, shape: Shape, route: TokenRoute | None = None) -> int:
-        """Return the trained modules' forward FLOPs for an image of this shape, whose tokens may take a `route`."""
+        """Return the trained modules' forward FLOPs for an image of this shape; on a `route`, tokens skip blocks."""
         return self.flops(_flops_name(shape, route))['trained']
 
     @property
@@ -233,7 +233,7 @@ class ModelCosts(CountedCosts):
 
 
 def _flops_name(shape: Shape, route: TokenRoute | None) -> str:
-    """Return the name under which FLOPs are stored, such as `512x512` or `512x512 tread=2:13:0.5`."""
+    """Return the key of cached FLOPs, such as `512x512` or `512x512 tread=2:13:0.5`."""
     return str(shape) if route is None else f'{shape} {route}'
 
 

@@ -212,7 +212,7 @@ class Phase:
 def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
     """Return a recipe together with its amount of work: batches, images, shapes and FLOPs.
 
-    `samples` (number of distinct images) and `encoding` replace what the recipe and its data say, unless None.
+    `samples` (number of distinct images) and `encoding` take precedence over the recipe and its data, unless None.
 
     Raises:
         UserError: A value that the plan needs is missing, or the model cannot be built.

@@ -143,7 +143,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
 
 
 def check_cuda(index: int) -> list[Finding]:
-    """Return a finding if CUDA cannot use this process's GPU although NVML lists it; else an empty list."""
+    """Return a list with a finding if CUDA cannot use this process's GPU although NVML lists it; else []."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
         # Check before the first kernel is launched, whose error ("no kernel image is available") suggests no remedy.

@@ -253,7 +253,7 @@ def _check_clocks(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 def _check_speed(
     check: str, ranks: Sequence[RankMeasurements], figures: Sequence[float | None], unit: str, limits: CollectiveLimits
 ) -> list[Finding]:
-    """Return a failure per rank below the required fraction of the median, or else one pass; empty if not measured."""
+    """Return a failed finding per rank below the required fraction of the median, or one passed; [] if unmeasured."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []
@@ -270,7 +270,7 @@ def _giga(value: float | None) -> float | None:
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a failure per rank whose matrix product varies or differs from other ranks', or one pass if all agree."""
+    """Return a failed finding per rank with a varying or different matrix product, or one passed if all agree."""
     # The most common product counts as right: if one of two ranks has a wrong result, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1

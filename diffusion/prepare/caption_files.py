@@ -20,7 +20,7 @@ FILE_COLUMNS = ('file', 'file_name')
 CAPTION_COLUMNS = ('captions', 'caption', 'text')
 """Names of the caption column, in order of precedence; `text` is the name in Hugging Face's imagefolder format."""
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
-"""Problems of captions for which a row is rejected when it is read, so that messages can state its position."""
+"""Caption problems that reject a row as soon as it is read, so that messages can state the row's position."""
 NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
 """Problems of rows that contain no valid path of an image inside the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')

@@ -160,7 +160,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 @dataclass(frozen=True)
 class CaptionedSource:
-    """Source whose captions are replaced by those of a table, or added to them; an image without a row is rejected."""
+    """Source with captions from tables instead of, or besides, its own; an image without a row is rejected."""
 
     source: Source
     table: CaptionTable

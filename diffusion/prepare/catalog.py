@@ -214,5 +214,5 @@ def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarr
 
 
 def key_hashes(keys: Iterable[str]) -> np.ndarray:
-    """Return the hash of each key, by which keys are compared, uint64: XXH3 of its UTF-8 bytes."""
+    """Return hashes, uint64, by which keys are compared: XXH3 of each key's UTF-8 bytes."""
     return np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)

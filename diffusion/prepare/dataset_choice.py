@@ -82,7 +82,7 @@ class DatasetListing:
 
     @contextmanager
     def copy(self, url: str) -> Iterator[Path]:
-        """Yield a local path of one of the dataset's files, given its URL; a remote file is copied for the block."""
+        """Yield a local path of one of the dataset's files, given its URL; the copy of a remote file is temporary."""
         with self.hub.copies([file for file in self.files if file.url == url]) as paths:
             yield paths[url]
 

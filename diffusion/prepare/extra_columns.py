@@ -78,7 +78,7 @@ def file_problem(path: str) -> str | None:
 def compute_columns(
     path: str, images: Sequence[Image.Image], captions: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return each image's columns (JSON values) from the function in the user's file, whose exceptions propagate."""
+    """Return each image's columns (JSON values), computed by the function in the user's file; its errors propagate."""
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):
         raise UserError(

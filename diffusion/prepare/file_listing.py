@@ -39,7 +39,7 @@ class File(NamedTuple):
     stamp: str
     """Changes when the content changes: a local file's size and modification time, or an object's ETag or hash."""
     name: str
-    """Path relative to the listed folder or to the one before a pattern's first wildcard; slashes are forward."""
+    """Path, with forward slashes, relative to the listed folder: for a pattern, the one before the first wildcard."""
 
 
 by_name = attrgetter('name')

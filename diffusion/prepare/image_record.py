@@ -72,7 +72,7 @@ def read_images(path: Path, columns: Sequence[str] = tuple(IMAGE_SCHEMA.names)) 
 
 
 def read_rows(path: Path, rows: np.ndarray) -> pa.Table:
-    """Read the rows with these numbers, which must be ascending, from an image table without loading all of it."""
+    """Read the rows with these ascending numbers from an image table, without loading all of it."""
     with pq.ParquetFile(path) as file:
         found = [IMAGE_SCHEMA.empty_table()]
         for group, first, stop in _row_groups(file):

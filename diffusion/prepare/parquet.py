@@ -88,7 +88,7 @@ def images_of(location: str, table: str) -> ReadImage:
 
 
 def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> None:
-    """Raise UserError for a wrong column name, before any work is done; `file` is a Parquet file or the end of one."""
+    """Raise UserError for a wrong column name, before any work is done; `file` is a Parquet file or its last bytes."""
     try:
         schema = pq.read_schema(file)
     except (pa.ArrowException, OSError):

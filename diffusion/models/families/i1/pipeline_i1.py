@@ -82,7 +82,7 @@ class I1Pipeline(DiffusionPipeline):
 
         Args:
             negative_prompt: Prompt that guidance steers away from; None or empty for the null caption.
-            height: Height in pixels, by default that of the training images, like the width.
+            height: Height in pixels; height and width are by default those of the training images.
             guidance_scale: 1 or less turns guidance off.
             guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
                 conditional one.

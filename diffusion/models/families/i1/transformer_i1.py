@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 GRID = 16
-"""Side of the token grid whose rows and columns have the positions 0, 1, ..., 15: that of 256 px images."""
+"""Side in tokens of the grid of 256 px images, whose rows and columns have the positions 0, 1, ..., 15."""
 THETA = 10000.0
 TEXT_BLOCKS = 2
 EPSILON = 1e-6
@@ -164,7 +164,7 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
         text_length: Number of tokens of the learned null caption, to which captions are padded.
         hidden_size: D, a multiple of 8 times `num_heads`.
         num_heads: Number of attention heads.
-        depth: Number of blocks, which is odd: the middle block has no skip.
+        depth: Number of blocks; must be odd, since the middle block has no skip.
     """
 
     _supports_gradient_checkpointing = True
@@ -217,8 +217,8 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
         """Return the prediction [B, C, H, W] for noisy latents [B, C, H, W].
 
         Args:
-            encoder_hidden_states: Text embeddings with those of padding, [B, L, T]. A caption whose embeddings are all
-                zero is replaced by the learned null caption, with the mask of that caption.
+            encoder_hidden_states: Text embeddings including padding's, [B, L, T]. A caption with embeddings of zero is
+                replaced by the learned null caption; its mask stays the same.
             attention_mask: True for tokens of the caption, False for padding, bool [B, L]; None attends to everything.
         """
         patch: int = self.config['patch_size']

@@ -130,7 +130,7 @@ def store_tables(folder: Path, url: str) -> None:
 
 
 def list_stored(url: str) -> dict[str, dict[str, int]]:
-    """Return the sizes in bytes of all objects of stored parts below a URL, by folder name and object name."""
+    """Return {part folder: {object name: size in bytes}} for all completely stored parts below a URL."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in StorePlace(url).sizes().items():
         folder, _, name = path.rpartition('/')

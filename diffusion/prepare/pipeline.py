@@ -3,8 +3,8 @@
 The plan lists the input in parts, such as tar files. One job per part converts its images. Then, duplicates are
 rejected, and the samples of each bucket (images of one resolution or shape) are packed into final shards.
 
-A preparation can be stopped at any point; the next start resumes it. Each step gives its result the final name only
-when complete. The dataset depends only on input and settings, not on the number of processes, the order in which they
+A preparation can be stopped at any point; the next start resumes it. A file or folder gets its final name only when
+complete. The dataset depends only on input and settings, not on the number of processes, the order in which they
 finish, or interruptions; only `date` and `seconds` in the report vary.
 """
 

@@ -35,7 +35,7 @@ class RemoveOptions:
     """Image files; images with the same pixels are removed."""
     where: Annotated[list[str], Option('CONDITION')] = field(default_factory=list)
     """Remove images by their answers to a question of diffusion caption: watermark=yes, score<5 or score>8, with the
-    name of the column first. Images without an answer are named and stay."""
+    name of the column first. Images without an answer are listed, not removed."""
     dry_run: bool = False
     """Show affected shards and counts without changing anything."""
     missing_ok: bool = False

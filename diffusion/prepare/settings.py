@@ -79,9 +79,9 @@ class SourceSettings:
     metadata.jsonl or metadata.csv in the folder). For other sources, tables with a key and captions in each row,
     which replace the source's own captions: a .parquet, .csv or .jsonl file, a folder or pattern of them, in an object
     store too, or a dataset on the Hub, such as hf://datasets/org/captions. For folder, such tables must be in a folder
-    or at a URL. Their columns in
-    `filters.columns`, such as answers to questions of `diffusion caption`, become metadata. With tables of `diffusion
-    caption`, the column original in `caption_column` keeps the source's own captions too."""
+    or at a URL. Their columns in `filters.columns`, such as answers to questions of `diffusion caption`, become
+    metadata. With tables of `diffusion caption`, the column original in `caption_column` keeps the source's own
+    captions too."""
     captions_key: Annotated[str | None, Option('NAME')] = None
     """Column of the tables in `captions` with the key of an image (default: key, __key__, image_id, id, file_name or
     file)."""

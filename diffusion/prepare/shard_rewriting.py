@@ -148,7 +148,7 @@ class ScannedFolder:
     index: Versioned
     """Content and version of its index.json."""
     holding: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of the samples to remove by file name of the shard, only for shards with such samples."""
+    """Shards that contain samples to remove, by file name, with the keys of these samples."""
 
     def path(self, file: str) -> str:
         return joined(self.name, file)
@@ -240,7 +240,7 @@ def update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dict
 
 
 def indexed_folders(folder: Place, place: str) -> list[ScannedFolder]:
-    """Return all folders of shards at a path or URL, sorted, with their indexes and nothing to remove."""
+    """Return all folders of shards at a path or URL, sorted, with their indexes; no samples are to be removed."""
     found = []
     for name in index_folders(place):
         index = folder.read_version(joined(name, mds.INDEX))

@@ -280,7 +280,7 @@ class PartList(Sequence[Part]):
 
 
 def plan_entry(part: Part) -> dict[str, Any]:
-    """Return a part's entry in a plan: the values that affect the dataset, without report-only values."""
+    """Return a part as stored in a plan: the values that affect the dataset, without those only for the report."""
     return {'name': part.name, 'where': part.where, 'size': part.size, 'stamp': part.stamp}
 
 
@@ -307,5 +307,5 @@ _COLUMN_LIMIT = re.compile(r'.+_(below|above)_-?[0-9.]+(e[+-]?[0-9]+)?')
 
 
 def is_filter(reason: str) -> bool:
-    """Return True if inputs with this reason were filtered out as the settings ask, False if they are unusable."""
+    """Return True if the reason means that a setting filtered out the input, False if the input is unusable."""
     return reason in FILTER_REASONS or _COLUMN_LIMIT.fullmatch(reason) is not None

@@ -46,7 +46,7 @@ def tfrecord_parts(
     """Return a part per file, and notes about missing files.
 
     Args:
-        listed: All files of the dataset; a dataset_info.json has the number of records in each file.
+        listed: All files of the dataset; if there is a dataset_info.json, the record counts are taken from it.
     """
     infos = {file.name.removesuffix(INFO): file for file in listed if file.name.endswith(INFO)}
     folders = {_folder(file) for file in files} & infos.keys()
@@ -147,7 +147,7 @@ def _text(value: Any) -> Any:
 
 
 def _check_features(where: str, features: dict[str, None], names: ColumnNames) -> None:
-    """Raise UserError if no record at the start of a file has an image, or none of the captions."""
+    """Raise UserError if the records at the start of a file have no image feature, or no caption feature."""
     wrong = {}
     if _found(features, names.image, IMAGES) is None:
         wrong['--image-column'] = names.image or ', '.join(IMAGES)

@@ -95,7 +95,7 @@ class WorkFolder:
         self.complete = path / 'complete'
         """Copy of the report; exists once the datasets are complete and only need to be moved to the outputs."""
         self.append = path / 'append'
-        """Empty file, created before the plan if the work is an addition to a dataset (`prepare --append`)."""
+        """Empty file that marks the work as an addition to a dataset (`prepare --append`); created before the plan."""
 
     def store_parts(self, url: str) -> None:
         """Record an object store folder for shards of converted parts; `remove` and `clear` delete its content."""

@@ -30,7 +30,7 @@ VALUES = {
 METHODS = ('cpu', 'numpy', 'tolist')
 """Tensor methods that copy values to the host, but dispatch no operation if the tensor is already on the CPU."""
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
-"""Path fragments of code whose tensors are only on the host: loaders, optimizers' step counters, completed copies."""
+"""Path fragments of code that only uses host tensors: data loaders, optimizers' step counters, completed copies."""
 PACKAGES = ('diffusion', 'composer')
 """A synchronization is reported at the innermost stack frame in these packages or, if none, outside PyTorch."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}

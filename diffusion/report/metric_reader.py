@@ -105,8 +105,8 @@ class Series:
 class MetricReader:
     """A run's metrics by name, read from metrics.jsonl at once or in pieces.
 
-    If a resumed run repeats batches, the later values count, and values at batches that it has not yet reached again
-    are dropped.
+    If a run resumes from an earlier batch, its values at later batches are dropped, and those of the repeated batches
+    take their place.
     """
 
     def __init__(self) -> None:

@@ -209,7 +209,7 @@ def recipe_values(text: str) -> dict[str, Any]:
 
 
 def without_secrets(text: str, values: Mapping[str, Any]) -> str:
-    """Return a recipe's text, up to MAX_CHARACTERS, with HIDDEN for those of its `values` that may be secrets."""
+    """Return a recipe's text, up to MAX_CHARACTERS, with HIDDEN in place of `values` that may be secrets."""
     flat = flattened(values)
     for problem in secret_problems(dict(values)):
         secret = flat.get(problem.where)
@@ -303,8 +303,8 @@ def run_cost(
     """Return the cost of a run so far and, if the `hours_left` are known, of the rest.
 
     Args:
-        world_sizes: Numbers of devices from the run's checkpoint receipts, newest first, for attempts that did not
-            record one.
+        world_sizes: Numbers of devices in the run's receipt.json files, newest first. The first is used for attempts
+            that recorded no number.
         price: US dollars per device-hour; None means the price of the run's GPUs in planning/gpus.yaml.
     """
     assumed = next(iter(world_sizes), None)

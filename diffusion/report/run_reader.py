@@ -54,7 +54,7 @@ class RunContent:
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     validation: tuple[int, float] | None = None
-    """Batch and value of the last validation loss; only read for a run without evaluations if curves are not read."""
+    """Batch and value of the last validation loss; read only if the run has no evaluations and `curves` is False."""
     images: SampledImages = field(default_factory=SampledImages)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)

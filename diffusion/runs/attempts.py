@@ -293,7 +293,7 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
     """
     used, furthest = 0, None
     for attempt in earlier:
-        # An attempt made progress if it starts at a later batch than any before. The first one has none to exceed.
+        # An attempt made progress if it starts at a later batch than all before it; the first one sets the baseline.
         if attempt.first is not None and (furthest is None or attempt.first > furthest):
             used, furthest = (0 if furthest is not None else used), attempt.first
         used += attempt.launched and attempt.cause not in ('preempted', 'stopped', 'done')

@@ -15,7 +15,7 @@ sagemaker, skypilot or mosaicml. If unset, the scheduler is detected from its en
 JOB = 'DIFFUSION_JOB'
 """Name of the job, the same for every attempt."""
 NODES = 'DIFFUSION_NODES'
-"""Number of nodes; the scheduler must not provide a different number."""
+"""Number of nodes; if the scheduler reports a different number, the job fails with an error."""
 PROCESSES_PER_NODE = 'DIFFUSION_PROCESSES_PER_NODE'
 """Number of processes per node, one per GPU."""
 GPU = 'DIFFUSION_GPU'

@@ -29,7 +29,7 @@ class Claim:
     Args:
         name: Name of the claim's file.
         lease_seconds: Time after the last rewrite until the claim expires.
-        job: True if the evaluation is a job elsewhere, which may continue when the owner has ended.
+        job: True if the evaluation runs as a submitted job, which may continue after the owner has ended.
     """
 
     files: Place

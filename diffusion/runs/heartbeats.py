@@ -207,8 +207,8 @@ def collective_timeout(environ: Mapping[str, str] = os.environ) -> float:
 
 def early_timeout_warning(dist_timeout: float, hang_seconds: float) -> str | None:
     """Return a warning if a recipe's collective timeout is shorter than the watchdog's longest limit, else None."""
-    # Only warn, because no hang goes unnoticed: a collective that times out ends the run with status 1, and the nodes
-    # save the stacks of the ranks that still run.
+    # Only warn, because a hang still ends the run: a collective times out with status 1, and the nodes save the stacks
+    # of the ranks that still run.
     longest = longest_limit(hang_seconds)
     if dist_timeout > longest:
         return None

@@ -22,7 +22,7 @@ NODE_VARIABLE = 'DIFFUSION_NODE'
 """Environment variable that the node entry point sets for its workers: node index and number of nodes, such as
 `0/16`."""
 INTERVAL_SECONDS = 10.0
-"""Longest interval between two writes. The interval starts at one second and doubles up to this value."""
+"""Longest interval between two writes; the interval starts at one second and doubles after each write."""
 BUCKET_INTERVAL_SECONDS = 30.0
 """Longest interval for an object store, which charges for requests: 120 writes per hour and node, each a PUT and a GET
 request, cost 0.0006 USD in S3."""

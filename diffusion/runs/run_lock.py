@@ -47,7 +47,7 @@ STALE_SECONDS = 120.0
 system may be slow during the write of a checkpoint."""
 POLL_SECONDS = 0.5
 ACQUIRE_TRIES = 10
-"""Number of tries to take a free lock; a try fails only if another job has just taken and released the lock."""
+"""Number of tries to take a free lock; a try fails only if another job took the lock at the same time."""
 BUCKET_POLL_SECONDS = 2.0
 """Interval at which a waiting job reads a lock object (one GET request); POLL_SECONDS is for files."""
 SAME_JOB_SECONDS = 240.0

@@ -29,7 +29,7 @@ LIST = 'captions.json'
 FOLDER = 'captions'
 VERSION = 2
 ORIGINAL = 'original'
-"""Name for the captions in the shards, if the dataset was prepared from a single column."""
+"""Column name for the captions stored in the shards, if the dataset was prepared from a single caption column."""
 ROWS = pa.schema(
     {
         'key': pa.string(),

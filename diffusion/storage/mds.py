@@ -256,7 +256,7 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
 
 
 def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
-    """Return how a file's size or hash differs, such as `8190 bytes, expected 8192`, or None; see `algorithm_for`."""
+    """Return what is wrong with a file's size or hash, such as `8190 bytes, expected 8192`; None if both are right."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:

@@ -155,8 +155,8 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_missing_object(error: BaseException) -> bool:
-    """Return True if an error means that an object does not exist, but False if even its bucket does not exist."""
-    # Google answers both cases with the same status 404 and code; only the text differs.
+    """Return True if an error means that an object does not exist, False if its whole bucket does not exist."""
+    # Google sends the same status and code for a missing object and a missing bucket; only the text differs.
     bucket = any(_code(link) in MISSING_BUCKET or 'bucket does not exist' in str(link) for link in _chain(error))
     return status_of(error) == 404 and not bucket
 
@@ -192,7 +192,7 @@ def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str
             404: 'there is no such file; check the path',
         }.get(status or 0)
     credentials = CREDENTIALS[scheme]
-    # An error with a status is a rejected request: Azure raises ClientAuthenticationError for these too.
+    # Skip errors with an HTTP status: Azure raises ClientAuthenticationError for rejected requests too.
     if any(type(link).__name__ in NO_CREDENTIALS and _status(link) is None for link in links):
         return f'there are no credentials ({text}); {credentials}'
     if any(type(link).__name__ in INVALID_SETTINGS for link in links):

@@ -140,7 +140,7 @@ def _process_pool() -> _Pool:
 
 
 def _forget_pool() -> None:
-    """Forget the parent process's pool and lock in a forked child."""
+    """Replace the parent process's pool and lock in a forked child."""
     # The parent's threads do not exist in the child, and the lock stays locked forever if one of them held it.
     global _lock, _pool
     _lock, _pool = threading.Lock(), None

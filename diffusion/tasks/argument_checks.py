@@ -192,8 +192,8 @@ class EvaluationOptions:
     """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score, hpsv3,
     qwen2_vl, hpsv2, image_reward, aesthetic, geneval_hf; can be repeated (default: the published networks)."""
     judge: Annotated[str | None, FILE] = None
-    """YAML file with the model that answers the questions of dpg, tifa and judge_score; its keys are those of the
-    evaluator's judge (default: none)."""
+    """YAML file with the model that answers the questions of dpg, tifa and judge_score; its keys are those of
+    `judge` in the evaluator image_metrics (default: none)."""
     layout: Annotated[str | None, Option('NAME')] = None
     """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 

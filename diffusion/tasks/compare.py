@@ -88,7 +88,7 @@ def _paths(files: Sequence[Path], out: Path) -> list[str]:
 
 
 def serve_page(folder: Path, *, host: str, port: int) -> None:
-    """Serve a folder's page until Ctrl-C, and store the answers in its subfolder `answers`; port 0 is a free one."""
+    """Serve a folder's page until Ctrl-C, and store the answers in its subfolder `answers`; port 0: any free port."""
     key = read_key(folder / KEY)
     answers = AnswerFolder(folder / ANSWERS, key)
     with make_server((folder / PAGE).read_bytes(), answers, host=host, port=port) as server:

@@ -60,7 +60,7 @@ class BuildOptions:
     a: Annotated[str | None, Option(positional=True, files=True)] = None
     """Run, checkpoint, exported pipeline, or folder of images numbered like the prompts."""
     b: Annotated[str | None, Option(positional=True, files=True)] = None
-    """The same for the other side."""
+    """Second run, checkpoint, exported pipeline or folder of images."""
     prompts: Annotated[str | None, FILE] = None
     """File of prompts (.txt, .csv, .tsv or .jsonl), or "own" for this package's 120 prompts (required)."""
     prompt_column: Annotated[str | None, Option('NAME')] = None
@@ -102,8 +102,8 @@ class AnalyzeOptions:
     png: Annotated[str | None, FILE] = None
     """PNG file for a figure of the result (default: no figure)."""
     difference: Annotated[float | None, Option('POINTS')] = None
-    """Smallest preference to detect, in percentage points above 50%, from which the number of answers still needed is
-    estimated (default: 5)."""
+    """Smallest preference to detect, in percentage points above 50%; used to estimate the number of answers still
+    needed (default: 5)."""
     json: bool = False
     """Print the result as JSON."""
 

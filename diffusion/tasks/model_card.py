@@ -238,7 +238,7 @@ def _sources(recipe: Recipe) -> list[str]:
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
     for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
         source = kwargs.get(key, defaults.get(key))
-        # Name only sources that are the default or have a revision: others may be folders on the training machine.
+        # List a source only if it is the default or has a revision: others may be folders on the training machine.
         has_revision = kwargs.get(revision) not in (None, defaults.get(revision))
         if _is_repository(source) and (source == defaults.get(key) or has_revision):
             found.append(str(source))

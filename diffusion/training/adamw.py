@@ -162,7 +162,7 @@ class Collected(NamedTuple):
     """This device's tensors of a parameter group, as collected by an earlier step."""
 
     state: Any
-    """The optimizer's `state` at that time. Loading a checkpoint replaces it, so the tensors are collected again."""
+    """The `state` from which the tensors were collected; if a checkpoint replaces it, they are collected again."""
     weights: list[Tensor]
     shards: list[Tensor]
     """Local shards of `weights`; the same list object as `weights` if none is a DTensor."""
@@ -173,7 +173,7 @@ class Collected(NamedTuple):
     """Step counters: the same tensor for every weight."""
 
     def gradients(self, state: Any, group: dict[str, Any]) -> list[Tensor] | None:
-        """Return this step's gradients, or None if the step updates other tensors than those collected."""
+        """Return this step's gradients, or None if the collected tensors are not the ones to update."""
         if self.state is not state or len(self.weights) != len(group['params']):
             return None
         if self.shards is self.weights:

@@ -258,7 +258,7 @@ def check_device(recipe: Recipe) -> None:
 
     Raises:
         UserError: The recipe needs a GPU, but the machine has none, CUDA_VISIBLE_DEVICES hides it, or torch has no
-            kernels for it. Composer reports a failing GPU driver instead, since another machine may work on a retry.
+            kernels for it. A failing GPU driver is left to Composer, so that the job may be retried on another machine.
     """
     device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision') or 'fp32'
     if on_gpu(recipe.trainer):

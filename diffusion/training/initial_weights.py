@@ -96,7 +96,7 @@ def reader_of(start: InitFrom) -> Callable[[Any, InitFrom], SourceWeights]:
 
 
 def read_checkpoint(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Read a checkpoint, the newest one of a run, or a `.pt` file of original code, from a path or URL."""
+    """Read a checkpoint, a run's newest checkpoint, or a `.pt` file in the layout of a model's original code."""
     checkpoint = find_checkpoint(start.source)
     if checkpoint.is_file() and isinstance(model, LatentDiffusion) and model.adapter.reads_pickles:
         content = read_pickle(checkpoint)
@@ -120,7 +120,7 @@ def read_single_file(model: ComposerModel, start: InitFrom) -> SourceWeights:
 
 
 def read_diffusers_model(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Read a pipeline or denoiser of diffusers in a folder or on the Hub, or a `.pt` file of original code there."""
+    """Read a diffusers pipeline or denoiser, or a `.pt` file for the original code, from a folder or the Hub."""
     model, repository = with_denoiser(model, start), hub_repository(start)
     if repository is not None and (name := original_on_hub(model, start)) is not None:
         file = hub_files.fetch_file(repository, name, revision=str(start.revision))
@@ -140,7 +140,7 @@ def read_diffusers_model(model: ComposerModel, start: InitFrom) -> SourceWeights
 
 
 def original_on_hub(model: LatentDiffusion, start: InitFrom) -> str | None:
-    """Return the name of the `.pt` file of original code to read from a repository; None to read diffusers' files.
+    """Return the `.pt` file for the model's original code to read from a repository; None to read diffusers' files.
 
     It is the file that `init_from` names, else the only one, else the one for the model's image size, such as
     256_resolution_checkpoint_torch.pt.
@@ -165,7 +165,7 @@ def original_on_hub(model: LatentDiffusion, start: InitFrom) -> str | None:
 
 
 def from_original(model: LatentDiffusion, content: object, start: InitFrom, place: str) -> SourceWeights:
-    """Return the denoiser's weights in a file of original code; UserError if the model also trains a text encoder."""
+    """Return a denoiser's weights from its original code's layout; UserError if a text encoder is trained too."""
     if model.train_text_encoder:
         raise UserError(f'{place}: has no weights of the text encoder; set model.train_text_encoder: false')
     weights = model.adapter.from_original(model.denoiser, content, start.weights, place)

@@ -32,7 +32,7 @@ def layout_of(weight: Tensor) -> Layout:
     """Return the distribution of a weight over ranks; a plain tensor is replicated on all ranks of a job.
 
     Raises:
-        UserError: The weight is sharded along another dimension than its rows, or over several mesh dimensions.
+        UserError: The weight is sharded along a dimension other than its rows, or over several mesh dimensions.
     """
     if not isinstance(weight, DTensor):
         several = dist.is_initialized() and dist.get_world_size() > 1

@@ -217,7 +217,7 @@ def reduce_step_overhead(trainer: Trainer) -> None:
 
 
 class _StateOfKnownModel(State):
-    """State that searches its model for FSDP modules only once; Composer reads the result after every step."""
+    """Composer's State with one search of the model for FSDP modules, instead of a search after every step."""
 
     # In a model without FSDP, the search visits frozen parts too: 1,236 modules for Stable Diffusion 2. DDP wraps the
     # model in the first fit(), so store the result together with the model that was searched.

@@ -43,7 +43,7 @@ def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedR
         checkpoint: The checkpoint to resume from; None if Composer has loaded one of its own checkpoints.
 
     Raises:
-        UserError: A setting has changed that is fixed for a run. Raised on every rank.
+        UserError: A setting that must stay the same within a run has changed. Raised on every rank.
     """
     return run_on_rank_zero(lambda: _compare(recipe, checkpoint), 'resume') or ResumedRecipe()
 

@@ -1,4 +1,4 @@
-"""Order of the samples of an epoch: evaluation serves each sample once, and training numbers repeated samples.
+"""Order of the samples of an epoch: evaluation serves each sample once, and training numbers the copies of each sample.
 
 Streaming drops the samples of a stream that do not fill a global batch, and repeats samples if they do not divide
 evenly over the devices. With that order, a validation loss would depend on the number of devices.
@@ -27,7 +27,7 @@ class EvaluationOrder:
     Args:
         batches: Sample ids, int64 [G, R, B], for G global batches, R ranks and B samples per rank. All samples of a
             global batch are from one stream. Slots after the last sample of a stream repeat that sample.
-        counts: Number of samples per global batch and rank, without the repetitions (they come last), int64 [G, R].
+        counts: Number of samples per global batch and rank, not counting repetitions, which come last; int64 [G, R].
     """
 
     batches: NDArray[np.int64]
@@ -57,7 +57,7 @@ def evaluation_order(samples: Sequence[NDArray[np.int64]], *, ranks: int, batch_
 
 
 class OccurrenceSpanner(Spanner):
-    """Streaming's class that finds the shard and row of a sample id; this one also accepts numbered ids."""
+    """Streaming's Spanner, which finds the shard and row of a sample id, extended to accept numbered ids."""
 
     def __init__(self, spanner: Spanner) -> None:
         self.__dict__.update(vars(spanner))

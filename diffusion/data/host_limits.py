@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 ORDER_BYTES = 8
 """Bytes of shared memory that Streaming's sample order takes on each machine, per sample of an epoch."""
 SHUFFLE_BYTES = 72
-"""Bytes of memory per sample that the process needs to create an epoch's sample order; measured with 10 M samples."""
+"""Bytes of memory per sample for creating an epoch's sample order in a process; measured with 10 M samples."""
 SHARD_SHM_BYTES = 17
 """Bytes of shared memory per shard: state, access time and signature."""
 TENSORS = 6
@@ -37,7 +37,7 @@ OPEN_FILES = 200
 FILES_PER_WORKER = 10
 """Estimated number of files that a rank's process holds open per worker, without those for tensors in transit."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
-"""Total size in bytes above which files that dead runs left in shared memory are reported."""
+"""Files that dead runs left in shared memory are reported if their total size in bytes exceeds this."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
     least = min(2 * _processes(loader), len(fetched)) * largest
     if limit < least:
         yield HostProblem(
-            f'loader.cache_limit: {bytes_text(limit)} cannot hold the shards that {_processes(loader)} processes read '
-            f'and download at a time, two each of up to {bytes_text(largest)}. To fix: set it to at least '
+            f'loader.cache_limit: {bytes_text(limit)} cannot hold two shards for each of {_processes(loader)} '
+            f'processes (one read, one downloaded), of up to {bytes_text(largest)} each. To fix: set it to at least '
             f'{bytes_text(least)}',
             fatal=True,
         )

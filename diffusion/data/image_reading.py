@@ -71,7 +71,7 @@ class DecodedImage:
     is_repaired: bool = False
     """True for a JPEG whose stray bytes outside of segments were ignored; no pixel is missing."""
     pixels: np.ndarray | None = None
-    """The pixels of `image`, uint8 [H, W, 3]; None if they are not available as an array yet."""
+    """The pixels of `image`, uint8 [H, W, 3]; None if only `image` has them so far."""
 
 
 def read_image(
@@ -89,8 +89,7 @@ def read_image(
         encoded: The file; may be damaged or not an image at all.
         background: Color of transparent areas, in any notation that Pillow accepts.
         max_pixels: Maximum width times height, checked against the file's header before decoding.
-        extra_formats: Additional formats to decode besides `FORMATS`, by the names under which they are registered in
-            Pillow.
+        extra_formats: Names in Pillow of formats to decode besides `FORMATS`.
         resized_to: Function from an image's width and height to the largest size to which the caller will resize it.
             If set, a JPEG is decoded at 1/2, 1/4 or 1/8 size if this is still `MIN_OVERSAMPLING` times that size.
         first_frame: Read the first frame of an animation instead of rejecting it.
@@ -121,7 +120,7 @@ def read_image(
 
 
 def to_upright_srgb(image: Image.Image) -> Image.Image:
-    """Return an upright sRGB copy of a Pillow image, over white, converted in the same way as by `read_image`."""
+    """Return an upright sRGB copy of a Pillow image on a white background, converted as by `read_image`."""
     with strict_pillow(Image.MAX_IMAGE_PIXELS or MAX_PIXELS), unreadable():
         pixels = decode_other(image)
         opaque, _ = _to_opaque_srgb(pixels, image.info.get('icc_profile'), (255, 255, 255))

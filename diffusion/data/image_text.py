@@ -26,7 +26,7 @@ def image_sizes(
     original: tuple[int, int] | None = None,
     flipped: bool = False,
 ) -> Tensor:
-    """Return the sizes of a cropped and resized image on which SDXL is conditioned, in pixels, int64 [6].
+    """Return the sizes in pixels on which SDXL is conditioned, for an image cropped and resized to `shape`, int64 [6].
 
     The six numbers are original height and width, top and left of the crop, and target height and width. The crop
     position refers to the resized image, since Podell et al. (SDXL) resize images before cropping them.

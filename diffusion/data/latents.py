@@ -29,7 +29,7 @@ from diffusion.models.vae import Vae, description, latent_statistics
 MANIFEST = 'manifest.json'
 VERSION = 2
 TEXT_LENGTHS = 'text_lengths'
-"""Column with the number of tokens of each caption; only if text embeddings are stored without padding."""
+"""Column with the number of tokens of each caption, present if text embeddings are stored without padding."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LatentManifest:
     vae: str
     """Fingerprint of the VAE's weights."""
     latent_mean: list[Any]
-    """Mean of each latent channel (FLUX.2: and 2x2 group position); stored latents are not shifted by it."""
+    """Mean of each latent channel (FLUX.2: per position in 2x2 groups too); not subtracted from stored latents."""
     latent_std: list[Any]
     """Standard deviation of each latent channel, including the scaling factor; stored latents are not divided by it."""
     shape: str

@@ -177,7 +177,7 @@ class BucketedLoader(StreamingDataLoader):
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
         """Return the next batch of this rank's workers, or None at the end of the epoch.
 
-        Raises DataError after a timeout or another process's failure. An exception of a worker is raised as it is.
+        Raises DataError after a timeout or another process's failure. A worker's exception is raised unchanged.
         """
         self.dataset.check_failures()
         begin = time.monotonic()

@@ -289,8 +289,8 @@ class DownloadTurns:
         # After giving up on a lock, wait for the next one, so that impatient processes download one at a time.
         for number in itertools.count():
             locked = path if not number else path.with_name(f'{path.name}.{number}')
-            # Do not wait a second time for a lock that was not released the first time, as when an evicted shard is
-            # downloaded again.
+            # Do not wait a second time for a lock that was not released the first time, for example when an evicted
+            # shard is downloaded again.
             seconds = 0.0 if locked in self._given_up else patience
             with contextlib.ExitStack() as stack:
                 try:

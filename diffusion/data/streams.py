@@ -81,7 +81,7 @@ class BucketedDataset(VerifiedDataset):
     """
 
     copies = 'each with its own crop, caption, timestep and noise'
-    """What differs between the copies of a sample within an epoch; part of log messages."""
+    """Part of log messages: the difference between the copies of a sample within an epoch."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class BucketedDataset(VerifiedDataset):
 
     @property
     def global_batch(self) -> int:
-        """Number of samples per batch, summed over all devices."""
+        """Number of samples per global batch, summed over all devices."""
         assert isinstance(self.batch_size, int)
         # Streaming's private view of the ranks, fixed when the dataset was created.
         return self.batch_size * self._parallel_rank_world.num_ranks
@@ -131,7 +131,7 @@ class BucketedDataset(VerifiedDataset):
         return self.read(at)[1]
 
     def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a stored sample, and what a batch has of it by batch key: tensors, id, epoch and occurrence.
+        """Return a stored sample, and by batch key the tensors, id, epoch and occurrence that a batch contains of it.
 
         With `substitute`, a sample that cannot be decoded is replaced by another, served under the id of the original.
         Before a sample is replaced or rejected, its shard is hashed again and, if damaged, downloaded again.

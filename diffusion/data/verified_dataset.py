@@ -107,7 +107,7 @@ class VerifiedDataset(StreamingDataset):
         )
 
     def check_again(self, shard_id: int) -> bool:
-        """Verify a shard's hash again, at most once per process; return True if its file was replaced since.
+        """Verify a shard's hash again, at most once per process; return True if its file has been replaced.
 
         Call this for a sample that cannot be decoded: bits on a disk can flip without a new modification time. Raises
         DataError if the shard is damaged and cannot be downloaded.

@@ -100,7 +100,7 @@ TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
 JPEG_QUALITY = 92
 MAX_ASPECT_RATIO_ERROR = 0.02
-"""Largest relative difference of a pair's aspect ratios: up to it, stretching is not noticed; above it is an error."""
+"""Aspect ratios of a pair that differ by up to this fraction are made equal by stretching; others are an error."""
 MOSAIC_CELLS = 14
 """Number of mosaic tiles, each of one color, along the longer side of a damaged image."""
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]

@@ -178,7 +178,7 @@ def clustered_proportion(parts: np.ndarray, wholes: np.ndarray, labels: ArrayLik
 
     Args:
         parts: Counts [N], each at most the count in `wholes` [N], such as right answers and all answers.
-        labels: Cluster of each number; numbers are correlated within a cluster.
+        labels: Cluster of each count; counts are correlated within a cluster.
     """
     whole, cluster_of = float(wholes.sum()), np.unique(labels, return_inverse=True)[1]
     mean, clusters = float(parts.sum()) / max(whole, 1.0), int(cluster_of.max()) + 1

@@ -214,7 +214,7 @@ def _inception_file() -> Path:
 
 
 def import_optional(module: str, extra: str) -> Any:
-    """Import a module, which need not have type hints; UserError with the pip extra if it is not installed."""
+    """Import a module untyped, as Any; if it is not installed, raise UserError with the pip extra to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

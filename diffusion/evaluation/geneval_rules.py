@@ -32,7 +32,7 @@ MIN_CONFIDENCE_COUNTING = 0.9
 MAX_OBJECTS = 16
 """Maximum number of objects per class."""
 POSITION_MARGIN = 0.1
-"""Distance of two objects' centers on an axis that counts as none, as a fraction of the sum of their sizes."""
+"""Two centers on an axis count as equal if they are no farther apart than this fraction of the objects' total size."""
 
 Object = Sequence[float]
 """Detected object: left, top, right and bottom edge of its box in pixels, and the confidence."""
@@ -112,7 +112,7 @@ def check_prompt(text: str, prompt: Mapping[str, Any]) -> None:
                 if value not in allowed:
                     problem = f'{value!r} is unknown; {did_you_mean(str(value), allowed)}'
             if not isinstance(each['count'], int) or each['count'] < 1 or target >= index:
-                problem = f'{each} has a count or a target that cannot be'
+                problem = f'{each} needs a count of 1 or more, and a position relative to an earlier object'
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f'include or exclude is incomplete ({type(error).__name__}: {error})'
     if problem is not None:

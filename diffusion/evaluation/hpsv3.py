@@ -25,7 +25,7 @@ PIXELS = 256 * 28 * 28
 
 
 class HPSv3(ImageScore):
-    """HPSv3 (Ma et al., https://arxiv.org/abs/2508.03789): mean of the predicted preference score.
+    """HPSv3 (Ma et al., https://arxiv.org/abs/2508.03789): mean of the predicted distribution of human preference.
 
     As in the authors' package, the network including its rotary frequencies is in bfloat16 and the head in float32. All
     tokens have positions 0, 1, 2, ...; image tokens do not have separate positions for height and width.

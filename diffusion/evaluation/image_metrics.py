@@ -46,7 +46,7 @@ from diffusion.storage.atomic import atomic_folder, write_atomically
 log = logging.getLogger(__name__)
 
 AREA_TOLERANCE = 1.25
-"""Ratio of the areas of generated and reference images that is an error; aspect ratio buckets differ by less."""
+"""Areas of generated and reference images must differ by less than this factor, as those of buckets do."""
 
 
 class ImageMetrics:
@@ -82,8 +82,8 @@ class ImageMetrics:
         size: Height and width of the images in pixels; null means the model's own.
         seed: Seed of the first image; each following image uses the next seed.
         batch_size: Images per batch. Changing it generates all images again, because it affects their last bits.
-        rewrite: Language model that rewrites the prompts; scores and layouts are for the original ones. Null: none.
-        judge: Vision-language model that answers the questions of `dpg`, `tifa` and `judge_score`. Null: none.
+        rewrite: Language model that rewrites the prompts, or null. Scores and `layout` use the original prompts.
+        judge: Vision-language model that answers the questions of `dpg`, `tifa` and `judge_score`, or null.
         layout: Also write the images in the folder layout of an external scorer: `geneval` or `t2i_compbench`.
     """
 

@@ -2,7 +2,7 @@
 
 LongText-Bench: Geng et al., https://arxiv.org/abs/2507.22058, `textbench/summary_scores.py` of X-Omni. CVTG-2K: Du et
 al., https://arxiv.org/abs/2503.23461, `unified_metrics_eval.py` of TextCrafter. Their authors read the images with
-other networks, hence the names of the metrics; docs/geneval.md lists the differences.
+other networks, so the metrics' names here end in `_rapidocr`; docs/geneval.md lists the differences.
 """
 
 import difflib
@@ -154,7 +154,7 @@ def image_scores(counts: Tensor) -> dict[str, Tensor]:
 def text_scores(counts: Tensor, prompts: Sequence[Prompt]) -> dict[str, BenchmarkScore]:
     """Return the scores of images by metric, from their counts [N, 4]; all words of all images count equally.
 
-    Images whose prompts want no text are left out, and so are categories that have no others.
+    Images whose prompts want no text are left out, and so are categories with only such images.
     """
     wanted = counts[:, 1] > 0
     rows, prompts = counts[wanted].double().numpy(), [*itertools.compress(prompts, wanted.tolist())]

@@ -25,8 +25,8 @@ def earlier_results(files: Place, batch: int, weights: str) -> list[dict[str, An
 def result_lines(results: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line per loss or metric, such as `fid 21.3000  lower is better, ↓ better than 24.1000 at ba1600`.
 
-    A metric with a 95% interval has it in its line, and a line per category follows. Then comes a line per further
-    setting of sampling, with all its metrics.
+    If a metric has a 95% interval, its line includes it, and a line per category follows. The last lines are one per
+    further sampling setting, with all its metrics.
 
     Args:
         results: Results of this evaluation alone, in the form of a results file.

@@ -105,5 +105,5 @@ class Retrieval:
 
 
 def nearest_images(images: Tensor, references: Tensor) -> Tensor:
-    """Return each image's nearest reference by squared error: indices int64 [B] of [B, 3, H, W] in [R, 3, H, W]."""
+    """Return, for images [B, 3, H, W], indices of references [R, 3, H, W] with the least squared error, int64 [B]."""
     return torch.cdist(images.flatten(1), references.flatten(1)).argmin(dim=1)

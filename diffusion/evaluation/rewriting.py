@@ -26,7 +26,7 @@ ASKED_AGAIN = ('refused_by_server', 'context_too_long')
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts, and the texts that the model gets for them: the same ones, or rewritten by a language model."""
+    """Prompts, and the texts that the image model gets: the same prompts, or rewritten by a language model."""
 
     prompts: Sequence[str]
     texts: Sequence[str]

@@ -58,7 +58,7 @@ class Clock:
 
 
 def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int, mfu: float) -> None:
-    """Print how fast a recipe's streams load, and how fast training on `gpu` at `mfu` of its peak would need them."""
+    """Print how fast a recipe's streams load, and how fast they must load to train on `gpu` at `mfu` of its peak."""
     recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
     rate_per_core, needed = _print_stages(recipe, gpu, mfu)
     best = _print_loader_rates(recipe, workers, batches)

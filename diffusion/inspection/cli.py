@@ -205,7 +205,7 @@ class PairsOptions:
     score: str | None = None
     """Score of generated images: the best image of a prompt is preferred over the worst one."""
     min_difference: float = 0.0
-    """Smallest difference of the scores, or of two images' shares of the answers; other pairs are left out."""
+    """Minimum difference of two images' scores, or of the fractions of answers for them; other pairs are left out."""
 
 
 def run_pairs(options: PairsOptions) -> int:

@@ -23,7 +23,7 @@ from diffusion.storage.retry import LONGEST_PAUSE_SECONDS, TRANSIENT_STATUS, err
 OVERLOADED = frozenset({429, 503})
 REFUSED_IMAGE = frozenset({400, 413, 415, 422})
 TRIES = 8
-"""Number of failed requests after which a question is given up; an overloaded or lost server does not count."""
+"""Failed requests after which a question is given up; those to an overloaded or unreachable server do not count."""
 FIRST_PAUSE_SECONDS = 0.25
 RETRY_TEMPERATURE = 0.7
 """Minimum temperature for a second answer: at 0, the model would repeat the one that was rejected."""
@@ -129,7 +129,7 @@ class Endpoint:
         raise AssertionError
 
     async def _reply(self, session: Any, question: Question, attempt: int) -> Answer:
-        """Send a request, and again after faults. Raise Refused, UserError or GaveUp if there is no answer."""
+        """Send a request, and repeat it after faults. Raise Refused, UserError or GaveUp if there is no answer."""
         content, begin = self._content(question, attempt), time.monotonic()
         first_fault, faults, pauses = float('inf'), 0, 0
         while True:

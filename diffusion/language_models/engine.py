@@ -12,7 +12,7 @@ class Question:
     """One prompt with an image, or with a text alone if the image is empty."""
 
     shard: int
-    """Number of the shard in this process's list; an engine may form batches of one shard's images only."""
+    """Number of the image's shard in this process's list; an engine may restrict a batch to images of one shard."""
     row: int
     column: str
     prompt: Prompt
@@ -30,7 +30,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a question, with the number of tokens of the answer and of the prompt with the image."""
+    """Answer to a question, with the numbers of tokens of the answer, and of the prompt including the image."""
 
     question: Question
     text: str

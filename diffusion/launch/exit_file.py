@@ -25,7 +25,7 @@ class NodeExit:
     status: int
     machine: str
     cause: str
-    """A key of `attempts.CAUSES`."""
+    """Cause of the exit: a key of `attempts.CAUSES`."""
     detail: str
 
     @staticmethod

@@ -36,14 +36,14 @@ NCCL_UPLOAD_SECONDS = 20.0
 POLL_SECONDS = 0.5
 """Interval at which a node looks for reports of other nodes."""
 BUCKET_POLL_SECONDS = 5.0
-"""The same interval for an object store, which charges for requests (S3: 720 LIST per hour and node, 0.0036 USD)."""
+"""POLL_SECONDS for an object store, which charges for requests (S3: 720 LIST per hour and node, 0.0036 USD)."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
     node: int
     cause: str
-    """A key of `attempts.CAUSES`."""
+    """Cause of the failure: a key of `attempts.CAUSES`."""
     problem: str
     ranks: Sequence[RankReport]
 

@@ -43,7 +43,7 @@ class CheckedSpec:
         os.chdir(folder)  # `contextlib.chdir` needs Python 3.11
         try:
             for job, recipe in zip(self.jobs, self.recipes, strict=True):
-                # An earlier stage writes the checkpoint or the latents that a later one reads.
+                # Leave out paths that an earlier stage writes: a later one reads its checkpoint or latents.
                 problems = [each for each in check_paths(recipe) if not any(place in each.what for place in written)]
                 found += [f'{job.name}: {problem}' for problem in problems]
                 written.append(recipe.precompute.out if recipe.task == 'precompute' else recipe.run_place)

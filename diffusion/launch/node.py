@@ -47,7 +47,7 @@ GRACE_SECONDS = 5.0
 """Time that the other ranks have to end after one rank has failed. They wait for it in a collective, but may still
 report an error."""
 KILLED_GRACE_SECONDS = 0.2
-"""The same time if the first rank was killed by SIGKILL, for example by the OOM killer. Errors that other ranks report
+"""GRACE_SECONDS if the first rank was killed by SIGKILL, for example by the OOM killer. Errors that other ranks report
 are then only consequences; the wait is for ranks that are killed along with the first."""
 
 

@@ -33,7 +33,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class _SchedulerValues:
-    """Rank, counts and first node of a job as given by the scheduler; None for values that it does not provide."""
+    """Node rank, numbers of nodes and processes, and first node, as the scheduler gives them; None if it does not."""
 
     rank: int
     nodes: int | None = None
@@ -145,7 +145,7 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> list[int | str]:
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    # Prefer the step's list, because srun may start fewer nodes than the job has.
+    # Prefer the node list of the Slurm step, because srun may start fewer nodes than the job has.
     names = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
     nodes = _optional_int(environ, 'SLURM_STEP_NUM_NODES') or _optional_int(environ, 'SLURM_NNODES')
     return _SchedulerValues(
@@ -266,7 +266,7 @@ def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> d
 
     Args:
         folder: Folder for the pipes, on a local disk: torch fails on network file systems that do not support pipes.
-        prefix: Path of the files without the rank.
+        prefix: Path of the files, to which NCCL appends the rank.
     """
     # These variables have torch 2.7's names, which later versions read too. They have no effect on runs without NCCL.
     values = {

@@ -23,9 +23,9 @@ class BatchTimer:
     """Exponential average of training batch durations, excluding slow work between batches.
 
     A batch begins with the wait for its data and ends when its loss is known. The time between batches counts only up
-    to the duration of the preceding batch. So callbacks that run after every batch count, but
-    evaluations, image grids and saves, which take much longer than a batch, do not. The first batch does not count
-    either, since compilation and the start of the data loader make it slow.
+    to the duration of the preceding batch. So callbacks that run after every batch count, but evaluations,
+    image grids and saves, which take much longer than a batch, do not. The first batch does not count either, since
+    compilation and the start of the data loader make it slow.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def has_terminal(progress_bar: bool) -> bool:
 
 
 def with_bar(text: str, batch: int, total: int | None) -> str:
-    """Return a text after a bar of 1/8 of the terminal's width, or alone if `total` is None or it does not fit."""
+    """Put a bar of 1/8 of the terminal's width before a text, unless `total` is None or both do not fit in a row."""
     if total is None:
         return text
     width = status_line.columns() // 8

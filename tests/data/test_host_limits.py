@@ -142,7 +142,7 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
     loader = loader_over(source, tmp_path / 'a', workers=2, cache_limit=4 * largest - 1)
     ((message, fatal),) = summary(host_limits.cache_problems(loader))
     assert fatal and message.startswith('loader.cache_limit: ') and f'at least {bytes_text(4 * largest)}' in message
-    with pytest.raises(ValueError, match='the shards that 2 processes read and download at a time, two each'):
+    with pytest.raises(ValueError, match='cannot hold two shards for each of 2 processes'):
         host_limits.check_machine(loader)
     larger = loader_over(source, tmp_path / 'b', workers=2, cache_limit=4 * largest)
     ((message, fatal),) = summary(host_limits.cache_problems(larger))

@@ -286,8 +286,8 @@ def test_intervals_cover_the_true_score():
         ({'include': [{'class': 'dog', 'count': 1}]}, r"include or exclude is incomplete \(KeyError: 'tag'\)"),
         ({'tag': 'x', 'include': [{'class': 'dogg', 'count': 1}]}, "'dogg' is unknown; did you mean 'dog'"),
         ({'tag': 'x', 'include': [{'class': 'dog', 'count': 1, 'color': 'teal'}]}, "'teal' is unknown"),
-        ({'tag': 'x', 'include': [{'class': 'dog', 'count': 0}]}, 'has a count or a target that cannot be'),
-        ({'tag': 'x', 'include': [{'class': 'dog', 'count': 1, 'position': ['above', 0]}]}, 'a target that cannot be'),
+        ({'tag': 'x', 'include': [{'class': 'dog', 'count': 0}]}, 'needs a count of 1 or more'),
+        ({'tag': 'x', 'include': [{'class': 'dog', 'count': 1, 'position': ['above', 0]}]}, 'to an earlier object'),
     ],
 )
 def test_wrong_prompts_are_named(prompt, message):

@@ -31,7 +31,7 @@ class Rendered:
     commands: tuple[tuple[str, ...], ...]
     """Commands that submit the files, as argument lists, for display."""
     notes: tuple[str, ...] = ()
-    """Notes for the user about facts that the files do not show."""
+    """Notes to print for the user, such as requirements that the files do not show."""
 
 
 class NotValidated(Exception):
@@ -81,7 +81,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
     """Return the environment variables that a launch backend sets on every node of a job.
 
     Args:
-        more: Further variables; each keyword is the name of a constant in `diffusion.runs.environment`.
+        more: Further variables; each argument has the name of a constant in `diffusion.runs.environment`.
     """
     spec = job.spec
     restart = spec.restart

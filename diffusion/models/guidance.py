@@ -157,8 +157,8 @@ class Autoguidance(Guidance):
     batch: Annotated[int, AtLeast(1)]
     """Training batch (step) of the worse weights, which are a checkpoint's or, with `ema_width`, a post-hoc average."""
     ema_width: Annotated[float | None, Fraction()] = None
-    """Width of a post-hoc average of the run, as in `diffusion export --ema-width`. Null means the checkpoint, and its
-    averaged weights if it has them."""
+    """Width of a post-hoc average of the run, as in `diffusion export --ema-width`. Null uses the checkpoint itself,
+    with its averaged weights if it has them."""
 
 
 class WithWeights:

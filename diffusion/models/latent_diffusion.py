@@ -345,7 +345,7 @@ class LatentDiffusion(ComposerModel):
         self._check_scale(latents)
         self._check_captions(batch[batch_keys.INPUT_IDS], FIRST_BATCH)
         if self.sprint is not None and self.router is not None:
-            self.router.begin(draws)  # with a fraction of 0 too: DDP needs a gradient of the mask token
+            self.router.begin(draws)  # even if no token is dropped: DDP needs a gradient of the mask token
         timesteps = training_timesteps(self.objective, draws, batch.get(batch_keys.TIMESTEP_QUANTILE))
         noise = draws.normal(Purpose.NOISE, latents.shape[1:])
         if self.objective.offset_noise:

@@ -218,7 +218,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
 
 
 def _by_stem(state: Mapping[str, Tensor], layers: Mapping[str, str], block: Mapping[str, str]) -> dict[str, str]:
-    """Return original tensor names by diffusers names; `layers` and `block` map layers outside and inside blocks."""
+    """Map a transformer's tensor names to original ones, given the same for layers outside and inside a block."""
     names = {}
     for name in state:
         if name.startswith('transformer_blocks.'):

@@ -129,7 +129,7 @@ class TokenRouter:
         return self._kept
 
     def begin(self, draws: Draws, *, in_sampling: bool = False) -> None:
-        """Start routing tokens by the draws of a batch; with `in_sampling`, also in passes without gradients."""
+        """Start routing tokens that `draws` select at random; with `in_sampling`, also in passes without gradients."""
         self.finish()
         self._draws, self._in_sampling = draws, in_sampling
 

@@ -35,8 +35,8 @@ class Failure(IntEnum):
 
 
 SHARES = {Failure.PROCESS: 0.25, Failure.NODE: 0.70, Failure.CLUSTER: 0.05}
-"""Share of each kind. Llama 3's training (2024) had 419 interruptions: 59% due to GPUs, about 10% due to other parts of
-a node, the rest mostly due to software and network. No loss of a whole cluster was reported; 5% is an assumption."""
+"""Fraction of failures by kind. Llama 3's training (2024) had 419 interruptions: 59% due to GPUs, about 10% to other
+node parts, the rest mostly to software and network. No loss of a whole cluster was reported; 5% is an assumption."""
 
 
 @dataclass(frozen=True)

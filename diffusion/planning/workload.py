@@ -142,7 +142,7 @@ class Phase:
         return self.images_per_sample * self.passes * self.forward_flops
 
     def alignment_flops(self, encoding: Encoding | None = None) -> float:
-        """Return the FLOPs per image of representation alignment with data in this form (default: the recipe's)."""
+        """Return representation alignment's FLOPs per image with samples in this form (default: the recipe's)."""
         alignment, route = self.alignment, self.route
         if alignment is None:
             return 0.0
@@ -177,7 +177,7 @@ class Phase:
         """Return the total FLOPs per image in training, as `flops_per_batch` of a model counts them.
 
         They include the encoders that run online with data in the form `encoding` (default: the recipe's) and the
-        networks of losses, but neither recomputation nor the optimizer.
+        networks that only losses use, but neither recomputation nor the optimizer.
         """
         encoding = encoding or self.encoding
         online = self.encoder_flops(encoding) + self.alignment_flops(encoding)
@@ -295,7 +295,7 @@ def local_repetition_warnings(recipe: Recipe) -> list[str]:
     try:
         _, samples, _ = _data(recipe.streams, [])
         batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
-    except UserError:  # the run reports it, or the duration has no known number of batches
+    except UserError:  # no warning: the run reports mistakes, and some durations have no known number of batches
         return []
     return repetition_warnings(recipe, batches, samples)
 

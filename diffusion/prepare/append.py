@@ -89,7 +89,7 @@ def inherited_settings(out: str) -> dict[str, Any]:
 def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> None:
     """Raise UserError that lists each setting that affects samples and differs from the dataset's."""
     there, now = dataset.record.settings, comparable_settings(settings.content_settings())
-    if there['sizes'] != now['sizes']:  # report only `sizes`: `buckets` is saved as `largest` for one size
+    if there['sizes'] != now['sizes']:  # with one size, `buckets` is saved as `largest`; do not report that
         now['buckets'] = there['buckets']
     if there[COMPUTED] and not now[COMPUTED]:
         file = there[COMPUTED]['file']

@@ -28,7 +28,7 @@ TEXT_COLUMN = 'txt'
 """Name in `caption_columns` that selects the text file beside an image; other names are keys of its .json file."""
 
 Wanted = tuple[Sequence[str], Sequence[str]]
-"""(Possible names of the column with keys or paths, caption columns); without caption columns, `CAPTION_COLUMNS`."""
+"""Required columns: (possible names of the key or path column, caption columns, or none for `CAPTION_COLUMNS`)."""
 Rows = Iterator[tuple[str, dict[str, Any] | None]]
 
 

@@ -26,7 +26,7 @@ from diffusion.storage.places import LocalPlace, Place, place_at
 from diffusion.storage.shard_writer import PLAN, pin_plan
 
 STATE = 'unfinished'
-"""Folder with a file per finished shard until all are finished: the new index entry, and the keys left out."""
+"""Temporary folder with a file per finished shard: the shard's new index entry, and the keys left out."""
 THREADS = 4
 """Shards to copy at a time: each takes about three times its size in memory, and most of the time is I/O."""
 
@@ -38,7 +38,7 @@ class _Shard:
     """Path of the shard in the dataset."""
     entry: Mapping[str, Any]
     tables: Mapping[str, str]
-    """Path of the table by column of captions."""
+    """Paths of the tables by caption column."""
 
     @property
     def state(self) -> str:
@@ -57,7 +57,7 @@ def pack(place: str, out: str, columns: Sequence[str], *, share: Share | None = 
     Raises:
         UserError: A column has no table for a shard, or `out` has files other than an earlier start's.
     """
-    keep, named = ORIGINAL in columns, sorted({*columns} - {ORIGINAL})  # sorted as in captions.json: equal draws
+    keep, named = ORIGINAL in columns, sorted({*columns} - {ORIGINAL})  # as in captions.json, for equal random draws
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(THREADS) as threads, ExitStack() as stack:
         stack.callback(threads.shutdown, cancel_futures=True)  # or all shards would be copied after an error
         source, target = (place_at(at.rstrip('/'), Path(scratch, name)) for at, name in ((place, 'old'), (out, 'new')))

@@ -101,7 +101,7 @@ class CaptionTable:
         return found
 
     def unused(self, keys: Iterable[str]) -> dict[str, NamedCount]:
-        """Count, for the report, the tables' keys that belong to none of the images `keys`, and rows without key."""
+        """Count, for the report, keys in the tables that no image has (`keys`: all images'), and rows without a key."""
         found: dict[str, NamedCount] = {}
         used = {number for key in keys for number, _ in self.rows(key)}
         query, last = 'SELECT number, key, iif(key IS NULL, content, 0) FROM captions ORDER BY key, number', None
@@ -167,7 +167,7 @@ class CaptionedSource:
 
     def parts(self) -> PartList:
         """Return the source's parts, with stamps that change with the table too."""
-        self.table.index()  # a mistake in the table is reported before the work starts
+        self.table.index()  # report mistakes in the tables before any work is done
         stamp = self.table.stamp
         parts = PartList(
             replace(part, where={**part.where, 'captions': stamp}, stamp=f'{part.stamp} {stamp}')
@@ -194,7 +194,7 @@ class CaptionedSource:
                 entry.problem = None if found else 'not_in_captions'
                 has_caption = any(isinstance(text, str) for text in entry.captions)
                 for column, (value, rule) in (item for *_, metadata in found for item in metadata.items()):
-                    if column not in self.table.metadata:  # a rejected answer in place of a caption
+                    if column not in self.table.metadata:  # a caption that a rule rejected
                         entry.problem = entry.problem if has_caption else rule
                     elif rule is not None:
                         entry.problem = f'{column}_{rule}'

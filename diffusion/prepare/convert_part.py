@@ -193,7 +193,7 @@ class PartJob:
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
-        """Return True if the pending images fill a batch for the user's column function; one is enough without it."""
+        """Return True if the pending images fill a batch: of one image without the user's column function."""
         if self.settings.columns_from is None:
             return bool(pending)
         pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)

@@ -213,7 +213,7 @@ class FolderSource:
     def _entry(self, image: '_ImageFile') -> Entry:
         entry = Entry(image.key, metadata=image.metadata, problem=image.problem)
         entry.captions, entry.caption_columns = list(image.captions), list(image.caption_columns)
-        if self.caption_column == () and entry.problem == 'no_caption':  # the captions come from elsewhere
+        if self.caption_column == () and entry.problem == 'no_caption':  # another source provides the captions
             entry.problem = None
         if entry.problem is None:
             try:

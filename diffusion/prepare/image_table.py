@@ -165,7 +165,7 @@ def paths_inside(path: str, folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class LocalImages:
-    """Reads image files by the paths in a table's rows: relative to the table or dataset, or absolute inside it."""
+    """Reads image files by the paths in a table's rows: relative to table or dataset, or absolute in the dataset."""
 
     root: str
     folder: str

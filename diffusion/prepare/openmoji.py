@@ -164,7 +164,7 @@ def choose_emoji(
 
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
-    """Yield the emoji with the fewest code points of each family, without lettered emoji and near-duplicates."""
+    """Yield each family's emoji with the fewest code points, without lettered emoji and near-duplicates."""
     simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
         simplest.setdefault(emoji.family, emoji)

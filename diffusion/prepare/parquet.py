@@ -187,7 +187,7 @@ def _entries(
 def _with_readers(
     rows: Sequence[dict[str, Any]], columns: Columns, images: ReadImage | None
 ) -> Iterator[tuple[dict[str, Any], ReadImage | None]]:
-    """Yield each row with a function that reads its image (see `entry_of`); downloads store images in groups."""
+    """Yield each row with a function that reads its image; images in an object store are downloaded in groups."""
     if not isinstance(images, StoreImages):
         yield from ((values, images) for values in rows)
         return

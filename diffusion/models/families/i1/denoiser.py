@@ -75,7 +75,7 @@ def _public(encoder: Any) -> Any:
     if encoder.config.model_type != 't5_gemma_module':
         return encoder
     fields = encoder.config.to_dict()
-    with torch.device('meta'):  # its own encoder would take 10 GB
+    with torch.device('meta'):  # do not allocate its own encoder of 10 GB
         whole = T5GemmaEncoderModel(T5GemmaConfig(encoder=fields, decoder=fields, is_encoder_decoder=False))
     whole.encoder = encoder
     return whole

@@ -200,7 +200,7 @@ class I1Transformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, AttentionM
             if name == 'text_embed' or name.endswith('skip'):
                 nn.init.xavier_uniform_(layer.weight)
             else:
-                # 0.8796 is the standard deviation of a standard normal distribution that is cut at 2.
+                # 0.8796 is the standard deviation of a standard normal distribution truncated to [-2, 2].
                 std = layer.weight[0].numel() ** -0.5 / 0.8796
                 nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
             assert layer.bias is not None

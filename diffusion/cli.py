@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class _Commands(argparse._SubParsersAction):
     """Action for subcommands: a subcommand's `help` in its parent's list is also the first line of its own `--help`."""
 
-    # typeshed declares every keyword of ArgumentParser; the override need not repeat them.
+    # typeshed declares every argument of ArgumentParser; the override need not repeat them.
     def add_parser(self, name: str, fill: 'Fill', *, help: str, **options: Any) -> Any:  # type: ignore[override]
-        """Add a subcommand; `fill` adds the arguments to its parser once they are needed."""
+        """Add a subcommand; the function `fill` is called to add its arguments once they are needed."""
         parser = super().add_parser(name, help=help, **{'description': f'{help[0].upper()}{help[1:]}.', **options})
         parser.fill = fill
         return parser
@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
     commands: Any = None
     """The object that `add_subparsers` returned; its `choices` are the subcommands."""
     fill: 'Fill | None' = None
-    """Function that adds the arguments; None once called. Called late: it imports modules that others do not need."""
+    """Function that adds the arguments; None once called. It is called late, since it imports the command's modules."""
 
     def add_subparsers(self, **options: Any) -> Any:
         """Add subcommands. `dest` is the noun for a subcommand in error messages, such as `source`."""
@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, rest
 
     def _hint(self, word: str) -> str:
-        """Return the end of an error about an unknown option: the nearest, or how to write recipe values; else ''."""
+        """Return a hint for the error about an unknown option: the nearest option, the syntax of overrides, or ''."""
         name, equals, _ = word.partition('=')
         options = re.findall(r'--[a-z][\w-]*', self.format_help())
         if near := difflib.get_close_matches(name, options, n=1):

@@ -116,8 +116,8 @@ class Averager(Protocol):
 def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
     """Return the full averages of an averaging algorithm for a checkpoint, or only their labels if `gathers` is False.
 
-    The key `averages` has, by label, the full tensors by parameter name; they are empty on ranks other than 0. The
-    writer of a sharded checkpoint sets `gathers` to False while it collects state, and saves the tensors itself.
+    `averages` maps each label to the full tensors by parameter name, or to {} on ranks other than 0. The writer of a
+    sharded checkpoint sets `gathers` to False while it collects state, and saves the tensors itself.
     """
     if not algorithm.gathers:
         return {'sharded_averages': sorted(algorithm.averages)}
@@ -146,7 +146,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def _with_sharding_of(weight: Tensor, average: Tensor) -> Tensor:
-    """Wrap an average's local shard as a DTensor sharded like its weight; no-op if the weight is a plain tensor."""
+    """Wrap an average's local shard as a DTensor sharded like its weight; return it as is if the weight is plain."""
     if not isinstance(weight, DTensor):
         return average
     # Shards may be uneven, so pass the global shape; run_check=False avoids a collective per tensor.

@@ -67,7 +67,7 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the weighted mean squared error between predictions and `negatives`, with 0 where `exists` is False."""
+    """Return the mean weighted squared error to `negatives`; samples without a negative (`exists` is False) add 0."""
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 

@@ -24,25 +24,25 @@ METRICS = ('implicit_accuracy', 'preferred_error_change', 'rejected_error_change
 
 
 class DiffusionDPO(Algorithm):
-    """Preference loss of a denoiser over a frozen reference, which replaces the training loss.
+    """Replace a denoiser's training loss by a preference loss that compares the denoiser with a frozen reference.
 
     With err the weighted squared error of a prediction, averaged over its elements, w the preferred and l the rejected
     image of a pair at the same timestep and noise (Wallace et al. 2023, eq. 14):
 
         loss = -log sigmoid(-beta / 2 * ((err_w - err_w_ref) - (err_l - err_l_ref)))
 
-    As in the authors' code, T and the number of elements of eq. 14 are part of `beta`. The error is that of the model's
-    objective: of epsilon, v or, for a flow, the velocity, which is Flow-DPO with a beta that does not depend on the
-    time (Liu et al. 2025, arXiv 2501.13918). `min_snr_gamma` is its weight omega.
+    As in the authors' code, `beta` includes eq. 14's factor T and the number of elements. The error is that of the
+    model's prediction: epsilon, v or, for a flow, the velocity. For a flow this is Flow-DPO with a beta that does not
+    depend on time (Liu et al. 2025, arXiv 2501.13918). The objective's `min_snr_gamma` sets eq. 14's weight omega.
 
-    The reference has the weights of `init_from`: a denoiser with a LoRA is its own reference, without the LoRA. Full
-    training keeps a copy of the denoiser on each device, which is not saved: resuming reads `init_from` again. Text
-    encoders are not trained.
+    The reference has the weights of `init_from`. With LoRA, it is the denoiser without the low-rank updates. Full
+    training keeps a frozen copy of the denoiser on each device; the copy is not saved, so resuming reads `init_from`
+    again. Text encoders are not trained.
 
     Logged per batch: `dpo/implicit_accuracy`, the fraction of pairs with err_w - err_w_ref < err_l - err_l_ref, and
     `dpo/preferred_error_change` and `dpo/rejected_error_change`, the means of err_w - err_w_ref and err_l - err_l_ref.
 
-    Cost: two images are trained per pair, and each takes one more forward pass, of the reference.
+    Cost: each pair is two training images, and the reference runs one additional forward pass for each of them.
 
     Args:
         beta: A larger value keeps the model closer to the reference; the paper uses 2000 for Stable Diffusion 1.5 and

@@ -27,7 +27,7 @@ class EMA(Algorithm):
     Differs from Composer's EMA in four ways that matter at scale:
 
     * Nothing is allocated or saved before `ema_start`.
-    * The model slot of a checkpoint always holds the training weights; the average is stored separately, by parameter
+    * A checkpoint's `model` entry always holds the training weights; the average is stored separately, by parameter
       name.
     * Only trained parameters are averaged, not buffers. For evaluation and image logging, the average is swapped with
       the weights in place.
@@ -36,8 +36,8 @@ class EMA(Algorithm):
     Args:
         ema_start: Time at which averaging starts, as a Composer time string: `800000ba`, `10ep`, `0.9dur`.
         smoothing: s above, the fraction of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
-        half_life: Time after which the contribution of old weights has halved, in the unit of update_interval; replaces
-            smoothing.
+        half_life: Alternative to smoothing: time in which the contribution of old weights halves, in the unit of
+            update_interval.
         update_interval: Time between updates, in batches (`1ba`) or epochs.
     """
 
@@ -157,7 +157,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError on resume unless averaging started at `ema_start` or `ema_start` is still to come."""
+        """Raise UserError on resume unless averaging started at `ema_start`, or will start at it later."""
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
             return
@@ -179,7 +179,7 @@ class EMA(Algorithm):
             )
 
     def _warn_if_never(self, state: State) -> None:
-        """Log a warning if `ema_start` is not before the end of training; only compared if both have the same unit."""
+        """Log a warning if training ends before `ema_start`; skipped if the two times have different units."""
         end = state.max_duration
         if self.started:
             return

@@ -20,7 +20,7 @@ from diffusion.errors import UserError
 
 
 class Gradients(NamedTuple):
-    """Summary of this rank's N gradients, on their device."""
+    """Norms and finiteness of this rank's N gradients; the tensors are on the gradients' device."""
 
     finite: Tensor
     """True if all gradients are finite, bool []."""
@@ -39,7 +39,7 @@ class GradientSource(Protocol):
     """Interface of callbacks that summarize a batch's gradients before algorithms clip the gradients."""
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return a summary and the squared norm over all ranks, float64 [], or None without a summary; a collective."""
+        """Return this rank's summary and the squared norm over all ranks, float64 []; None if unknown. A collective."""
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 
 
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
-    """Return a callback's gradient summary and squared norm over all ranks; None without one, or in amp_fp16."""
+    """Return a `GradientSource`'s summary and squared norm over all ranks; None in amp_fp16 or without a source."""
     if state.precision == Precision.AMP_FP16:
         return None  # the callback's summary is of gradients that Composer had not unscaled yet
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
@@ -220,7 +220,7 @@ def _norms_over_ranks(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def _scale(gradient: Tensor, weight_norm: Tensor, norm: Tensor, threshold: float) -> None:
-    """Scale each unit of this rank's part of a gradient in place by min(1, threshold * weight_norm / norm)."""
+    """Scale each clipping unit of this rank's gradient shard in place by min(1, threshold * weight_norm / norm)."""
     # A zero gradient stays zero: 0 / 0 gives the factor 1, and x / 0 is clamped to 1.
     factor = (weight_norm * threshold / norm).nan_to_num(nan=1.0).clamp(max=1.0)
     local_shard(gradient).mul_(factor)

@@ -259,8 +259,8 @@ def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
     """Return advice for an inaccurate reconstruction: batches or widths that the snapshots can reconstruct well."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
-        # Only a snapshot at the same batch helps: a profile drops from its maximum to 0 at its own batch, and a mixture
-        # of profiles of other batches has no such edge.
+        # Advise the nearest batches, not widths: a profile drops from its maximum to 0 at its own batch, and a mixture
+        # of profiles that end at other batches cannot have this edge.
         return f'the nearest snapshots are at {" and ".join(f"batch {each}" for each in batches[-2:])}'
     profiles = [snapshot.profile for snapshot in snapshots]
     candidates = np.geomspace(0.005, WIDEST, 100)

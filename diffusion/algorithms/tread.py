@@ -28,8 +28,8 @@ class TREAD(Algorithm):
     through all blocks. Each sample's own random numbers choose its tokens, so the choice does not depend on the number
     of devices.
 
-    Cost: the linear layers of a skipped block take 1 - `fraction` of their time, and attention takes less than that;
-    the page "Cheaper training" has measurements.
+    Cost: in the skipped blocks, linear layers take 1 - `fraction` of their time without TREAD, and attention even less;
+    the docs page "Cheaper training" has measurements.
 
     The defaults are those of PRX (Photoroom 2026, algorithm/tread.py): half of the tokens skip blocks 2 to 12
     (inclusive) of 16.
@@ -65,7 +65,7 @@ class TREAD(Algorithm):
             self._router.finish()
 
     def install(self, model: nn.Module) -> None:
-        """Add the route to a model; raise UserError if it does not fit."""
+        """Make a model's image tokens skip the blocks; raise UserError if the model does not have these blocks."""
         if not isinstance(model, LatentDiffusion):
             raise UserError(f'tread: a {type(model).__name__} has no denoiser; remove the algorithm')
         blocks = model.adapter.token_blocks

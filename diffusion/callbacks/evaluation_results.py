@@ -1,4 +1,4 @@
-"""Callback that logs the results of evaluations that ran elsewhere to the training run's loggers."""
+"""Callback that sends the results of evaluations outside the training process to the training run's loggers."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ RESULTS = re.compile(r'ba\d+\.json')
 
 
 class EvaluationResults(Callback):
-    """Callback that logs new results of a run's `evaluations` as `evaluation/fid` and so on.
+    """Callback that logs new result files in a run's `evaluations` folder as `evaluation/fid` and so on.
 
     Loggers do not accept past steps, so results are logged at the current batch, together with `evaluation/batch`, the
     batch of the evaluated checkpoint, as the x axis for plots. `evaluations/logged.json` lists the logged results, so
@@ -34,7 +34,7 @@ class EvaluationResults(Callback):
     """
 
     def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
-        # Read both places: evaluations of this job write to the folder, and their results appear at the URL only later.
+        # Read both: evaluations of this job write to the run's folder, which is uploaded to the URL only later.
         self.places = [files_of_run(run_dir), *([files_of_run(run_url)] if run_url else [])]
         self._logged: dict[str, float] | None = None
         self._found: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ class EvaluationResults(Callback):
             log.warning('%s: cannot be read (%s); the results are logged later', EVALUATIONS, error)
 
     def _look_once(self) -> None:
-        """Queue the results in new or changed files for `_log`, oldest checkpoint first, and record their names."""
+        """Queue new or changed result files for `_log`, oldest checkpoint first, and list them in logged.json."""
         home = self.places[-1]
         if self._logged is None:
             self._logged = parse_results(home.read(LOGGED), home.locate(LOGGED)) or {}

@@ -38,13 +38,13 @@ class ImageGrid(Callback):
         guidance_scale: Guidance scale; 1 turns guidance off.
         guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
         guidance: Name and settings of the guidance, such as {name: apg}; null means classifier-free guidance.
-        snr_shift: Shift of a flow's sampling times toward noise; None means the objective's.
+        snr_shift: Shift of a flow's sampling times toward noise; None uses the value of the model's objective.
         num_inference_steps: Number of sampling steps.
         noise_scheduler: Name of the sampler, one of `diffusion.config.sampling_checks.SCHEDULERS`.
         size: Height and width in pixels; None uses the model's default.
         seed: Seed of the first prompt; each additional prompt adds 1.
         batch_size: Number of images to sample per batch.
-        rewrite: Language model that rewrites the prompts; the sheet shows the original ones. Null: none.
+        rewrite: Language model that rewrites the prompts; the sheet shows the original ones. None rewrites none.
         columns: Number of images per row of the sheet.
         folder: The run's folder.
     """

@@ -30,7 +30,7 @@ from diffusion.models.frozen_parts import evaluating
 log = logging.getLogger(__name__)
 
 Evaluator = Callable[[EvaluatedCheckpoint], EvaluationResult]
-"""Callable that measures a checkpoint: an instance of a component of kind `evaluator`; calling it is a collective."""
+"""Function or object from a recipe's `evaluators` section that measures a checkpoint; calling it is a collective."""
 
 
 class InRunEvaluation(Callback):
@@ -40,8 +40,8 @@ class InRunEvaluation(Callback):
     trains during an evaluation; the log and the metric `evaluation/seconds` report its duration. `diffusion watch`
     evaluates on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
 
-    A failed evaluation is logged as an error, and training continues. A stop signal aborts an evaluation too, since the
-    notice period may be too short to complete it. Weights are also evaluated at the end of training.
+    A failed evaluation is logged as an error, and training continues. A stop signal such as SIGTERM also aborts an
+    evaluation, which may take longer than the time until the kill. Weights are also evaluated at the end of training.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class InRunEvaluation(Callback):
 
 
 def _beat(state: State) -> None:
-    """Update this rank's heartbeat, so that the node entry point does not take a long evaluation for a hang."""
+    """Update this rank's heartbeat file, so that the node entry point does not mistake a long evaluation for a hang."""
     for callback in state.callbacks:
         if isinstance(callback, Heartbeat):
             callback.beat(state)

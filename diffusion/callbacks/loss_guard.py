@@ -163,16 +163,16 @@ class LossGuard(Callback):
             self._gradients = summarize_gradients(gradients_of(state))
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return this rank's gradient summary and the squared norm over all ranks, or None if unchecked; collective."""
+        """Return this rank's gradient summary and the squared norm over all ranks, None if unchecked; a collective."""
         if self._gradients is None:
             return None
         return self._gradients, self._reduced_figures(state)[-1]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the values here would make the host wait for
-        # the GPU, just before Composer waits for the loss at the end of its closure. Instead, start the copy now and
-        # read the values after Composer has waited but before the update (`_decide_after_closure`). With fp16,
-        # Composer passes no closure, so read them here.
+        # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading loss and norm here would make the host wait
+        # for the GPU, just before Composer waits for the loss at the end of its closure. Instead, start the copy now
+        # and read it after Composer has waited but before the update (`_decide_after_closure`). With fp16, Composer
+        # passes no closure, so read it here.
         self._pending = HostCopy(self._reduced_figures(state))
         if not self._has_closure:
             self._decide(state, logger)
@@ -196,7 +196,7 @@ class LossGuard(Callback):
         return args, kwargs | {'closure': checked}
 
     def _decide(self, state: State, logger: Logger) -> None:
-        """Read the values of the batch, log the gradient norm, and act if the batch is bad."""
+        """Read the batch's loss and gradient norm, log the norm, and skip the update or stop if the batch is bad."""
         if self._pending is None:
             return
         total, count, bad, squares = self._pending.read()
@@ -218,7 +218,7 @@ class LossGuard(Callback):
         self._act(state, logger, loss, reason, suspects(ranks, limit))
 
     def _reduced_figures(self, state: State) -> Tensor:
-        """Reduce the values of the batch over all ranks with `reduce_over_ranks`; a collective, once per batch."""
+        """Return the result of `reduce_over_ranks` for this batch, computed once per batch; a collective."""
         if self._figures is None:
             squared_norm = None if self._gradients is None else self._gradients.squared_norm
             self._figures = reduce_over_ranks(self._microbatches, self._finite(state), squared_norm)
@@ -275,7 +275,7 @@ class LossGuard(Callback):
 
 
 def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
-    """Record a microbatch without waiting for the GPU; samples get the mean loss unless `sample_losses` fits them."""
+    """Record a microbatch without waiting for the GPU; if `sample_losses` is not [B], samples get the mean loss."""
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
     # Create new tensors, since Composer scales the loss in place before the backward pass.
@@ -314,7 +314,7 @@ def append_bad_batch(
 def reduce_over_ranks(
     microbatches: Sequence[Microbatch], finite: Tensor | None, squared_norm: Tensor | None = None
 ) -> Tensor:
-    """Reduce the values of the batch over all ranks, on the device; a collective.
+    """Sum losses, counts and squared gradient norms of a batch over all ranks, on the device; a collective.
 
     `finite`, bool [], is None if gradients are not checked. Returns the sum of the losses of all samples, number of
     samples, number of ranks with gradients that are not finite, and squared norm of the gradients, float64 [4].

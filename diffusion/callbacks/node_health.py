@@ -178,7 +178,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Only memory errors count as faults here: remapped rows are repaired memory, programs can cause Xids.
+                # Only memory errors prove a fault: remapped rows are repaired memory, and programs can cause Xids.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -221,7 +221,7 @@ class Xids:
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
         """Return the number of Xids so far as `gpu_xid_errors`, or {} if Xids are not supported.
 
-        At most one pending Xid is counted per call. If none is pending, wait `seconds`, or until `done`, before return.
+        Each call counts at most one pending Xid. If none is pending, it first waits `seconds`, or until `done` is set.
         """
         if self._events is None:
             done.wait(seconds)

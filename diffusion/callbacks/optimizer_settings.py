@@ -71,7 +71,7 @@ class OptimizerSettings(Callback):
             self._log_rates(state.timestamp.batch.value, saved_rate, float(groups[0]['lr']))
 
     def _log_rates(self, batch: int, saved: float, now: float) -> None:
-        """Log a change of the learning rate on resume (`describe_rates`), as a warning above MAX_CALM_FACTOR."""
+        """Log a change of the learning rate on resume; it is a warning if the factor exceeds MAX_CALM_FACTOR."""
         if dist.get_global_rank() != 0 or math.isclose(saved, now, rel_tol=1e-9):
             return
         last = self._saved.get('last', {}).get('rate')
@@ -85,7 +85,7 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
 
     Args:
         batch: Number of the first batch after the resume; `now` is its learning rate.
-        last: Learning rate of the batch before; None if it was on a GPU and therefore not recorded, or not saved.
+        last: Learning rate of the batch before; None if unknown (not recorded if on a GPU, or not in the checkpoint).
         saved: Learning rate that the first batch would have had without changes.
     """
     before = saved if last is None else last

@@ -31,7 +31,7 @@ class RunStatus(Callback):
     def __init__(self, run: Path | str) -> None:
         self.run = run
         self.attempt: Attempt | None = None
-        """Record of this attempt on rank 0; None on other ranks, or if the node entry point keeps the record."""
+        """Record of this attempt on rank 0; None on other ranks, or if the node entry point writes the record."""
         self.on_record: Callable[[Attempt], None] = lambda attempt: None
         """Function that records the progress of the attempt; called every RECORD_SECONDS in the writer thread."""
         self._timer = BatchTimer()

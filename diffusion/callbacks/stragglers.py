@@ -58,7 +58,7 @@ class CudaTimer:
             self._begin = None
 
     def take(self) -> float:
-        """Return the accumulated seconds and reset them to zero; waits for the last event."""
+        """Return the accumulated seconds and reset them to zero; waits for the last CUDA event."""
         pairs, self._pairs = self._pairs, []
         if pairs:
             pairs[-1][1].synchronize()
@@ -76,7 +76,7 @@ class Stragglers(Callback):
     """
 
     # Whole batches are not timed: they take equally long on all ranks, since each rank waits for the slowest one in the
-    # gradient all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without
+    # gradient all-reduce. The first batch does not count. The cost is one small collective every EVERY batches, without
     # device synchronization beyond Composer's own.
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Caption the shards of a dataset that have no tables yet: all of them, or one machine's share.
+"""Caption the shards of a dataset that have no tables of captions yet: all of them, or one machine's share.
 
-Finished tables in the dataset are the state that all machines share, so any of them can be stopped and restarted. When
-every shard has its table, the column is listed in captions.json, from which training reads it.
+Machines share no state except the finished tables in the dataset, so each can be stopped and restarted. Once every
+shard has a table of a column, captions.json lists the column, and training can use it.
 """
 
 import os
@@ -36,12 +36,12 @@ READABLE = frozenset({'bytes', 'str', 'int', 'json'})
 
 
 class CaptionRun:
-    """A dataset to caption with some settings.
+    """Captioning of a dataset: find the shards without captions, caption their images, and write the tables.
 
     Args:
         place: Path or URL of the dataset.
         share: Share of the shards that this machine captions.
-        work: Local folder for answers of unfinished shards (None: beside a local dataset, or in the user's cache).
+        work: Local folder for answers about unfinished shards (None: beside a local dataset, or in the user's cache).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CaptionRun:
         self.place = place.rstrip('/')
         self.settings = settings
         given, environ = share or Share(0, 1), os.environ
-        # The processes that torchrun has started divide the share.
+        # Under torchrun, the processes divide this machine's share.
         ranks, rank = int(environ.get('WORLD_SIZE', 1)), int(environ.get('RANK', 0))
         self.share = Share(given.index * ranks + rank, given.of * ranks)
         path = Path(self.place).resolve()
@@ -59,19 +59,19 @@ class CaptionRun:
         self.dataset = place_at(self.place, self.work / f'fetched-{self.share.index}-of-{self.share.of}')
         self.plans = {column: settings.plan(column) for column in settings.columns}
         self.written: dict[str, Counter[str]] = {column: Counter() for column in settings.columns}
-        """Number of captions, their tokens and rejected answers by rule, written by this process, by column."""
+        """What this process wrote, by column: number of `captions`, of `tokens`, and of rejected answers by rule."""
         self.listed: list[str] = []
         """Columns with a table for every shard of the dataset, so that training can use them."""
 
     def indexes(self) -> dict[str, list[dict[str, Any]]]:
-        """Read the index entries of the shards, by the path of their folder relative to the dataset."""
+        """Return the shards' index.json entries, by the shards' folder relative to the dataset."""
         found = {each.name: each.entries for each in indexed_folders(self.dataset, self.place)}
         if not found:
             raise UserError(f'{self.place}: has no {INDEX}; give a dataset that diffusion prepare has written')
         return found
 
     def samples(self, tasks: Sequence[ShardTask]) -> Iterator[tuple[ShardTask, Iterator[dict[str, Any]]]]:
-        """Yield each task with its decoded samples, downloading one shard ahead; all samples must then be read.
+        """Yield each task with its decoded samples, downloading one shard ahead; read all samples before the next task.
 
         Raises:
             UserError: A shard does not have images as `diffusion prepare` writes them.
@@ -93,14 +93,14 @@ class CaptionRun:
                     path.unlink()
 
     def check_plans(self, *, record: bool) -> None:
-        """Raise UserError if the dataset has another plan of a column; with `record`, record plans that it lacks."""
+        """Raise UserError if a column was captioned with another plan (settings); `record` saves missing plans."""
         for column, plan in self.plans.items():
             folder = place_at(f'{self.place}/{FOLDER}/{column}')
             if record or folder.read(PLAN) is not None:
                 pin_plan(folder, plan, where=f'columns.{column}', alone=False)
 
     def tasks(self) -> list[ShardTask]:
-        """Return all shards with their tables, and the columns that they lack."""
+        """Return a task for each shard, with its finished tables and the columns that it still lacks."""
         tasks, hashes = list[ShardTask](), {column: plan_hash(plan) for column, plan in self.plans.items()}
         for bucket, entries in self.indexes().items():
             name = joined(bucket, LIST)
@@ -115,11 +115,11 @@ class CaptionRun:
         return tasks
 
     def remaining(self) -> list[ShardTask]:
-        """Return this share's shards without a table for one of the columns."""
+        """Return the tasks in this process's share that lack a table for at least one column."""
         return [task for task in self.tasks() if task.columns and self.share.includes(shard_number(task))]
 
     def execute(self, engine: Engine) -> None:
-        """Caption the remaining images, write their tables, and list the columns that are complete then."""
+        """Caption the remaining images, write their tables, and list complete columns in captions.json."""
         with share_lock(self.work, None if self.share.of == 1 else self.share, BUSY):
             self.dataset.check_conditions()
             self.check_plans(record=False)
@@ -146,7 +146,7 @@ class CaptionRun:
         return f'to draw captions from these columns in training: dataset.caption_weights={{original: 0.2, {weights}}}'
 
     def sample_questions(self, count: int) -> Iterator[Question]:
-        """Yield questions about up to `count` of the remaining images, for a measurement; record nothing."""
+        """Yield questions to the model about up to `count` remaining images, to measure its speed; record nothing."""
         with tempfile.TemporaryDirectory() as folder:
             for task, samples in self.samples([replace(task, folder=Path(folder)) for task in self.remaining()[:1]]):
                 yield from islice(task.questions(samples), count * len(task.columns))
@@ -155,7 +155,7 @@ class CaptionRun:
         for task, samples in self.samples(tasks):
             bar.update(task.read_journal())
             yield from task.questions(samples)
-            # All answers may have been in the journal, or may have come while the last image was read.
+            # All answers may be known already: from the journal, or received while the last image was read.
             self._finish_if_complete(task)
 
     def _finish_if_complete(self, task: ShardTask) -> None:
@@ -166,7 +166,7 @@ class CaptionRun:
 
 
 def shard_number(task: ShardTask) -> int:
-    """Return a number of a shard that appends do not change, by which machines divide the shards."""
+    """Return a shard's number, which assigns it to a machine; it stays the same if shards are added to the dataset."""
     # Add the bucket's hash: if every bucket has few shards, their numbers alone would put them into one share.
     number = task.entry['raw_data']['basename'].split('.')[1]
     return xxhash.xxh32_intdigest(task.bucket) + (int(number) if number.isdecimal() else xxhash.xxh32_intdigest(number))

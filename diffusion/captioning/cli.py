@@ -30,15 +30,15 @@ class CaptionOptions:
     overrides: Overrides = field(default_factory=list)
     """Overrides of settings, such as concurrency=64."""
     share: Annotated[str | None, Option('I/N')] = None
-    """Caption only share I of N, counted from 0, such as 3/16, on N machines; the last one to finish lists the columns
-    for training (default: all)."""
+    """Caption only share I of N, counted from 0, such as 3/16, on N machines; the last one to finish makes the columns
+    available to training (default: all)."""
     work: Annotated[str | None, Option('DIR', files=True)] = None
-    """Local folder for answers of unfinished shards (default: beside a local dataset, or in ~/.cache/diffusion)."""
+    """Local folder for captions of unfinished shards (default: beside a local dataset, or in ~/.cache/diffusion)."""
     plan: bool = False
     """Caption up to 32 images without keeping the captions, and print images per second, hours, cost and bytes for
     all."""
     dollars_per_hour: Annotated[float | None, Option('USD')] = None
-    """Price per hour of what runs the model, for the cost in --plan (default: print no cost)."""
+    """Price per hour of the machine that runs the model, for the cost in --plan (default: print no cost)."""
     report: Annotated[str | None, Option('FILE.html', files=True)] = None
     """Write a report on the captions so far, with 50 random images, and caption nothing."""
     clip_score: bool = False
@@ -119,7 +119,7 @@ def _print_plan(run: 'CaptionRun', engine: 'Engine', dollars_per_hour: float | N
     if not (tasks := run.remaining()):
         print('every image has its captions; nothing to do')
         return
-    # The parts of a source do not know the number of their images.
+    # This is 0 for a source: its parts have not been read, so the number of their images is unknown.
     remaining = sum(task.entry['samples'] for task in tasks)
     questions, begin = list(run.sample_questions(MEASURED_IMAGES)), time.monotonic()
     answers = list(engine.answers(questions))

@@ -26,16 +26,16 @@ from diffusion.training.components import build_tokenizers
 
 IMAGES = 50
 SHARDS_SHOWN = 10
-"""Maximum number of shards from which images are shown: a shard must be downloaded for them."""
+"""Maximum number of shards from which images are shown, since each must be downloaded."""
 MAX_CAPTIONS = 100_000
-"""Number of images after which no further shards are read for a column's rejections, lengths and repeats."""
+"""No further shard is read for a column's rejections, lengths and repeats once this many images have been read."""
 ITEMS_SHOWN = 10
-"""Number of most frequent captions of a column, and of lowest CLIP scores."""
+"""Maximum length of the lists of a column's most frequent captions and of its lowest CLIP scores."""
 TABLE_STYLE = 'tr.images td { padding: .6em; border-top: 1px solid #ddd; width: 30em } td p { margin: 0 0 .5em }'
 
 
 class ClipScores:
-    """CLIP scores of the captions that a report shows; `networks` is as in `build_networks`."""
+    """CLIP scores of the captions in a report; `networks` gives the source of the CLIP model (`build_networks`)."""
 
     def __init__(self, networks: Mapping[str, str]) -> None:
         self.scorer: Any = build_networks(['clip_score'], networks)['clip_score']
@@ -44,7 +44,7 @@ class ClipScores:
         """Score, key and caption, by column."""
 
     def of(self, key: str, image: Image.Image, captions: Mapping[str, str]) -> dict[str, str]:
-        """Return by column what to show behind each of an image's captions."""
+        """Return the text with the CLIP score to append to each of an image's captions, by column."""
         pixels, shown = torch.from_numpy(np.array(image)).permute(2, 0, 1), {}
         for column, caption in captions.items():
             score = float(self.scorer.scores([pixels], [caption]))
@@ -53,7 +53,7 @@ class ClipScores:
         return shown
 
     def section(self) -> Iterator[str]:
-        """Yield the mean of each column and its lowest scores as HTML."""
+        """Yield HTML with each column's mean score and the captions with its lowest scores."""
         for column, found in self.found.items():
             mean = np.mean([score for score, _, _ in found])
             yield f'<h2>CLIP score, {html.escape(column)}</h2><p>{mean:.2f}, the mean of {len(found)}. The lowest:</p>'
@@ -62,9 +62,9 @@ class ClipScores:
 
 
 def report_page(run: CaptionRun, recipe: Recipe, *, networks: Mapping[str, str] | None = None, seed: int = 0) -> str:
-    """Return a report on the captions so far, with tokens as the recipe's text encoder counts them, as an HTML page.
+    """Return an HTML report on the captions so far; lengths are in tokens of the recipe's text encoder.
 
-    With `networks`, as in `build_networks`, it has CLIP scores.
+    CLIP scores are included unless `networks`, the source of the CLIP model (`build_networks`), is None.
 
     Raises:
         UserError: A column has no captions, the recipe's model takes no text, or the CLIP model cannot be loaded.
@@ -114,7 +114,7 @@ def _column_section(run: CaptionRun, column: str, tasks: Sequence[ShardTask], to
 def _shown_images(
     run: CaptionRun, tasks: Sequence[ShardTask], draws: np.random.Generator
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield random samples, and their rows in the tables by column."""
+    """Yield random samples, each with its row of each column's caption table, by column."""
     for task, samples in run.samples(tasks):
         tables = {column: read_table(run.dataset, name) for column, name in task.tables.items()}
         count = min(-(-IMAGES // len(tasks)), task.entry['samples'])
@@ -125,7 +125,7 @@ def _shown_images(
 
 
 def _image_row(sample: Mapping[str, Any], columns: Mapping[str, Any], scores: ClipScores | None) -> str:
-    """Return a table row: the image, the captions in its shard, and its captions in the columns."""
+    """Return an HTML table row: an image, the captions stored in its shard, and the new captions of each column."""
     old = [str(text) for text in sample.get('captions') or [sample.get('caption') or '']]
     captions = {ORIGINAL: old[0], **{column: line['caption'] for column, line in columns.items()}}
     shown = dict.fromkeys(captions, '')

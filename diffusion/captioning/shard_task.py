@@ -1,6 +1,6 @@
-"""Caption one shard: ask about its images, keep answers in a journal, and write a table per column when all are there.
+"""Caption one shard: ask a model about its images, log answers in a journal, and finally write a table per column.
 
-The journal is a local file with a line per answer. After a kill, the next start reads it and asks only what is missing.
+The journal is a local file with a line per answer. After a kill, the next process reads it and asks only for the rest.
 """
 
 import json
@@ -27,7 +27,7 @@ SENT_AS_STORED = {'JPEG': 'image/jpeg', 'PNG': 'image/png', 'WEBP': 'image/webp'
 
 @dataclass
 class ShardTask:
-    """A shard of a dataset, or a part of a source, and the answers about its images so far."""
+    """A shard of a dataset, or a part of a source, with the model's answers about its images so far."""
 
     number: int
     """Number in this process's list of shards."""
@@ -35,17 +35,17 @@ class ShardTask:
     entry: Mapping[str, Any]
     """Entry of the shard in index.json."""
     tables: Mapping[str, str]
-    """Paths of its finished tables by column."""
+    """Paths of the shard's finished caption tables, by column."""
     columns: Mapping[str, Prompt]
-    """Prompts of the columns that it still lacks."""
+    """Prompts of the columns for which the shard has no table yet."""
     plans: Mapping[str, Mapping[str, Any]]
-    """Plan by column; see `CaptionSettings.plan`."""
+    """Settings that decide the captions, by column; see `CaptionSettings.plan`."""
     folder: Path
     """Folder for the journal."""
     images: list[dict[str, Any]] = field(default_factory=list)
-    """`key` and `pixel_hash` by row."""
+    """`key` and `pixel_hash` of each image, by its row in the shard."""
     found: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
-    """Line of the journal by row and column."""
+    """Lines of the journal, by row and column of the answer."""
     is_read: bool = False
     """True once all images have been read, so that all questions are known."""
 
@@ -55,7 +55,7 @@ class ShardTask:
 
     @property
     def journal(self) -> Path:
-        """Path of the journal; another version of the shard has another journal."""
+        """Path of the journal; it depends on the shard's hash, so a changed shard starts a new journal."""
         return self.folder / f'{joined(self.bucket, table_key("", self.entry["raw_data"])).replace("/", "--")}.jsonl'
 
     @property
@@ -65,7 +65,7 @@ class ShardTask:
     def questions(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
         """Yield the questions about a shard's decoded samples that have no answer yet.
 
-        An image that cannot be decoded, or that has a `problem`, (rule, explanation), is rejected without asking.
+        An image that cannot be decoded is rejected without a question; `problem`, (rule, explanation), may say why.
         """
         for row, sample in enumerate(samples):
             captions = sample.get('captions') or [sample.get('caption') or '']
@@ -107,7 +107,7 @@ class ShardTask:
         return tables
 
     def record(self, answer: Answer) -> None:
-        """Write an answer to the journal, unless it has one to the same question."""
+        """Append an answer to the journal, unless the journal already answers the same question."""
         row, column, rule = answer.question.row, answer.question.column, answer.rejected
         if (row, column) in self.found:
             return
@@ -122,14 +122,13 @@ class ShardTask:
         self.found[row, column] = line
 
     def read_journal(self) -> int:
-        """Read the answers of an earlier start; return their number."""
+        """Read the answers that earlier processes left in the journal, and return their number."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.journal.exists():
             content = self.journal.read_bytes()
             whole = content[: content.rfind(b'\n') + 1]
             os.truncate(self.journal, len(whole))
-            # An earlier start may have asked for other columns or with other settings, or may have been killed after it
-            # had written the table of one column.
+            # Skip answers for other columns or settings, and for columns whose table was already written before a kill.
             plans = {column: plan_hash(self.plans[column]) for column in self.columns}
             lines = ((line['row'], line['column'], line) for line in map(json.loads, whole.splitlines()))
             self.found = {(row, column): line for row, column, line in lines if plans.get(column) == line['plan']}

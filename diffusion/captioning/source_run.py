@@ -1,4 +1,4 @@
-"""Caption the images of a source before `diffusion prepare` reads it, into tables that it joins by key."""
+"""Caption the images of a source before `diffusion prepare`, which later joins the tables of captions by image key."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ from diffusion.prepare.source import Part, PassedOver, Unfit
 
 
 class SourceRun(CaptionRun):
-    """A source to caption, given by a YAML file of `diffusion prepare`; the other arguments are those of `CaptionRun`.
+    """Captioning of a source, given by a YAML file of `diffusion prepare`; for other arguments see `CaptionRun`.
 
     Each part of the source is treated as a shard. The tables are in OUT-captions, where OUT is the file's `out`. The
-    model sees an image as the file's settings would store it at the largest resolution. An image that they reject
-    is not sent; the table has the reason. Filters by columns that the source does not have reject no image.
+    model sees each image as `prepare` would store it at the largest resolution. Images that `prepare` would reject are
+    not sent to the model; the table has the reason. Filters on columns missing in the source reject no image.
     """
 
     def __init__(self, recipe: str, *arguments: Any, **keywords: Any) -> None:
@@ -28,13 +28,13 @@ class SourceRun(CaptionRun):
         self.prepared = replace(given, filters=filters, buckets='largest', fast_jpeg=True)
         self.source = given.source.open_images(sizes=given.sizes, formats=given.formats)
         self.parts = self.source.parts()
-        # Settings that decide which images are shown: if they change, tables would have reasons that no longer apply.
+        # These settings decide what images the model sees and which are rejected, so a change must make new tables.
         stored = given.content_settings()
         shown = ('sizes', 'aspects', 'step', 'max_pixels', 'background', 'formats', 'filters')
         self.plans = {
             column: plan | {'prepare': {name: stored[name] for name in shown}} for column, plan in self.plans.items()
         }
-        # Entries like those of shards, with the parts' stamps in place of hashes; images are not counted yet.
+        # Imitate index.json entries of shards: a part's stamp replaces the hash, and 0 its unknown number of images.
         named = ((f'shard.{part.name}.mds', part) for part in self.parts)
         raw = ({'basename': name, 'bytes': part.size, 'hashes': {'stamp': part.stamp}} for name, part in named)
         self.entries = [{'raw_data': each, 'samples': 0, 'number': number} for number, each in enumerate(raw)]

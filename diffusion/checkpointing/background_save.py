@@ -75,7 +75,7 @@ class BackgroundSave:
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
-        """Estimate the seconds until all ranks have written, given a whole save's duration, if known; a collective."""
+        """Estimate the seconds until all ranks have written; a whole save takes `expected_seconds`. A collective."""
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
@@ -88,7 +88,7 @@ class BackgroundSave:
     def choose(self, notice_seconds: float | None, expected_seconds: float | None) -> Choice:
         """Choose which saves to complete before the run stops; a collective.
 
-        Return `choose_when_stopping` for the shortest notice and the longest save times of all ranks.
+        Returns the result of `choose_when_stopping` for the shortest `notice` and the longest save times of all ranks.
         """
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)

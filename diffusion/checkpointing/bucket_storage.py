@@ -181,7 +181,7 @@ class BucketStorage:
                 self._batches().discard(batch)
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
-        """Return the facts that the retention rules need about each checkpoint in the store."""
+        """Return batch, save time (if a rule needs it) and claim of each checkpoint in the store, for retention."""
         # Keep the checkpoints that `diffusion watch` is evaluating.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
         pinned = {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}

@@ -97,7 +97,7 @@ def local_checkpoint(path: Path) -> Path | None:
 def run_of_checkpoint(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint belongs to: its parent or grandparent, whichever has a recipe.
 
-    The grandparent is for files that Composer's own saver wrote into a separate folder. Without a recipe, the parent.
+    The grandparent is for files that Composer's own saver wrote into a subfolder. If neither has one, it is the parent.
     """
     folder = checkpoint.resolve().parent
     return next((parent for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), folder)
@@ -208,7 +208,7 @@ def still_exists(checkpoint: Path) -> bool:
 
 @contextlib.contextmanager
 def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
-    """Keep a run from removing its checkpoint during the `with` block; no-op if the checkpoint is in no run's folder.
+    """Keep a run from removing its checkpoint during the `with` block; no-op for a checkpoint outside a run's folder.
 
     The checkpoint may have been removed just before, so check inside the block that it exists. If the claim cannot be
     written, a warning is logged.

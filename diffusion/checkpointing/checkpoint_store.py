@@ -71,7 +71,7 @@ class WriteProgress:
         self._hurries.set()
 
     def add(self, count: int) -> None:
-        """Count bytes that are about to be written, after any pause; raise SaveAbandoned if the save is abandoned."""
+        """Pause if a pause is due, then count the bytes of the next write; SaveAbandoned if the save is abandoned."""
         if self.pause and not self._hurries.is_set():
             self._wait()
         self.check()
@@ -214,7 +214,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-    """Write a receipt of `files` and the fields `about`, rename folder `work` to `final`, and point `latest` to it."""
+    """Write a receipt with `files` and the fields in `about`, rename `work` to `final`, and point `latest` to it."""
     with (work / RECEIPT).open('w', encoding='utf-8') as file:
         file.write(receipt_text(files, about))
         flush(file)
@@ -312,7 +312,7 @@ def all_damaged(place: str, damages: Sequence[str]) -> UserError:
 def read_with_retries(read: Callable[[], Result]) -> Result:
     """Return the result of `read`; after an I/O error, call it again, with the pauses in RETRY_PAUSES_SECONDS.
 
-    Errors about a wrong path, such as denied access, are raised at once, except if the path does not exist.
+    Errors that a retry cannot fix, such as denied access, are raised at once; a path that does not exist is retried.
     """
     # On a network file system ESTALE, EIO and ETIMEDOUT are often transient, and falling back to an older checkpoint
     # would cost a large run hours.

@@ -191,7 +191,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tensor], Weights]:
-    """Return weights by parameter name, and their kind, `ema` or `training`; by default `ema` if there are averages.
+    """Return weights by parameter name, and their kind, `ema` or `training`; None selects `ema` if there are averages.
 
     Raises:
         UserError: The checkpoint is damaged, or lacks requested averages; the message says when averaging starts.
@@ -267,7 +267,7 @@ def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Ten
 
 def _safe_globals() -> list[Any]:
     """Return the classes allowed in checkpoints besides tensors: versions, times and NumPy's random states."""
-    # Get NumPy's function that rebuilds arrays from an array: NumPy 1 and 2 have it in modules of different names.
+    # NumPy 1 and 2 define the function that unpickles arrays in different modules, so get it from a pickled array.
     reconstruct = np.zeros(1).__reduce__()[0]
     dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]
     return [TorchVersion, timedelta, np.ndarray, np.dtype, reconstruct, *dtypes]

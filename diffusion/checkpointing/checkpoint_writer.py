@@ -168,7 +168,7 @@ class SaveInProgress:
             self.progress.check()  # raises SaveAbandoned: do not upload an abandoned save
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             self._error = error
-        # A rank that failed also calls `upload`, without files: in a tier, ranks on other nodes wait for its message.
+        # Also call `upload` after a failure, without files: in a tier, ranks of other nodes wait for the exchange.
         try:
             self._storage.upload(self._work, {} if self._error else self._records, self.batch, self.progress.check)
         except Exception as error:

@@ -69,8 +69,8 @@ class Checkpointer(CheckpointSaver):
             saves to the same place.
         recipe_text: The resolved recipe, saved in each checkpoint as recipe.yaml; empty for a run without a recipe.
         on_failed_save: Called on rank 0 with the message of each failed save.
-        tiers: Tiers of the nodes for recent checkpoints: a `TiersConfig`, or pairs of an open tier and its save
-            interval, fastest first.
+        tiers: Additional storage for recent checkpoints on the nodes: a `TiersConfig`, or pairs of an open `NodeTier`
+            and its save interval, fastest first.
 
     Raises:
         UserError: An argument is not valid.

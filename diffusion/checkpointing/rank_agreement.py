@@ -20,7 +20,7 @@ from diffusion.exit_codes import CONFIG_ERROR
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval of the collectives with which ranks wait for other ranks' work."""
+"""Ranks that wait for another rank's work run a collective at this interval, since a single one would time out."""
 Result = TypeVar('Result')
 Kind = Literal['other', 'external', 'user', 'damage', 'storage']
 SEVERITY: tuple[Kind, ...] = ('other', 'external', 'user', 'damage', 'storage')

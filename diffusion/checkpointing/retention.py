@@ -23,7 +23,7 @@ from diffusion.storage.atomic import new_unfinished, sync_folder
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Facts about a checkpoint that determine whether it is kept."""
+    """A checkpoint's batch, save time and claim, which decide if it is kept."""
 
     batch: int
     saved: float | None = None
@@ -35,8 +35,8 @@ class CheckpointInfo:
 def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     """Return the batches of the checkpoints that the rules keep or that are `claimed`; the newest is always kept.
 
-    Pruning after each save leaves the same checkpoints as pruning once after the last save, because a rule never starts
-    to keep a checkpoint that it did not keep before.
+    Pruning after each save leaves the same checkpoints as pruning once after the last save: once a rule stops keeping a
+    checkpoint, it never keeps it again.
     """
     newest_first = sorted(checkpoints, key=lambda each: each.batch, reverse=True)
     found = {each.batch for each in newest_first if each.claimed}
@@ -71,7 +71,7 @@ def make_room(folder: Path, rules: KeepConfig, batch: int) -> list[Path]:
 
 
 def read_infos(folder: Path, rules: KeepConfig) -> list[CheckpointInfo]:
-    """Return the facts about a run's checkpoints; receipts are read only if a rule needs their times."""
+    """Return a `CheckpointInfo` for each checkpoint of a run; reads receipts only if a rule needs the save times."""
     claimed = claimed_batches(folder)
     needs_times = bool(rules.hourly or rules.daily)
     return [

@@ -53,7 +53,7 @@ class SaveTarget(Protocol):
         return checkpoint_store.unfinished_path(self.folder, batch)
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
-        """Create a save's temporary folder, into which every rank (`every_rank`) or rank 0 writes; a collective."""
+        """Create a save's temporary folder; `every_rank`: all ranks write to it, else only rank 0. A collective."""
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         """Store files that this rank has written to a temporary folder; not a collective, can run in a thread.
@@ -65,7 +65,7 @@ class SaveTarget(Protocol):
         """
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        """Make a checkpoint exist (a tier: in `finish`) once all ranks have stored files; rank 0 calls it."""
+        """Complete a checkpoint once all ranks have stored their files; rank 0 calls it. A tier does so in `finish`."""
 
     def finish(self, work: Path, batch: int) -> None:
         """Complete the save on every rank after `publish` on rank 0, or raise OSError on every rank; a collective."""
@@ -184,7 +184,7 @@ def run_storage(place: str | Path) -> RunStorage:
 def open_run_folder(folder: Path) -> str:
     """Create or open a run's folder, verify that all ranks share it, and return the run's id; a collective.
 
-    The first start writes run.json; so does a start that finds checkpoints without run.json.
+    If run.json, which contains the id, is missing, it is written, even if the folder already has checkpoints.
 
     Raises:
         UserError: A new run's folder is not shared by all ranks.

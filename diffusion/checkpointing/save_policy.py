@@ -27,7 +27,7 @@ FAILURES = frozenset({'crash', 'killed', 'hang', 'hardware', 'lost'})
 SAVES_PER_INTERVAL = 2
 """Minimum ratio of the save interval to the duration of a save, including background writing."""
 LOGGED_CHANGE = 0.1
-"""Minimum relative change of the interval that is logged."""
+"""A new save interval is logged if it differs from the previous one by more than this fraction."""
 MAX_FAILED_SAVES = 3
 """Number of consecutive failed saves that ends the run."""
 

@@ -79,7 +79,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
 
 def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the full tensors whose names start with `prefix`, on the CPU, by the rest of the name; no collective."""
+    """Return the full tensors whose names start with `prefix`, on the CPU, by name without prefix; not a collective."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _entries(folder).items()
@@ -251,7 +251,7 @@ class ShardedWrite:
 
 
 class _Planner(DefaultSavePlanner):
-    """Save planner that plans with DTensors but provides the tensors in `shards`, such as copies, for writing."""
+    """Save planner that is given DTensors to plan a save, but writes the tensors in `shards`, such as copies."""
 
     def __init__(self) -> None:
         # Tensors that all ranks hold are only written by the lowest rank.

@@ -43,7 +43,7 @@ SPARE_FRACTION = 0.1
 
 
 class TensorCopies:
-    """Copies tensors into CPU tensors of the same shapes, between `start` and the return of `wait`.
+    """Background copies of tensors into CPU tensors of the same shapes: `start` begins them, `wait` waits for them.
 
     The copies have the values at the time of `start`, provided that nothing changes the tensors before
     `wait_before_change` returns.
@@ -122,7 +122,7 @@ class TensorCopies:
             self._error = error
 
     def _divided(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[tuple[int, int, int]]]:
-        """Return pairs with a GPU source, other pairs that torch copies, and memory pieces to move (to, from, size)."""
+        """Divide the pairs into copies from a GPU, other copies by torch, and memmove pieces (to, from, size)."""
         on_gpu, rest, pieces = [], [], []
         for target, source in self._pairs:
             if source.is_cuda:
@@ -251,8 +251,8 @@ class SnapshotBuffers:
         """Return a copy of a state (nested containers) with its tensors copied into this memory.
 
         Tied weights share a copy. Everything else is copied too, so that later changes by training do not reach the
-        snapshot. `reserve` must have returned True for this state's size. The returned TensorCopies, which the caller
-        starts, copies the tensors at addresses in `later`.
+        snapshot. `reserve` must have returned True for this state's size. Tensors with addresses in `later` are copied
+        only when the caller starts the returned TensorCopies.
         """
         self._end_preparation()  # stop `prepare`: the copies touch the memory too
         if self._gpu is not None and not self._pinned:
@@ -284,7 +284,7 @@ class SnapshotBuffers:
         self._places, self.reductions = {}, {}
 
     def place(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return a tensor in this memory for each view; tensors of the previous call are reused where they match."""
+        """Return a tensor in this memory for each view, by key; reuse matching tensors of the previous call."""
         # Keep the tensors for the next snapshot. Otherwise thousands of new small objects would end up in the heap,
         # where each step frees and allocates gradients; page faults then lengthen the step after a snapshot by a
         # quarter.
@@ -296,7 +296,7 @@ class SnapshotBuffers:
             found = kept.get(where)
             copies[key] = self._places[where] = self._new_place(view, offset) if found is None else found
             offset += _aligned(view.nbytes)
-        # Drop the reductions of tensors that are no longer kept: another object may get the same `id`.
+        # Drop cached `__reduce_ex__` results of tensors that are no longer kept: a new object may get the same `id`.
         known = {id(place): self.reductions.get(id(place)) for place in kept.values()}
         self.reductions = {id(place): known.get(id(place)) for place in self._places.values()}
         return copies

@@ -41,7 +41,7 @@ _PACKAGES = ('diffusion', 'composer')
 
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content of state.pt, and the tensors to save as shards, by name; {} if not `sharded_tensors`."""
+    """Return the content of state.pt, and a dictionary of tensors to save as shards ({} unless `sharded_tensors`)."""
     # Free gathered weights, which FSDP2 may leave in the model after a forward pass without a backward pass
     # (evaluation, image sampling): they are not the parameters that the optimizer holds.
     reshard(state.model)

@@ -17,7 +17,7 @@ transformers 5.
 
 
 def check_diffusers() -> None:
-    """Raise UserError if the installed version of diffusers is outside the bounds."""
+    """Raise UserError if the installed version of diffusers is outside DIFFUSERS_BOUNDS."""
     version = importlib.metadata.version('diffusers')
     oldest, too_new = ((int(major), int(minor)) for major, minor in re.findall(r'(\d+)\.(\d+)', DIFFUSERS_BOUNDS))
     major, minor = version.split('.')[:2]

@@ -95,7 +95,7 @@ IMPORTED = {
         ('torch', 'torch', '_foreach_lerp_', 'updates many tensors by one kernel, as the optimizers of torch do'),
         ('torch', 'torch', '_foreach_mul_', 'updates many tensors by one kernel, as the optimizers of torch do'),
         ('torch', 'torch', '_foreach_add_', 'updates many tensors by one kernel, as the optimizers of torch do'),
-        ('torch', 'torch', '_fused_adamw_', 'the fused kernel of AdamW without a search of its tensors in each step'),
+        ('torch', 'torch', '_fused_adamw_', 'AdamW in one kernel, without collecting its tensors in each step'),
         ('torch', 'torch._dynamo.utils', 'counters', 'numbers of graphs that were compiled, and found in a cache'),
         ('torch', 'torch', '_foreach_norm', 'norms of many tensors by one kernel, as clip_grad_norm_ does'),
         ('torch', _C10D, '_world', 'lists the process groups of a device mesh'),
@@ -104,7 +104,7 @@ IMPORTED = {
         ('torch', 'torch.distributed.checkpoint.filesystem', '_metadata_fn', 'file name of the index of a checkpoint'),
         ('torch', 'torch.utils.data._utils', 'signal_handling', 'keeps SIGCHLD from raising in a forward pass'),
         ('torch', _LOADER, '_MultiProcessingDataLoaderIter', 'iterator whose workers are watched and ended'),
-        ('mosaicml-streaming', _STREAMING, '_Iterator', 'type of the position that an epoch has reached'),
+        ('mosaicml-streaming', _STREAMING, '_Iterator', 'class of objects that hold the position in an epoch'),
         ('mosaicml-streaming', _STREAMING, '_ShardState', 'states of shards in shared memory'),
         ('torchmetrics', 'torchmetrics.functional.image.lpips', '_LPIPS', 'LPIPS of single images, with gradients'),
     )
@@ -127,12 +127,12 @@ ATTRIBUTES = {
         ('mosaicml', 'composer.callbacks:CheckpointSaver', '_save_checkpoint', 'saves at once; only Trainer has more'),
         ('mosaicml', 'composer.core:State', '_dataset_of', 'the dataset of a loader, however it is wrapped'),
         ('mosaicml', 'composer.core:State', '_dataset_state_dict', 'saves a wrong epoch at the end of an epoch'),
-        ('mosaicml', 'composer:Trainer', '_iter_dataloader', 'begins an epoch, whose position is set first'),
+        ('mosaicml', 'composer:Trainer', '_iter_dataloader', 'starts an epoch, before which its position is set'),
         ('mosaicml', 'composer:Trainer', '_spin_dataloaders_to_cur_epoch', 'would skip batches a second time'),
-        ('torch', 'torch:Tensor', '_version', 'finds tensors that are changed while they must not be'),
+        ('torch', 'torch:Tensor', '_version', 'detects changes of tensors that are being copied'),
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_resume', 'position of a loaded checkpoint'),
-        ('mosaicml-streaming', 'streaming:Stream', '_proportion', 'tells a given proportion from a derived one'),
-        ('mosaicml-streaming', 'streaming:Stream', '_choose', 'tells a given number of samples from a derived one'),
+        ('mosaicml-streaming', 'streaming:Stream', '_proportion', 'tells if the proportion was set or computed'),
+        ('mosaicml-streaming', 'streaming:Stream', '_choose', 'tells if the number of samples was set or computed'),
         ('mosaicml-streaming', 'streaming.base.shared.prefix', '_check_and_find_retrying', 'lets ranks agree on names'),
     )
 }
@@ -178,7 +178,7 @@ def set_private_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _entry(owner: Any, name: str) -> PrivateName:
-    """Return the table row of an attribute; if several rows have this name, prefer that of a class of the owner."""
+    """Return the listed `PrivateName` of an attribute; of several with this name, prefer one of the owner's classes."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     places = {kind.__name__ for kind in kinds} | {str(getattr(owner, '__name__', '')).rpartition('.')[2]}
     rows = [entry for (place, listed), entry in ATTRIBUTES.items() if listed == name]

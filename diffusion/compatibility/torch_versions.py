@@ -25,7 +25,7 @@ def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
 
 
 def average_by_summing(module: FSDPModule, ranks: int) -> None:
-    """Make FSDP2 sum gradients over ranks, then divide. Only PyTorch 2.7 needs the hook: it has no such setting."""
+    """Make FSDP2 sum gradients over ranks before it divides; PyTorch 2.7 has no setting for this and needs a hook."""
     request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
     if request_sum is not None:
         request_sum(True)

@@ -78,7 +78,7 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
 
 
 def word_model(tokenizer: CLIPTokenizer) -> BPE:
-    """Return the model that splits words into CLIP's tokens; for transformers 4, which has none, build it in 0.2 s."""
+    """Return the BPE model that splits words into CLIP's tokens; transformers 4 has none, so build it (0.2 s)."""
     parts: Any = tokenizer
     if hasattr(parts, 'bpe_ranks'):
         return BPE(*byte_pairs(tokenizer), end_of_word_suffix='</w>', unk_token=str(tokenizer.unk_token))
@@ -91,11 +91,11 @@ def clip_features(output: Any) -> Tensor:
 
 
 def mask_without_values(input_ids: Tensor) -> Tensor | None:
-    """Return a mask of ones for token ids [B, L] on the meta device, where costs are counted; None for transformers 4.
+    """Return an attention mask of ones for token ids [B, L] on the meta device; None for transformers 4.
 
-    transformers 5 reads the values of a token mask [B, L], even of its own default mask, which the meta device does not
-    allow. It does not read the values of a mask of token pairs, bool [B, 1, L, L], but CLIP in transformers 4 does not
-    accept such a mask. Remove this function when support for transformers 4 is dropped.
+    FLOPs and memory are counted on the meta device, where tensors have no values. transformers 5 reads the values of a
+    mask [B, L], even of its default, but not those of a mask of token pairs, bool [B, 1, L, L]. CLIP in transformers 4
+    does not accept the latter. Remove this function when support for transformers 4 is dropped.
     """
     batch, length = input_ids.shape
     return torch.ones(batch, 1, length, length, dtype=torch.bool, device='meta') if IS_VERSION_5 else None

@@ -68,7 +68,7 @@ class CheckpointingConfig:
 
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:
-    """Return the rules for keeping checkpoints: the Trainer's number, else `checkpointing.keep`; None keeps all."""
+    """Return `trainer.save_num_checkpoints_to_keep` as rules if set, else `checkpointing.keep`; None keeps all."""
     last = trainer.get('save_num_checkpoints_to_keep')
     return checkpointing.keep if last in (None, -1) else KeepConfig(last=last)  # in Composer, -1 keeps all checkpoints
 

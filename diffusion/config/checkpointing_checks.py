@@ -1,6 +1,6 @@
 """Checks of the settings for saving and keeping checkpoints, and of a `runs_dir` in an object store.
 
-They make no requests.
+The checks send no requests to a store.
 """
 
 import os
@@ -13,14 +13,14 @@ from diffusion.config.schema import MISSING, Problem
 COMPOSER_SAVER_KEYWORDS = {
     *('save_filename', 'save_ignore_keys', 'save_latest_filename', 'save_overwrite', 'save_weights_only')
 }
-"""Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
+"""Arguments of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
 LAST = 'save_num_checkpoints_to_keep'
-"""Keyword of composer.Trainer that means the same as `checkpointing.keep.last`."""
+"""Argument of composer.Trainer that means the same as `checkpointing.keep.last`."""
 NOT_COMPOSER = "does not apply to Composer's own checkpoints, which trainer.save_folder selects"
 
 
 def check_checkpointing(recipe: Recipe) -> list[Problem]:
-    """Return the mistakes in the `checkpointing` section and in the Trainer's keywords for checkpoints."""
+    """Return the mistakes in the `checkpointing` section and in the Trainer's arguments for checkpoints."""
     if not isinstance(recipe.trainer, dict):
         return []
     keep, tiers, by_composer = recipe.checkpointing.keep, recipe.checkpointing.tiers, 'save_folder' in recipe.trainer

@@ -1,4 +1,4 @@
-"""Checks of a recipe beyond the types of its values: names, keywords, durations, batch sizes, streams and sampling.
+"""Checks of a recipe beyond value types: component names, arguments, durations, batch sizes, streams and sampling.
 
 No check imports torch.
 """
@@ -48,7 +48,7 @@ SUPPLIED = {
     'dataset': ('buckets', 'batch_size', 'tokenizers', 'image_sizes', 'image_features', 'seed'),
     'optimizer': ('params',),
 }
-"""Keywords that only the program may set, not recipes, by kind of component."""
+"""Arguments that only the program may set, not recipes, by kind of component."""
 SET_IN_OTHER_SECTIONS = {
     'model': 'model',
     'train_dataloader': 'streams and dataset',
@@ -64,7 +64,7 @@ SET_IN_OTHER_SECTIONS = {
     'parallelism_config': 'parallelism',
     'load_path': 'init_from (another run) or trainer.autoresume (this one)',
 }
-"""Keywords of composer.Trainer that belong in another section of a recipe, with that section's name."""
+"""Arguments of composer.Trainer that belong in another section of a recipe, with that section's name."""
 RUN_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]{0,127}')
 """Pattern of a run's name. It excludes `.`, `..`, and names that a program would take for an option."""
 MAX_BATCH = 2**31
@@ -74,7 +74,7 @@ DURATION_KEYS = {
     *('max_duration', 'eval_interval', 'save_interval', 'console_log_interval', 't_warmup', 't_max', 'milestones'),
     *('ema_start', 'half_life', 'update_interval', 'every'),
 }
-"""Keywords of components and of the Trainer whose values are durations."""
+"""Names of those arguments of components and of the Trainer whose values are durations."""
 DEVICES = ('cpu', 'gpu')
 """Values of `trainer.device`. Composer supports other devices, but this package is not tested on them."""
 PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
@@ -82,7 +82,7 @@ PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
 
 
 def check_components(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each unknown component and for each wrong keyword of a component or the Trainer."""
+    """Return a problem for each unknown component and for each wrong argument of a component or the Trainer."""
     problems = []
     for where, kind, component in _components(recipe):
         name, kwargs = component.name, component.kwargs
@@ -99,13 +99,13 @@ def check_components(recipe: Recipe) -> list[Problem]:
         ]
         rest = {key: value for key, value in recipe.trainer.items() if key not in SET_IN_OTHER_SECTIONS}
         problems += registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
-    # Drop type errors of durations that are bare numbers: they suggest quotes, but `check_recipe` suggests units.
+    # Drop type errors of durations that are bare numbers: they advise quotes, whereas `check_recipe` advises a unit.
     numbers = {where for where, value in _durations(recipe) if not isinstance(value, str) and duration_problem(value)}
     return [problem for problem in problems if problem.where not in numbers]
 
 
 def keyword_types(recipe: Recipe) -> dict[str, str]:
-    """Return the annotations, as text, of all keywords that components and Trainer accept, by path (`model.seed`)."""
+    """Return the annotations, as text, of all arguments that components and Trainer accept, by path (`model.seed`)."""
     places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
     return {
         join(where, parameter.name): parameter.annotation
@@ -116,9 +116,9 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 
 def not_inherited(recipe: Recipe, dropped: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return a note for each component that replaces one of another name, but does not inherit its settings.
+    """Return a note for each component that replaces one of another name in an extended recipe and loses its settings.
 
-    Only settings that the new component accepts, does not set, and has another default for are listed.
+    A note lists the lost settings that the new component accepts, does not set, and has a different default for.
 
     Args:
         dropped: The replaced components of extended recipes, by path; see `interpolation.Resolved`.
@@ -169,7 +169,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.task == 'train' and isinstance(recipe.trainer, dict) and isinstance(recipe.callbacks, dict):
         _check_loss_guard(recipe.trainer, recipe.callbacks, gather)
     _check_notify(recipe.notify, gather)
-    # Check the defaults of keywords too: a run saves them with its recipe, and fails to load it if one is wrong.
+    # Check the defaults of arguments too: a run saves them with its recipe, and fails to load it if one is wrong.
     own = {where: registry.settings_of(kind, each) for where, kind, each in _components(recipe)}
     if recipe.task == 'train':
         gather.problems += check_initial_weights(recipe.init_from)
@@ -241,7 +241,7 @@ def remote_streams(recipe: Recipe) -> dict[str, StreamConfig]:
 
 
 def image_streams(recipe: Recipe) -> dict[str, StreamConfig]:
-    """Return the image streams that a recipe trains on, by name; for latents, their source in `precompute.streams`."""
+    """Return the image streams that a recipe trains on, by name; for latents, the `precompute.streams` they encode."""
     if recipe.dataset.name != 'latents':
         return recipe.streams
     places = {name: str(stream.remote or stream.local).rstrip('/') for name, stream in recipe.streams.items()}
@@ -437,7 +437,7 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
         keys = DURATION_KEYS & kwargs.keys()
         annotations = registry.annotations(kind, name) if keys else {}
         for key in sorted(keys):
-            # Some keywords with these names take only numbers, such as `every` of node_health, a number of batches:
+            # Some arguments with these names take only numbers, such as `every` of node_health, a number of batches:
             # skip them.
             takes_text = bool({'str', 'Time'} & words(annotations.get(key, '')))
             value = kwargs[key]

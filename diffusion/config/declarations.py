@@ -1,6 +1,6 @@
-"""Constraints on the values of a component's keywords, and meanings of keywords, such as their effect on a resume.
+"""Declarations in the annotations of a component's arguments: constraints, and "meanings" such as effects on a resume.
 
-A component declares them in the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`.
+In `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`, `AtLeast(1)` is a constraint and `ARCHITECTURE` is a meaning.
 `diffusion check` reads them from the source file, without importing the component; the decorator `constrained` enforces
 constraints when the component is built.
 """
@@ -39,8 +39,8 @@ class Effect(Enum):
 class OnResume:
     """Effect of changing a value before a run resumes, and the reason, which messages and documentation show.
 
-    If a keyword's value is a dataclass, the keyword's `OnResume` applies to the fields that declare none. The class
-    attribute `on_resume` applies to the whole component and to its keywords that declare no `OnResume`.
+    If an argument's value is a dataclass, the argument's `OnResume` applies to the fields that declare none. The class
+    attribute `on_resume` applies to the whole component and to its arguments that declare no `OnResume`.
     """
 
     effect: Effect
@@ -61,12 +61,12 @@ def fixed_once_averaging(reason: str) -> OnResume:
 
 @dataclass(frozen=True)
 class NotArchitecture:
-    """Mark a model's keyword as one that affects no parameters, FLOPs or activations; unmarked ones affect them."""
+    """Mark a model's argument as one that changes no parameters, FLOPs or activations; others may change them."""
 
 
 @dataclass(frozen=True)
 class WeightsOf:
-    """Mark a model's keyword as the name of a folder or repository of pretrained weights."""
+    """Mark a model's argument as the name of a folder or repository with pretrained weights."""
 
     parts: tuple[str, ...]
     """Parts of the model that are loaded from the folder or repository, by their names in diffusers pipelines."""
@@ -74,7 +74,7 @@ class WeightsOf:
 
 @dataclass(frozen=True)
 class Default:
-    """Default of a keyword in a TypedDict, whose entries cannot have default values."""
+    """Default of an argument that is declared in a TypedDict, whose entries cannot have default values."""
 
     value: Any
 
@@ -82,7 +82,7 @@ class Default:
 Meaning = OnResume | NotArchitecture | WeightsOf | Default
 
 ARCHITECTURE = fixed_on_resume('the architecture: the names and shapes of the weights follow from it')
-"""Effect on resume of the keywords of this package's models that declare no effect of their own."""
+"""Default effect of changing an argument of this package's models on resume; it applies unless another is declared."""
 FROZEN_PARTS = fixed_on_resume('the frozen parts: the weights were trained on their latents and embeddings')
 OBJECTIVE = fixed_on_resume('the training objective: the weights predict its target under its noise schedule')
 CONDITIONING = fixed_on_resume('the conditioning of the denoiser on captions')
@@ -96,9 +96,9 @@ MEANINGS = {
     each.__name__: each
     for each in (fixed_on_resume, applied_on_resume, fixed_once_averaging, NotArchitecture, WeightsOf, Default)
 }
-"""Functions and classes that an annotation may call to declare a meaning, by name."""
+"""Functions and classes that annotations may call to declare a meaning, as in `NotArchitecture()`, by name."""
 NAMED_MEANINGS = {name: each for name, each in globals().items() if isinstance(each, OnResume)}
-"""Constants above that several annotations use as a meaning, by name."""
+"""The constants above, such as `ARCHITECTURE`, that annotations may use as a meaning, by name."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ CONSTRAINTS: dict[str, type[Constraint]] = {each.__name__: each for each in get_
 def constrained(function: Function) -> Function:
     """Wrap a function with a check of its arguments, by `check_arguments`.
 
-    If the function takes `**keywords: Unpack[...]`, it gets all keywords of that TypedDict; those that the caller omits
-    have their defaults.
+    If the function takes `**keywords: Unpack[...]`, it receives all arguments of that TypedDict; those that the caller
+    omits have their defaults.
     """
     signature = full_signature(function)
     own = inspect.signature(function).parameters
     unpacked = {name: each.default for name, each in signature.parameters.items() if name not in own}
-    # Evaluate the annotations at the first call: those of a method may name its class, which does not exist yet.
+    # Evaluate the annotations at the first call: a method's may name the class that contains it, not yet defined here.
     hints = functools.cache(functools.partial(keyword_hints, function))
 
     @functools.wraps(function)
@@ -214,7 +214,7 @@ def check_arguments(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def defaults(**values: Any) -> Callable[[Function], Function]:
-    """Return a decorator that stores defaults of `**keywords: Unpack[...]`, which `constrained` passes on."""
+    """Return a decorator that sets defaults of arguments in `**keywords: Unpack[...]`; `constrained` passes them on."""
 
     def decorate(function: Function) -> Function:
         function.keyword_defaults = values  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ def defaults(**values: Any) -> Callable[[Function], Function]:
 
 
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function or class, with the keywords of a TypedDict in place of `**keywords`.
+    """Return the signature of a function or class, with the arguments of a TypedDict in place of `**keywords`.
 
     Meanings are removed from the annotations, since they would make the output of `help` hard to read.
     """
@@ -245,7 +245,7 @@ def full_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def keyword_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the evaluated annotations of a function, with the keywords of a TypedDict in place of `**keywords`."""
+    """Return the evaluated annotations of a function, with the arguments of a TypedDict in place of `**keywords`."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(function, include_extras=True).items():
         unpacked = get_origin(hint) is Unpack
@@ -258,7 +258,7 @@ def declared(annotation: Any) -> tuple[Constraint, ...]:
 
 
 def plain_type(annotation: Any) -> Any:
-    """Return an evaluated annotation without the constraints and meanings that it declares."""
+    """Return the type in an evaluated annotation, without its constraints and meanings."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
@@ -270,7 +270,7 @@ def _without_meanings(annotation: Any) -> Any:
 
 
 def extras_of(annotation: Any) -> list[Any]:
-    """Return the constraints and meanings that an evaluated annotation declares in addition to the type."""
+    """Return the constraints and meanings in an evaluated annotation, without the type."""
     # Look inside unions: Python 3.10 wraps the annotation of an argument that defaults to None in Optional[...].
     parts = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
     return [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]

@@ -141,7 +141,7 @@ def batching_problem(method: str, shapes: Collection[str]) -> str | None:
 
 
 def sampling_granularity(samples: int) -> int:
-    """Return Streaming's `sampling_granularity`: samples per random draw, for `samples` per epoch from a stream."""
+    """Return the samples per random draw (Streaming's `sampling_granularity`) for at most MAX_PICKS draws per epoch."""
     return -(-samples // MAX_PICKS)
 
 

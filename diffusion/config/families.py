@@ -1,4 +1,4 @@
-"""Model families: the facts about models that checks, plans, exports and docs need, without importing torch.
+"""Model families: the properties of models that checks, plans, exports and docs use, without importing torch.
 
 A family is a folder in `diffusion/models/families/`, or a package of your own that calls `diffusion.register_family`.
 Its `__init__.py` declares a `Family`, which gives the addresses (`module:name`) of its other code; these modules are
@@ -23,18 +23,18 @@ class Pipeline:
     """A diffusers pipeline class to which a family's models are exported."""
 
     optional_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parts of the pipeline by keyword of the model: if the keyword is false, an exported pipeline lacks these parts,
+    """Optional parts of the pipeline by the model's argument: if it is false, an exported pipeline lacks these parts,
     and `from_pretrained` requires that they are passed as None."""
     call: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda keywords: {}
-    """Function from the model's keywords to the arguments with which the pipeline reproduces `task: generate`."""
+    """Function that maps the model's arguments to arguments of the pipeline's call that reproduce `task: generate`."""
     loads_lora: bool = True
     """False if diffusers cannot load a LoRA into the pipeline."""
     module: str = ''
     """Module of this package that defines the class; exports contain a copy of it. Empty for a class of diffusers."""
     part_modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules of this package that define the classes of parts, by part; exports contain copies of them too."""
+    """Modules of this package that define classes of pipeline parts, by part; exports contain copies of them too."""
     takes_guidance_rescale: bool = False
-    """True if the pipeline is called with `guidance_rescale`, as `task: generate` has it."""
+    """True if the pipeline's call takes `guidance_rescale`, which is a setting of `task: generate`."""
     takes_other_schedulers: bool = True
     """False if the pipeline works only with the noise scheduler class that it was exported with."""
 
@@ -46,7 +46,7 @@ class Miniature:
     model: str
     """The miniature's `model.name` in recipes."""
     smallest: Mapping[str, Any]
-    """Keywords that make the miniature as small as possible; tests run the family's recipes with them."""
+    """Model arguments that make the miniature as small as possible; tests run the family's recipes with them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Family:
     single_file: bool = True
     """False if no program can read the model from a single file, so that it is not exported to one."""
     layouts: tuple[str, ...] = ()
-    """Layouts of `.pt` files, of original code, to which `diffusion export --layout` writes the models."""
+    """Names of layouts for `diffusion export --layout`, which writes a `.pt` file for the models' original code."""
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
     """The diffusers pipelines to which the models are exported, by class name."""
     licenses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -78,8 +78,8 @@ class Family:
     sides: tuple[int, ...] = ()
     """Image sides in pixels for which the package includes precomputed FLOPs and memory."""
     mirrored_depth: int = 0
-    """Number of blocks of models whose block i of n also passes its tokens to block n - 1 - i, so that a token route
-    must skip both. A model's keyword `depth` takes precedence. 0 for families without such connections."""
+    """Number of blocks n of models with long skip connections from block i to block n - 1 - i, so that a token route
+    must skip both. A model's argument `depth` takes precedence. 0 for families without such connections."""
     side_step: int = 8
     """Number of pixels by which image sides must be divisible."""
 

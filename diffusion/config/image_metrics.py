@@ -22,7 +22,7 @@ class MetricInfo:
 
 
 JUDGE = 'judge'
-"""In place of a network, for metrics that a vision-language model computes."""
+"""Value of `MetricInfo.network` for metrics that a vision-language model computes."""
 IMAGE_METRICS: dict[str, MetricInfo] = {
     'fid': MetricInfo('inception', reliable_from=2048),
     'kid': MetricInfo('inception'),
@@ -68,9 +68,9 @@ NETWORKS: dict[str, str | None] = {
 }
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
 SWEPT = ('guidance_scales', 'num_inference_steps', 'noise_scheduler', 'snr_shift')
-"""Settings of which the evaluator compares several values; all combinations, with each guidance, are measured."""
+"""Settings that may be lists of values to compare; the evaluator measures all combinations, with each guidance."""
 LAYOUTS = ('geneval', 't2i_compbench')
-"""Layouts of image folders that the scoring scripts of benchmarks read."""
+"""Folder layouts for generated images, as the scoring scripts of these benchmarks read them."""
 
 
 def better_directions(names: set[str]) -> dict[str, str]:

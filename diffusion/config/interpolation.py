@@ -43,9 +43,9 @@ class Resolved:
     """Text of each value that depends on an environment variable, such as `${oc.env:KEY}`. The text refers to no other
     key of the file, so it has the same meaning in another file."""
     unset: dict[KeyPath, tuple[str, ...]]
-    """Names of the unset environment variables that a value needs, by its path; only for values that need any."""
+    """Unset environment variables that a value needs, by the value's path; only values that need any have an entry."""
     dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Components of extended files, by path such as `model`, that were replaced by one of another `name`."""
+    """Components of extended files that a component with another `name` replaced, by path such as `model`."""
 
 
 def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:
@@ -95,7 +95,7 @@ class _Pass:
         self._tag = f'environment{uuid.uuid4().hex}x'
         self._placeholder = re.compile(f'{self._tag}(\\d+)z')
         self._expressions: list[tuple[str, tuple[str, ...]]] = []
-        """Text and variables of each placeholder; the index is the placeholder's number."""
+        """Interpolation text and environment variables of each placeholder, by the placeholder's number."""
         try:
             with _only_resolvers({'oc.env': self._env, 'oc.decode': self._decode, 'oc.select': self._select}):
                 self.values: Any = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
@@ -109,7 +109,7 @@ class _Pass:
         return [(path, text) for path, text in _texts(self.values, ()) if self._tag in text]
 
     def expression(self, text: str) -> Interpolation:
-        """Return a text with its placeholders replaced by their interpolations, and every other `${` escaped."""
+        """Return a text with each placeholder replaced by its interpolation `${...}`, and every other `${` escaped."""
         parts = self._placeholder.split(text)
         # `parts` alternates between text and placeholder numbers, starting and ending with text.
         # A backslash directly before an interpolation must be doubled.
@@ -166,7 +166,7 @@ class _Pass:
         return oc.select(*args, _parent_=parent)
 
     def _quoted(self, text: str) -> str:
-        """Replace placeholders in a text by interpolations, and quote it as an argument of another interpolation."""
+        """Put a text in quotes, as an argument of an interpolation; its placeholders become `${...}` again."""
         if self._placeholder.fullmatch(text):
             return self.expression(text)
         if '\\' in text or ("'" in text and '"' in text):

@@ -27,8 +27,8 @@ class EndpointConfig:
     seed: int = 17
     """Seed of sampling."""
     attempts: int = 2
-    """Number of answers to ask an endpoint for if rules reject them; after the first, at a temperature of 0.7 or more.
-    The last answer decides."""
+    """Maximum number of requests to an endpoint per question: a rejected answer is requested again at a temperature of
+    0.7 or more. The last answer decides."""
     concurrency: int = 256
     """Maximum number of requests in flight; fewer are sent if the server is overloaded."""
     timeout_seconds: float = 120.0
@@ -89,17 +89,17 @@ class JudgeConfig(VisionLanguageConfig):
 
     @property
     def instructions(self) -> dict[str, str]:
-        """Names or paths of the instructions of `judge_score` by key, such as `scales[0]`."""
+        """Names or paths of the prompts with which `judge_score` asks for ratings, by key, such as `scales[0]`."""
         scales = ['alignment', 'aesthetics'] if self.scales is None else self.scales
         return {f'scales[{number}]': each for number, each in enumerate(scales)}
 
     @property
     def label(self) -> str:
-        """The model's name and revision, as the end of the names of metrics."""
+        """The model's name and revision, which are appended to the names of its metrics."""
         name = metric_part(self.model.rstrip('/').rpartition('/')[2])
         return name if self.revision is None else f'{name}/{metric_part(self.revision[:7])}'
 
 
 def metric_part(text: str) -> str:
-    """Return a text as a part of a metric's name, in which some loggers allow few characters."""
+    """Replace characters that some loggers do not allow in a metric's name."""
     return re.sub(r'[^A-Za-z0-9_.-]+', '-', text)

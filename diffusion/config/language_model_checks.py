@@ -1,4 +1,4 @@
-"""Checks of the settings of a language model; none of them asks it or loads it."""
+"""Checks of the settings of a language model, without requests to an endpoint and without loading the model."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -57,7 +57,7 @@ def vision_problems(settings: VisionLanguageConfig) -> Iterator[Problem]:
 def language_model_problems(section: Mapping[str, Any], where: str) -> list[Problem]:
     """Return a problem for each wrong value of `rewrite` and `judge` in a section, except wrong types.
 
-    Prompt files are not read, since they may be missing where a recipe is only read.
+    Prompt files are not read, since they may be missing on a machine that only checks or displays the recipe.
     """
     found = []
     for key, kind in (('rewrite', RewriteConfig), ('judge', JudgeConfig)):

@@ -68,7 +68,7 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    Values with an environment variable that is neither set nor required stay interpolations and are not checked.
+    A value whose environment variable is neither set nor required stays an interpolation and is not checked.
 
     Args:
         overrides: Changes as `key=value`, with dots for nested keys and YAML for values: `trainer.max_duration=20ba`.
@@ -109,7 +109,7 @@ def load(
         for each in gather.missing
         if not each.where.startswith(unread)
     ]
-    # Report each path once: later checks may report the None or default that replaced a value of the wrong type.
+    # Report each path once: a value of the wrong type became None or a default, which later checks may also report.
     found = [problem.where for problem in gather.problems + gather.missing]
     gather.problems += [
         problem for problem in check_recipe(recipe) if not any(overlap(problem.where, where) for where in found)
@@ -203,7 +203,7 @@ def _add_defaults(kind: str, entry: Any) -> None:
 
 
 def saved_values(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain values, with the text of the interpolation for values that depend on the environment."""
+    """Return a recipe as plain values; those that depend on environment variables are replaced by their `${...}`."""
     values = plain_values(recipe)
     for path, text in recipe.from_environment.items():
         _replace(values, path, text)
@@ -239,9 +239,9 @@ def plain_values(value: Any) -> Any:
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """Return a recipe's YAML values with components split into {name, kwargs}; drop those and streams that are `false`.
+    """Return a recipe's YAML values with components split into {name, kwargs}; drop `false` components and streams.
 
-    In YAML, a component's keywords are siblings of `name`; the `Component` dataclass separates them.
+    In YAML, a component's arguments are siblings of `name`; the `Component` dataclass separates them.
     """
     values = dict(raw)
     if isinstance(values.get('generate'), dict):
@@ -268,7 +268,7 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
 
 
 def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> Any:
-    """Split a component of the YAML into {name, kwargs}. `name` is its default; with None, the YAML must name it."""
+    """Split a component's YAML into {name, kwargs}; `name` is the default of its key `name`, None if it is required."""
     if value == MISSING:
         return value
     if not isinstance(value, dict):

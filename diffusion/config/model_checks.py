@@ -41,7 +41,7 @@ def _check_objective(model: Component) -> list[Problem]:
 
 
 def objective_settings(model: Component) -> dict[str, Any]:
-    """Return a model's objective: given settings and defaults; empty for a model without one or of another package."""
+    """Return a model's objective with defaults filled in; {} for models without one and models of other packages."""
     settings = registry.settings_of('model', model, 'objective')
     if settings and model.kwargs.get('objective') is None:
         family = family_of_model(model.name)
@@ -90,7 +90,7 @@ def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any])
 
 
 def _has_type_of(default: Any, value: Any) -> bool:
-    """Return True if a value has the default's type: text, a boolean or a number; if it is None, a number or None."""
+    """Return True if a value has the default's type: text, boolean or number. If that is None: None or a number."""
     if default is None and value is None:
         return True
     if isinstance(default, str | bool):
@@ -172,7 +172,7 @@ def _check_perceptual_losses(model: Component) -> list[Problem]:
 
 
 def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return error messages, by key ('': the section), for perceptual losses whose values have the right types."""
+    """Return error messages for perceptual losses by key, '' for the whole section; types must already be validated."""
     problems = {}
     for key in ('lpips_weight', 'features_weight'):
         if settings[key] < 0:  # type: ignore[operator]
@@ -332,7 +332,7 @@ def route_problems(start: int, end: int, fraction: float, *, depth: int | None) 
 
 
 def mirror_problem(start: int, end: int, depth: int) -> str | None:
-    """Return an error message if a route skips only one end of a long skip, block i or depth - 1 - i, else None."""
+    """Return an error message if a route skips only one end of a long skip between blocks i and depth - 1 - i."""
     if start + end == depth:
         return None
     first = max(0, min(start, (depth - 1) // 2))
@@ -345,7 +345,7 @@ def mirror_problem(start: int, end: int, depth: int) -> str | None:
 def _problems_of_route(
     model: Component, settings: Mapping[str, Any], dense_blocks: int, problems_of: Callable[..., dict[str, str]]
 ) -> dict[str, str]:
-    """Return error messages, by key, for a route that by default ends `dense_blocks` before the model's last block."""
+    """Return error messages, by key, for a token route; by default it ends before the model's last `dense_blocks`."""
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
     mirrored, depth = family_of_model(model.name).mirrored_depth, registry.settings_of('model', model).get('depth')
     if not isinstance(depth, int):

@@ -39,7 +39,7 @@ class Option:
     const: str | None = None
     """Value of the option if the flag has no value; None requires a value after the flag."""
     excludes: str | None = None
-    """Name of a group of mutually exclusive options that has this option; None if it excludes no others."""
+    """Name of the group of mutually exclusive options to which this option belongs; None if it excludes no others."""
 
 
 FILE, DIR, DIR_OR_URL = (Option(metavar, files=True) for metavar in ('FILE', 'DIR', 'DIR_OR_URL'))
@@ -112,7 +112,7 @@ def given_options(kind: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def option_words(settings: Any) -> list[str]:
-    """Return words such as --gpus=8 that set a dataclass's fields, except defaults; a mapping gives one per entry."""
+    """Return a command-line word (--gpus=8) for each field that is not at its default; a mapping has one per entry."""
     words = []
     for each in _fields(type(settings)):
         value = getattr(settings, each.name)
@@ -141,7 +141,7 @@ def _fields(kind: Any) -> list[_Field]:
 
 
 def _keywords(each: _Field, is_required: bool) -> dict[str, Any]:
-    """Return the keywords of `add_argument` that make argparse read and check a field's value."""
+    """Return the arguments of `add_argument` with which argparse reads and checks a field's value."""
     if each.kind is bool:
         return {'action': 'store_true'}
     option, is_list, is_dict = each.option, get_origin(each.kind) is list, get_origin(each.kind) is dict

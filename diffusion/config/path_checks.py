@@ -46,7 +46,7 @@ def check_stream_folders(
 ) -> list[Problem]:
     """Return a problem for each local folder of streams that is unreadable, empty or has buckets of another resolution.
 
-    `for_training` also reports folders of other streams if their images are smaller than the model's input.
+    `for_training` also reports folders without aspect buckets whose images are smaller than the model's input.
     """
     gather = Gatherer()
     for name, stream in streams.items():

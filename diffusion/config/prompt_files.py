@@ -16,7 +16,7 @@ PLACEHOLDER = '{caption}'
 
 @dataclass(frozen=True)
 class Prompt:
-    """Content of a prompt file. Change `version` with the text: tables of captions record both."""
+    """Content of a prompt file. Increase `version` when you change the text: tables of captions record both."""
 
     name: str
     """Name of the prompt, recorded with each caption."""
@@ -28,23 +28,23 @@ class Prompt:
     with_caption: bool = False
     """True if the text must contain {caption}. Images without a caption get an empty text in its place."""
     script: Literal['latin', 'any'] = 'latin'
-    """latin: reject answers of which more than a quarter of the letters outside quotation marks are not Latin."""
+    """latin: reject an answer if more than a quarter of its letters outside quotation marks are not Latin."""
     min_words: int = 1
     """Minimum number of words of an answer; shorter answers are rejected as too_short."""
     max_words: int | None = None
     """Maximum number of words of an answer; longer answers are rejected as too_long (None: no limit)."""
     reject: dict[str, str] = field(default_factory=dict)
-    """Further rules: regular expressions by the name of the rule. An answer in which one is found is rejected."""
+    """Additional rules, by name: an answer is rejected if a search finds the rule's regular expression in it."""
     answer: str | None = None
-    """Regular expression whose first group is what the answer says, such as a rating. The last match counts. An answer
-    without one is rejected as not_as_asked, and no other rule is applied (None: the whole answer counts)."""
+    """Regular expression whose first group is the result in an answer, such as a rating. The last match counts. An
+    answer without one is rejected as not_as_asked, and no other rule applies (None: the whole answer counts)."""
     scale: list[float] | None = None
     """Lowest and highest rating, with `answer`; an answer with another number is rejected as not_as_asked."""
 
     def parsed(self, answer: str) -> str | None:
-        """Return what the first group of `answer` matches in an answer; None if it is missing or out of `scale`."""
+        """Return the result in an answer, found by the expression `answer`; None if it is missing or out of `scale`."""
         assert self.answer is not None
-        # Models that think before they answer may write their thoughts too.
+        # Skip the thoughts that a reasoning model may write before its answer.
         found = next(reversed([match[1] for match in re.finditer(self.answer, answer.rpartition('</think>')[2])]), None)
         try:
             in_range = found is None or self.scale is None or self.scale[0] <= float(found) <= self.scale[1]
@@ -53,11 +53,11 @@ class Prompt:
         return found if in_range else None
 
     def filled(self, caption: str) -> str:
-        """Return the instruction for an image whose first stored caption is this; '' if it has none."""
+        """Return the instruction with {caption} replaced by the image's first stored caption, '' if it has none."""
         return self.text.replace(PLACEHOLDER, caption).strip()
 
     def plan(self) -> dict[str, Any]:
-        """Return what a table of captions records about the prompt: all that decides which answers are accepted."""
+        """Return the prompt's name, version, text hash and rules, which a table of captions records."""
         rules = {'script': self.script, 'min_words': self.min_words, 'max_words': self.max_words, 'reject': self.reject}
         rules |= {name: value for name in ('answer', 'scale') if (value := getattr(self, name)) is not None}
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]

@@ -18,12 +18,12 @@ from diffusion.storage.local_files import working_folder
 
 @dataclass(frozen=True)
 class Component:
-    """Component of a recipe, such as a model or a callback: its registered name and its keywords."""
+    """Component of a recipe, such as a model or a callback: its registered name and its keyword arguments."""
 
     name: str
     """The registered name of the component."""
     kwargs: dict[str, Any] = field(default_factory=dict, metadata={'flat': True})
-    """Keywords of the component; in YAML they are siblings of `name`."""
+    """Arguments of the component; in YAML they are siblings of `name`."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class PrecomputeConfig:
     """Captions of an image that `latents: image+text` encodes: all, first or longest. `latents: image` stores all
     captions as text."""
     caption_columns: list[str] = field(default_factory=list)
-    """Columns of captions by `diffusion caption` that are stored too, for `dataset.caption_weights` in training."""
+    """Columns of captions from `diffusion caption` to store as well, for `dataset.caption_weights` in training."""
     posterior: Literal['sample', 'mean'] = 'sample'
     """The part of the VAE's posterior that is stored: sample stores mean and log-variance, so that training samples new
     latents in every epoch; mean stores only the mean, which halves the size."""
@@ -278,7 +278,7 @@ class GenerateConfig:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The keywords of `LatentDiffusion.generate` that this section sets for all images."""
+        """The arguments of `LatentDiffusion.generate` that this section sets for all images."""
         keys = ('negative_prompt', 'guidance_scale', 'guidance_rescale', 'guidance', 'num_inference_steps')
         return {key: getattr(self, key) for key in (*keys, 'noise_scheduler', 'snr_shift')}
 
@@ -352,7 +352,7 @@ class Recipe:
     global_batch: int
     """The number of samples per optimizer step, over all devices."""
     model: Component
-    """The model: its registered name and its keywords."""
+    """The model: its registered name and its keyword arguments."""
     task: Literal['train', 'precompute', 'evaluate', 'generate'] = 'train'
     """The task that run.py runs: train, precompute, evaluate or generate."""
     seed: int = 17
@@ -375,24 +375,24 @@ class Recipe:
     """The checkpoint or run (a folder or a URL) that `task: evaluate` and `task: generate` use. Null means this run's
     latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))
-    """The training dataset: its registered name (image_text or latents) and its keywords, such as crops and caption
-    choice."""
+    """The training dataset: its registered name (image_text or latents) and its keyword arguments, such as crops and
+    caption choice."""
     streams: dict[str, StreamConfig] = field(default_factory=dict)
     """The streams of training data, by name."""
     allow_data_change: bool = False
     """True resumes a run even if its data, or the order of the data, differs from when it was started; false stops with
     an error."""
     eval_dataset: Component | None = None
-    """The evaluation dataset: its registered name and its keywords. Null means `dataset` with center crops, no flips
-    and first captions."""
+    """The evaluation dataset: its registered name and its keyword arguments. Null means `dataset` with center crops, no
+    flips and first captions."""
     eval_streams: dict[str, StreamConfig] = field(default_factory=dict)
     """The streams of evaluation data, by name."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Settings of the data loaders: reading, caching and order of samples."""
     optimizer: Component = field(default_factory=lambda: Component('adamw', {'lr': 1.0e-4, 'weight_decay': 0.01}))
-    """The optimizer: its registered name and its keywords."""
+    """The optimizer: its registered name and its keyword arguments."""
     scheduler: Component | None = None
-    """The learning rate scheduler: its registered name and its keywords. Null means a constant learning rate."""
+    """The learning rate scheduler: its registered name and keyword arguments. Null means a constant learning rate."""
     algorithms: dict[str, Component] = field(default_factory=dict)
     """The Composer algorithms, by name; `name: false` removes an inherited one."""
     callbacks: dict[str, Component] = field(default_factory=dict)
@@ -417,11 +417,11 @@ class Recipe:
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     """Messages to people about the run."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """The keywords of composer.Trainer that no other section sets, such as max_duration and precision."""
+    """The keyword arguments of composer.Trainer that no other section sets, such as max_duration and precision."""
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
     """The values that are still ???, if `load` accepted them; not a key of a recipe."""
     not_inherited: list[Problem] = field(default_factory=list, repr=False, compare=False)
-    """The settings of extended recipes that do not apply, since a component has another name; not a key of a recipe."""
+    """Notes on settings of extended recipes that were lost when a component was replaced; not a key of a recipe."""
     from_environment: dict[KeyPath, Interpolation] = field(default_factory=dict, repr=False, compare=False)
     """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Write this
     text to files instead of the value, which may be a secret (`load.to_yaml`); not a key of a recipe."""

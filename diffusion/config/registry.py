@@ -1,6 +1,6 @@
-"""Registry of the components that a recipe can name; it also checks their keywords and builds them.
+"""Registry of the components that a recipe can name; it also checks their arguments and builds them.
 
-The signature of a component's class or function is the schema of its keywords. It is parsed from the source file, so
+The signature of a component's class or function is the schema of its arguments. It is parsed from the source file, so
 that `diffusion check` finds a typo without importing torch.
 """
 
@@ -101,11 +101,11 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
 PROGRAM_DEFAULTS = {'model': ('seed',), **dict.fromkeys(('algorithm', 'callback', 'logger'), ('folder',))}
-"""Keywords, by kind of component, that take the run's seed or folder, not their default, if the recipe omits them."""
+"""Arguments for which the program passes the run's seed or folder if the recipe omits them, by kind of component."""
 
 
 DATASET_KEYWORDS = ('buckets', 'batch_size', 'tokenizers', 'seed')
-"""Keywords that a dataset must take, in addition to those that it passes on to StreamingDataset."""
+"""Arguments that a dataset must take, in addition to those that it passes on to StreamingDataset."""
 BASE_CLASSES = {
     'algorithm': ('composer.Algorithm', ''),
     'callback': ('composer.Callback', ''),
@@ -118,7 +118,7 @@ BASE_CLASSES = {
     'logger': ('composer.loggers.LoggerDestination', ''),
     'optimizer': ('torch.optim.Optimizer', ''),
 }
-"""Base class that a component's class must have, by kind, and its other requirements, as text for messages."""
+"""Base class that each kind of component must have, and the other requirements of the kind as text for messages."""
 
 
 def register(kind: str, name: str, target: Any) -> None:
@@ -218,10 +218,10 @@ def is_own(kind: str, name: str) -> bool:
 
 
 def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: Collection[str] = ()) -> dict[str, Any]:
-    """Return the defaults of the keywords that a recipe does not give for a component, to save them with the recipe.
+    """Return the defaults of the arguments that a recipe omits for a component, to save them with the recipe.
 
-    The result is empty for a component that users register, so that they can remove a keyword and still load their
-    saved recipes. A keyword is left out if its default is null or not a plain value, or if the program chooses it. A
+    The result is empty for a component that users register, so that they can remove an argument and still load their
+    saved recipes. An argument is left out if its default is null or not a plain value, or if the program chooses it. A
     mapping that the recipe gives for a dataclass is returned with its missing fields filled in.
     """
     target = _table(kind).get(name)
@@ -231,7 +231,7 @@ def saved_defaults(kind: str, name: str, given: Mapping[str, Any], *, supplied: 
 
 
 def _added_defaults(found: Signature, given: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the plain defaults of keywords not in `given` or `left_out`; fill in the defaults of given mappings."""
+    """Return the plain defaults of arguments not in `given` or `left_out`; complete given mappings with defaults."""
     added = {}
     for parameter in found.parameters:
         value, nested = given.get(parameter.name), found.nested_signature(parameter)
@@ -254,16 +254,16 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None = None, **supplied: Any) -> Any:
-    """Build a component from its keywords in the recipe and from values that the program supplies.
+    """Build a component from its arguments in the recipe and from values that the program supplies.
 
-    If the type of a keyword is a dataclass, a mapping given for it is converted to that dataclass.
+    If the type of an argument is a dataclass, a mapping given for it is converted to that dataclass.
 
     Args:
-        offered: Default values by keyword. Those that the recipe sets or the component does not accept are ignored.
-        supplied: Keywords that only the program may set; the component gets all of them.
+        offered: Default values by argument. Those that the recipe sets or the component does not accept are ignored.
+        supplied: Arguments that only the program may set; the component gets all of them.
 
     Raises:
-        UserError: The name is not registered, or the recipe sets a supplied keyword.
+        UserError: The name is not registered, or the recipe sets a supplied argument.
     """
     name, kwargs = component.name, component.kwargs
     target = resolve(kind, name)
@@ -280,7 +280,7 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
 
 
 def keywords(kind: str, component: Component) -> dict[str, Any]:
-    """Return the values of a component's keywords: its defaults, overridden by the recipe's values."""
+    """Return the values of a component's arguments: its defaults, overridden by the recipe's values."""
     parameters = inspect.signature(resolve(kind, component.name)).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty} | component.kwargs
 
@@ -292,13 +292,13 @@ def signature(kind: str, name: str) -> Signature:
 
 
 def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[str, Any]:
-    """Return the keyword values of one of this package's components: its defaults, overridden by the given values.
+    """Return the arguments of one of this package's components: its defaults, overridden by the given values.
 
     Args:
         component: The component. If it belongs to another package, or is not a component, such as `???`, the result is
             empty.
-        keyword: A keyword whose type is a dataclass: return the values of its fields instead. The result is the
-            defaults if the keyword is missing or null, and empty if the component does not accept it.
+        keyword: An argument whose type is a dataclass: return the values of its fields instead. The result is the
+            defaults if the argument is missing or null, and empty if the component does not accept it.
     """
     if not isinstance(component, Component) or not is_own(kind, component.name):
         return {}
@@ -313,7 +313,7 @@ def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[s
 
 
 def annotations(kind: str, name: str) -> dict[str, str]:
-    """Return the annotations of a component's keywords as text; empty if the component cannot be found."""
+    """Return the annotations of a component's arguments as text; empty if the component cannot be found."""
     try:
         return {each.name: each.annotation for each in signature(kind, name).parameters}
     except (KeyError, UserError):  # `check_keywords` reports that the component cannot be found
@@ -323,7 +323,7 @@ def annotations(kind: str, name: str) -> dict[str, str]:
 def check_keywords(
     where: str, kind: str, name: str, kwargs: Mapping[str, Any], *, supplied: Collection[str] = ()
 ) -> list[Problem]:
-    """Return a problem for each keyword of a component that is unknown, missing, of a wrong type or out of range."""
+    """Return a problem for each argument of a component that is unknown, missing, of a wrong type or out of range."""
     try:
         found = signature(kind, name)
     except UserError as error:
@@ -349,7 +349,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: Co
                 problems.append(Problem(path, f'is missing and has no default; set it{meaning}'))
             continue
         value = kwargs[parameter.name]
-        # If a keyword's annotation names a dataclass of this package, check the mapping against the dataclass's fields.
+        # If an annotation names a dataclass of this package, check the mapping against the dataclass's fields.
         nested = found.nested_signature(parameter)
         if isinstance(value, Mapping) and nested is not None:
             problems += _check(path, nested, value)

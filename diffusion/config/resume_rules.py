@@ -26,7 +26,7 @@ from diffusion.config.signatures import Signature
 
 @dataclass(frozen=True)
 class Rule:
-    """Effect on a resume of changing any of `keys`, and the reason."""
+    """Effect that a change of any of `keys` has on a resume, and the reason."""
 
     keys: tuple[str, ...]
     """Keys as dotted paths. `*` stands for any stream name; algorithms, callbacks, loggers and evaluators are named by
@@ -47,7 +47,7 @@ SECTION_RULES = (
     _rule(Effect.FIXED, 'the trained parameters: their shapes and their scale follow from it', 'lora'),
     # -- optimizer and schedule --
     _rule(Effect.FIXED, 'the state of an optimizer fits only its own class', 'optimizer.name'),
-    # Composer's optimizers, and this package's optimizers of the same names, have these keywords.
+    # Composer's optimizers, and this package's optimizers of the same names, have these arguments.
     _rule(UPDATE.effect, UPDATE.reason, 'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas'),
     _rule(OPTIMIZER_STATE.effect, OPTIMIZER_STATE.reason, 'optimizer.amsgrad'),
     _rule(Effect.FIXED, 'a keyword of your own optimizer, whose effect on its state is not known', 'optimizer.*'),
@@ -134,7 +134,7 @@ SECTION_RULES = (
 UNKNOWN_KEY = Rule(('*',), Effect.FIXED, 'a key that no rule of this version names')
 """Rule for a key that matches no other rule; a test asserts that all keys match another rule."""
 DECLARED_BY = {'model': 'model', 'optimizer': 'optimizer', 'algorithms': 'algorithm'}
-"""Sections whose components declare the effects of keyword changes on a resume, with the kinds of these components."""
+"""Sections whose components declare the effect of changing each argument on a resume, and their kind of component."""
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def rule_of_key() -> dict[str, Rule]:
 
 
 def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str, OnResume]]:
-    """Yield a component, its keywords and their fields, as keys of `Rule.keys`, with their effects on a resume."""
+    """Yield the paths of a component, its arguments and their fields, as in `Rule.keys`, with effects on a resume."""
     of_component = ARCHITECTURE if kind == 'model' else signature.on_resume
     if signature.on_resume is not None:
         yield where, signature.on_resume
@@ -195,7 +195,7 @@ def rule_of(path: str) -> Rule:
         prefix = '.'.join(parts[:length])
         if f'{prefix}.*' in known:
             return known[f'{prefix}.*']
-        # The path leads into the value of the key `prefix`, such as into a mapping given for a keyword.
+        # The path leads into the value of the key `prefix`, such as into a mapping given for an argument.
         if prefix in known and length > 1:
             return known[prefix]
     return known.get(parts[0], known.get(f'{parts[0]}.*', UNKNOWN_KEY))
@@ -254,7 +254,7 @@ def _component_changes(
         return
     if before is not None and after is not None and before.get('name') == after.get('name'):
         yield from _value_changes(key, path, before, after)
-    elif key in ('model', 'optimizer'):  # list only the names: the keywords of two classes differ
+    elif key in ('model', 'optimizer'):  # list only the names: the arguments of two classes differ
         yield Change(f'{key}.name', rule_of(f'{path}.name'), (before or {}).get('name'), (after or {}).get('name'))
     else:
         yield Change(key, rule_of(path), before, after)

@@ -72,7 +72,7 @@ def guidance_problems(settings: Any, where: str, *, flow: bool) -> list[Problem]
 
 
 def guidances_of(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the `guidance` of settings that sample as a list: one mapping or None, or those of a sweep."""
+    """Return the setting `guidance` as a list: one mapping or None, or the several that an evaluator compares."""
     given = settings.get('guidance')
     if isinstance(given, list | tuple) and given and 'guidance_scales' in settings:
         return list(given)
@@ -130,7 +130,7 @@ def scheduler_class_name(name: str, *, flow: bool = False) -> str:
 
 
 def scheduler_problem(name: str, *, flow: bool) -> str | None:
-    """Return an error message if a noise scheduler is unknown or not for the model: diffusion, or a flow if `flow`."""
+    """Return an error message if a noise scheduler is unknown or cannot sample the model (a flow model if `flow`)."""
     known = _scheduler_classes()
     is_known = scheduler_class_name(name) in known
     if flow and is_known and scheduler_class_name(name, flow=True) not in FLOW_SCHEDULER_CLASSES:
@@ -155,7 +155,7 @@ def _scheduler_classes() -> list[str]:
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     """Return a problem for each sampling setting that is out of range in `generate` or a component.
 
-    `components` are the keyword values of the components that sample, by the component's path.
+    `components` maps the path of each component that samples images to its arguments.
     """
     timesteps, flow = num_train_timesteps(recipe.model), is_flow(recipe.model)
     # Training does not read `generate`, whose default of 50 steps would be an error for a model with fewer timesteps.
@@ -185,7 +185,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
 
 
 def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool) -> dict[str, str]:
-    """Return error messages, by key, for wrong sampling settings; `timesteps` limits the steps, None does not."""
+    """Return error messages, by key, for wrong sampling settings; `timesteps` limits the number of steps, if known."""
     scale, rescale = settings.get('guidance_scale'), settings.get('guidance_rescale')
     problems: dict[str, str | None] = {}
     if isinstance(scale, int | float):

@@ -202,7 +202,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
     structured = [
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
     ]
-    # If a value fits no simple type, convert it to the structured one, so that mistakes inside it are reported by path.
+    # If no simple type fits, convert to the union's dataclass, list or dict: this reports mistakes inside it by path.
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
         return build_dataclass(structured[0], value, where, gather, doc)
     if fits(kind, value):

@@ -14,7 +14,7 @@ SECRET_NAME = re.compile(
     r'(?i)(?<![a-z])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key(?!_id)|'
     r'secret[_-]?key|account[_-]?key|private[_-]?key|auth[_-]?key)$'
 )
-"""Ends of names of variables and settings whose value is a secret; token_dropout, for example, does not match."""
+"""Name endings that mark the value of a variable or setting as a secret; token_dropout, for example, does not match."""
 _NO_SECRET_NAME = re.compile(r'(?i)(pad|eos|bos|unk|mask|cls|sep|start|end|special|class|prompt)_?token$')
 _FORMATS = {
     'an AWS access key': r'\b(AKIA|ASIA)[0-9A-Z]{16}\b',

@@ -29,7 +29,7 @@ from diffusion.errors import UserError
 
 ADDRESS = re.compile(r'[\w.]+:\w+')
 """Pattern of the address of a class or function, `module:name`."""
-# Types of YAML values. Values of keywords with any other type are not checked.
+# Types of YAML values. Values of arguments with any other type are not checked.
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 
 
@@ -39,21 +39,21 @@ class SourceText(str):
 
 @dataclass(frozen=True)
 class Parameter:
-    """Keyword that a component accepts: its name, its default, and the declarations in its annotation."""
+    """Argument that a component accepts: its name, its default, and the declarations in its annotation."""
 
     name: str
     annotation: str
-    """Source text of the keyword's annotation without constraints; empty if the keyword has no annotation."""
+    """Source text of the annotation without constraints; empty if the argument has no annotation."""
     required: bool
-    """True if the keyword has no default."""
+    """True if the argument has no default."""
     constraints: tuple[Constraint, ...] = ()
     """Constraints that the annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
     default: Any = None
-    """Default value: None if the keyword is required, and the `SourceText` of a default that is not a plain value."""
+    """Default value: None if the argument is required, and a `SourceText` if the default is not a plain value."""
     meanings: tuple[Meaning, ...] = ()
     """Meanings that the annotation declares, as in `Annotated[int, NotArchitecture()]`."""
     doc: str = ''
-    """Doc string under the declaration of the keyword in a dataclass or a TypedDict."""
+    """Doc string under the declaration of the argument in a dataclass or a TypedDict."""
 
     @property
     def on_resume(self) -> OnResume | None:
@@ -62,22 +62,22 @@ class Parameter:
 
     @property
     def changes_architecture(self) -> bool:
-        """False if the annotation declares that this keyword changes no parameters, FLOPs or activations of a model."""
+        """False if the annotation declares that the argument affects no parameters, FLOPs or activations of a model."""
         return not any(isinstance(each, NotArchitecture) for each in self.meanings)
 
     @property
     def weights_of(self) -> tuple[str, ...]:
-        """Parts of the model that are loaded from this keyword's folder or repository; empty if it names neither."""
+        """Parts of the model that are loaded from the folder or repository in this argument; empty if it names none."""
         return next((each.parts for each in self.meanings if isinstance(each, WeightsOf)), ())
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Keywords that a component's class or function accepts."""
+    """Arguments that a component's class or function accepts."""
 
     parameters: tuple[Parameter, ...]
     open_ended: bool
-    """True if the component also accepts any other keyword (`**kwargs`)."""
+    """True if the component also accepts any other argument (`**kwargs`)."""
     nested: Mapping[str, str]
     """Addresses (`module:attribute`) of this package's dataclasses that the component's file imports, by local name."""
     on_resume: OnResume | None = None
@@ -87,7 +87,7 @@ class Signature:
         return {parameter.name for parameter in self.parameters}
 
     def nested_signature(self, parameter: Parameter) -> 'Signature | None':
-        """Return the signature of the dataclass in a keyword's annotation, to check a mapping; None without one."""
+        """Return the signature of the dataclass in an argument's annotation, to check a mapping; None without one."""
         names = words(parameter.annotation)
         return next((of_source(*home.split(':')) for name, home in self.nested.items() if name in names), None)
 
@@ -95,7 +95,7 @@ class Signature:
         return {each.name: each.default for each in self.parameters if not each.required}
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return only those values whose names are keywords that the component accepts."""
+        """Return only those values whose names are arguments that the component accepts."""
         names = self.names()
         return {name: value for name, value in values.items() if name in names}
 
@@ -151,7 +151,7 @@ def of_source(module: str, attribute: str) -> Signature:
 
 
 def _of_function(node: ast.FunctionDef, module: str) -> Signature:
-    """Return the signature of a function, with the keywords of a TypedDict in place of `**keywords: Unpack[...]`."""
+    """Return the signature of a function, with the arguments of a TypedDict in place of `**keywords: Unpack[...]`."""
     parameters, nested = _arguments(node, module), _dataclasses_of(module)
     kwarg = node.args.kwarg
     if kwarg is None:
@@ -164,8 +164,8 @@ def _of_function(node: ast.FunctionDef, module: str) -> Signature:
             replace(each, default=defaults.get(each.name, each.default)) for each in _entries(home, original)
         )
         return Signature(parameters, False, {**_dataclasses_of(home), **nested})
-    # This package's classes take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
-    # Accepting any keyword from a recipe would hide typos and bypass the `loader` section.
+    # This package's classes take **kwargs only for values that the program sets, such as StreamingDataset's arguments.
+    # Accepting any argument from a recipe would hide typos and bypass the `loader` section.
     return Signature(parameters, not module.startswith('diffusion.'), nested)
 
 
@@ -192,7 +192,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keyword arguments of a function's decorator `name(...)`, which may be stored in a constant."""
+    """Return the keyword arguments of a function's decorator `name(...)`, written out or stored in a constant."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)
@@ -203,7 +203,7 @@ def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
 
 
 def _call(node: ast.expr, tree: ast.Module) -> ast.Call | None:
-    """Return an expression that is a call; for a constant, the call that the file assigns to it; None for others."""
+    """Return the expression if it is a call, or the call assigned to it if it is a constant's name; otherwise None."""
     if isinstance(node, ast.Name):
         found = (each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, node.id))
         node = next(found, node)
@@ -333,7 +333,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 @functools.cache
 def _aliases(module: str) -> Mapping[str, ast.expr | None]:
-    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`; map other imports to None."""
+    """Return own and imported type aliases of a file, such as `Side = Literal['a', 'b']`; other imports map to None."""
     imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
     return _own_aliases(_source(module)) | imported
 
@@ -387,7 +387,7 @@ def _constraint(node: ast.expr) -> Constraint | None:
 
 
 def _meaning(node: ast.expr, tree: ast.Module) -> Meaning | None:
-    """Evaluate a meaning of an annotation, such as `NotArchitecture()` or `FROZEN_PARTS`; return None for others."""
+    """Evaluate a meaning in an annotation, such as `NotArchitecture()` or `FROZEN_PARTS`; None for anything else."""
     call = _call(node, tree)
     if call is None:
         return NAMED_MEANINGS.get(node.id) if isinstance(node, ast.Name) else None

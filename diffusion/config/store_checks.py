@@ -1,6 +1,6 @@
-"""Checks of the streams that a recipe reads from object stores, as far as their indexes and first samples show.
+"""Checks of the streams that a recipe reads from object stores, based on their indexes and first samples.
 
-The store is only read. Whatever the checks of local folders look at is copied to a temporary folder, and checked there.
+The store is only read. These files and samples are copied to a temporary folder, where the checks of local data run.
 """
 
 import json
@@ -28,7 +28,7 @@ MAX_BEGINNING_BYTES = 2**26
 
 
 class CopiedStreams(NamedTuple):
-    """A recipe that reads local copies of the beginnings of its remote streams, and the streams that cannot be read."""
+    """A recipe with its remote streams replaced by partial local copies, and problems of those that cannot be read."""
 
     recipe: Recipe
     refused: list[Problem]
@@ -36,7 +36,7 @@ class CopiedStreams(NamedTuple):
     """URL of each copied stream, by the path of its copy."""
 
     def check(self) -> list[Problem]:
-        """Return the streams that cannot be read, then the problems of the copies, whose messages name the URLs."""
+        """Return the problems of streams that cannot be read, then those in the copies, with URLs instead of paths."""
         found = list(self.refused)
         for problem in check_paths(self.recipe):
             what = problem.what
@@ -82,7 +82,7 @@ def copied_streams(recipe: Recipe) -> Iterator[CopiedStreams]:
 
 
 def _copy_beginning(stream: StreamConfig, folder: Path) -> None:
-    """Copy the files of a stream that the checks read, as far as they exist."""
+    """Copy those files of a stream that the checks read; skip files that do not exist."""
     url, retry = str(stream.remote).rstrip('/'), RetryPolicy(1 + stream.download_retry, stream.download_timeout)
 
     def copy(name: str) -> bool:

@@ -15,15 +15,15 @@ PICKLES = ('.bin', '.ckpt', '.pth')
 """Suffixes of files with pickled weights. Composer's `.pt` is not listed: it is read without running pickled code."""
 PIPELINE = 'model_index.json'
 FLUX2_REPOSITORIES = 'black-forest-labs/FLUX.2-'
-"""Start of the names of repositories on the Hub whose autoencoder has the configuration that this package contains."""
+"""Start of the names of Hub repositories with FLUX.2's autoencoder; this package contains its configuration."""
 DENOISERS = ('unet', 'transformer')
 """Subfolders of a diffusers pipeline that may contain its denoiser."""
 
 
 def with_own_config(location: Any) -> Any:
-    """Return the folder of this package with the configuration of FLUX.2's autoencoder, or another location as it is.
+    """Return this package's folder with FLUX.2's VAE configuration for a FLUX.2 repository, else the location itself.
 
-    Counting parameters and FLOPs needs no weights, so that it works without the Hub.
+    Counting parameters and FLOPs needs only the configuration, and thus no access to the Hub.
     """
     is_flux2 = isinstance(location, str) and location.startswith(FLUX2_REPOSITORIES)
     return str(Path(__file__).parents[1] / 'models' / 'weights' / 'flux2_vae') if is_flux2 else location

@@ -117,7 +117,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
 
 
 def _nearest_yaml(path: Path, extended_by: Path | None) -> str:
-    """Suggest the nearest name in the folder or among shipped recipes, else name up to 5 of its files, else ''."""
+    """Return a hint about a missing file: the nearest name in its folder or this package, else up to 5 files there."""
     in_folder = sorted(each for each in path.parent.glob('*.y*ml') if each != extended_by)
     known = {name: f'{SHIPPED}{name}' for name in shipped_names()} | {each.stem: str(each) for each in in_folder}
     if near := difflib.get_close_matches(path.stem, known, n=1):
@@ -130,7 +130,7 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
     """Merge mappings and `key=value` overrides into one, and resolve interpolations.
 
     Later mappings take precedence over earlier ones, and overrides over all mappings. If a later mapping changes the
-    name of a component, the earlier component's keywords are dropped.
+    name of a component, the earlier component's arguments are dropped.
 
     Raises:
         UnreadableYAML: An override or an interpolation cannot be read, or an environment variable is not set.

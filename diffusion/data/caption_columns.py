@@ -18,22 +18,22 @@ from diffusion.storage.retry import status_of
 log = logging.getLogger(__name__)
 
 TABLES_IN_MEMORY = 64
-"""Tables that a process keeps open; a table of 5,000 captions of 100 words takes 3 MB."""
+"""Maximum number of tables that a process caches; a table of 5,000 captions of 100 words takes 3 MB."""
 
 
 @dataclass(frozen=True)
 class CaptionColumns:
-    """The columns of captions of one stream that training uses."""
+    """The caption columns of a stream that training uses."""
 
     stream: VerifiedStream
     listed: Mapping[str, Mapping[str, Any]]
-    """By column: `plan`, and `tables`, the paths by file name of the shard."""
+    """For each column, its `plan`, and `tables`, which maps a shard's file name to the path of its table."""
 
     @classmethod
     def open(
         cls, stream: VerifiedStream, columns: Collection[str], raws: Collection[Mapping[str, Any]]
     ) -> 'CaptionColumns':
-        """Read the columns of a stream that its captions.json lists; without this file, there are none.
+        """Read from a stream's captions.json where the tables of `columns` are; a stream without the file has none.
 
         Args:
             columns: Names of the columns to use; the file is read only if there are any.
@@ -68,7 +68,7 @@ class CaptionColumns:
         return found
 
     def fingerprint(self) -> dict[str, str]:
-        """Return model, prompt and a hash of the captions by column, to compare on resume."""
+        """Return each column's model, prompt and hash of its tables as text, by column, to compare them on resume."""
         found = {}
         for name, column in self.listed.items():
             plan, prompt = column['plan'], column['plan']['prompt']
@@ -80,7 +80,7 @@ class CaptionColumns:
 
 @lru_cache(TABLES_IN_MEMORY)
 def _captions_in(stream: VerifiedStream, name: str) -> pa.Array:
-    """Return the captions of a shard's samples from a table, null for rejected ones."""
+    """Return a table's captions, one for each sample of a shard; rejected ones are null."""
     path = stream.folder / name
     if not path.exists() or not is_intact(name, path.read_bytes()):
         path = stream.fetch_sidecar(name)

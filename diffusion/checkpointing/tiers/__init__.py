@@ -1,1 +1,1 @@
-"""Recent checkpoints in memory or on local disks of the nodes: an option for asynchronous saves."""
+"""Optional storage tiers: asynchronous saves also keep recent checkpoints in the nodes' memory or on local disks."""

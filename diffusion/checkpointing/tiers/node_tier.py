@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 """Environment variable that names this node's failure domain, such as its rack."""
 EXCHANGE_FAILED = errno.EPROTO
-"""Error number for a failed exchange with another node: the run drops the tier, whose process group may be unusable."""
+"""Error number for a failed exchange of files: the run stops using the tier, since its process group may be broken."""
 LOCK = 'in_use.lock'
 STALE_SECONDS = 3600.0
-"""Age of its last change after which the tier folder of a run that no longer runs on this node is removed."""
+"""If a run no longer runs on this node, its tier folder is removed this long after the folder's last change."""
 
 
 class NodeTier:

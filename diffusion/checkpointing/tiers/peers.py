@@ -77,7 +77,7 @@ def exchange_files(
 
     Args:
         group: A group of all ranks that no other thread uses.
-        check: Called before each chunk; if it raises an exception, the exchange still completes before raising it.
+        check: Called before each chunk; an exception that it raises is raised again once the exchange is complete.
 
     Raises:
         OSError: A file cannot be read or written, or was received with different content.

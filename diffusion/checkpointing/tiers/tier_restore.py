@@ -48,7 +48,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
     resume = storage.resume_point()
     number = None if resume is None else checkpoint_store.batch_number(resume)
     if number is not None and number < max(stored, default=0):
-        # The newest checkpoints in the storage are damaged, so one in a tier may be newer than the newest intact one.
+        # The newest checkpoints in the storage are damaged: use one in a tier if it is newer than the one found there.
         found = newest_in_tiers(tiers, stored, at_least=number + 1)
     return resume if found is None else found
 
@@ -59,13 +59,13 @@ def stored_batches(storage: RunStorage) -> list[int]:
 
 
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
-    """Give each node its files of the newest checkpoint that a tier has complete and intact; return its local folder.
+    """Find the newest checkpoint that a tier has complete and intact, and give each node the files that it needs.
 
-    Return None if no tier has such a checkpoint of batch `at_least` or later. A collective.
+    Return its local folder, or None if no tier has such a checkpoint of batch `at_least` or later. A collective.
 
     Args:
-        stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if its `base` is among
-            them: otherwise the user has deleted the base, to resume from an earlier checkpoint.
+        stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if they include its
+            `base`, the newest one when it was saved; a user who deletes the base wants to resume from before it.
     """
     candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
     # Try the newest first. Sorting is stable, so for equal batches the fastest tier comes first.
@@ -77,7 +77,7 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 
 
 def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[_Candidate]:
-    """Return the tier's usable checkpoints from batch `at_least` on, on any node, newest first; a collective."""
+    """Return the usable checkpoints on any node of a tier, of batch `at_least` or later, newest first; a collective."""
     own: set[_Candidate] = set()
     if tier.owns_folder:
         try:
@@ -155,7 +155,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
 
 
 def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -> tuple[bytes, list[str], list[str]]:
-    """Check this rank's share of the node's files; return receipt (b'' if unusable), intact files, damage as text."""
+    """Verify this rank's share of the node's files; return the receipt or b'', the intact files, and error messages."""
     intact: list[str] = []
     damages: list[str] = []
     try:

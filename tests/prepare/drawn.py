@@ -78,11 +78,7 @@ def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:
 class Deadly(bytes):
     """Encoded image that kills the process that decodes it, like one that crashes the decoder."""
 
-    once: str = ''
-
     def __len__(self) -> int:
-        if self.once:
-            Path(self.once).touch()
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
@@ -92,7 +88,7 @@ class DrawnSource:
     """Source of synthetic images: every n-th is truncated if `broken` is n, and each takes some seconds.
 
     A part cannot be read while the folder `gone` contains a file with its name. The image with the key `deadly` kills
-    the process, unless the file `once` exists, which it creates before.
+    the process.
     """
 
     parts_count: int = 4
@@ -102,7 +98,6 @@ class DrawnSource:
     stamp: str = '1'
     gone: str = ''
     deadly: str = ''
-    once: str = ''
 
     def parts(self) -> Sequence[Part]:
         return [Part(f'drawn-{n}', {'first': n * self.each}, self.each, self.stamp) for n in range(self.parts_count)]
@@ -120,9 +115,8 @@ class DrawnSource:
         image = encoded_image(number)
         if self.broken and number % self.broken == 0:
             image = image[: len(image) // 2]
-        if key == self.deadly and not (self.once and Path(self.once).exists()):
+        if key == self.deadly:
             image = Deadly(image)
-            image.once = self.once
         metadata = {'aesthetic_score': number % 10, 'language': 'en'}
         return Entry(key, image, [f'a caption of image {number}', f'another {number}'], metadata)
 

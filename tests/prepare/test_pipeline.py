@@ -5,10 +5,10 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from drawn import (
 )
 from golden import check_golden
 from PIL import Image
+from waiting import wait_until
 
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.prepare import convert_part as part_module
@@ -277,35 +278,27 @@ def test_outputs_that_are_not_replaced_say_why(tmp_path: Path) -> None:
     check_golden(Path(__file__).parent / 'golden/outputs', {'refused.txt': ''.join(found)})
 
 
-class Flaky(DrawnSource):
-    """Source that fails once for every part, as an object store may."""
+def test_read_error_of_a_part_is_retried_and_named_if_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flaky(DrawnSource):
+        """Source whose parts fail a few times after two images, as an object store may."""
 
-    def read(self, part: Part) -> Iterator[Entry]:
-        marker = Path(self.once, part.name)
-        for number, entry in enumerate(super().read(part)):
-            if number == 2 and not marker.exists():
-                marker.touch()
-                raise ConnectionResetError('the store closed the connection')
-            yield entry
-
-
-def test_part_with_a_temporary_read_error_is_retried(tmp_path: Path) -> None:
-    (tmp_path / 'once').mkdir()
-    report = run(tmp_path / 'out', Flaky(2, 5, once=str(tmp_path / 'once')))
-    assert (report.inputs, report.pictures) == (10, 10)
-
-
-def test_part_with_a_permanent_read_error_fails_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(DrawnSource):
         def read(self, part: Part) -> Iterator[Entry]:
-            raise ConnectionResetError('the store closed the connection')
-            yield
+            found = super().read(part)
+            yield from islice(found, 2)
+            if failures[part.name]:
+                failures[part.name] -= 1
+                raise ConnectionResetError('the store closed the connection')
+            yield from found
 
     pauses: list[float] = []
     monkeypatch.setattr(part_module, 'time', SimpleNamespace(sleep=pauses.append))
+    failures = {'drawn-0': 1, 'drawn-1': 1}
+    report = run(tmp_path / 'out', Flaky(2, 5))
+    assert (report.inputs, report.pictures, pauses) == (10, 10, [1.0, 1.0])
+    failures['drawn-0'] = 4
     with pytest.raises(DataError, match=r'part 0 \(drawn-0\): cannot be read \(the store closed .* is kept'):
-        run(tmp_path / 'out', Broken())
-    assert pauses == [1.0, 2.0, 4.0]
+        run(tmp_path / 'other', Flaky(2, 5))
+    assert pauses[2:] == [1.0, 2.0, 4.0]
 
 
 def test_a_process_that_dies_is_known_by_the_image_it_reads_or_the_one_before(tmp_path: Path) -> None:
@@ -420,9 +413,7 @@ def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / 'script.py'), str(Path(__file__).parent), str(tmp_path / 'out')]
     # Start it in a new process group, so that the signal reaches all its processes, as Ctrl-C in a terminal does.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob('out.work/parts/00000*')) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: list(tmp_path.glob('out.work/parts/00000*')), 30)
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=30)[1]
     assert process.returncode == 130

@@ -55,7 +55,6 @@ def dataset_without_shards(
 ) -> BucketedDataset:
     """Return a BucketedDataset with given sizes of each stream's shards, which Streaming reads from indexes."""
     dataset = BucketedDataset.__new__(BucketedDataset)
-    epoch_size = streaming.pop('epoch_size', None)
     values = {'sampling_method': 'balanced', 'sampling_granularity': 1, 'partition_algo': 'relaxed', 'elastic': True}
     values |= {'shuffle': True, 'shuffle_algo': 'py1e', 'shuffle_seed': 17, 'batching_method': 'per_stream'}
     values |= dict.fromkeys(('num_canonical_nodes', 'shuffle_block_size', 'initial_physical_nodes'))
@@ -76,11 +75,8 @@ def dataset_without_shards(
     dataset.stream_per_shard = np.repeat(np.arange(len(streams)), dataset.shards_per_stream)
     dataset.spanner = OccurrenceSpanner(Spanner(dataset.samples_per_shard))
     dataset.num_samples = int(dataset.samples_per_shard.sum())
-    dataset.epoch_size = Stream.apply_weights(
-        dataset.streams, dataset.samples_per_stream, epoch_size, dataset.shuffle_seed
-    )
-    proportions = [stream._proportion for stream in dataset.streams]
-    dataset.is_proportional = epoch_size is not None or any(each is not None for each in proportions)
+    dataset.epoch_size = Stream.apply_weights(dataset.streams, dataset.samples_per_stream, None, dataset.shuffle_seed)
+    dataset.is_proportional = any(stream._proportion is not None for stream in dataset.streams)
     dataset._round_to_whole_batches()
     return dataset
 
@@ -263,23 +259,18 @@ def test_real_loader_serves_simulated_batches(write_recipe, pictures):
         assert batches(loader.dataset, layout) == served
 
 
-def test_resume_keeps_order_of_recipe_not_checkpoint(write_recipe, pictures):
+def test_resume_keeps_order_of_recipe_not_checkpoint_and_past_the_end_starts_next_epoch(write_recipe, pictures):
     """If the data may change, a resumed run continues at its batch, in the order of the recipe."""
-    state = {'epoch': 0, 'sample_in_epoch': 24, 'num_canonical_nodes': 64, 'shuffle_seed': 3}
+    state = {'epoch': 0, 'num_canonical_nodes': 64, 'shuffle_seed': 3, 'initial_physical_nodes': 1}
     recipe = load(write_recipe(global_batch=16, streams={'a': {'local': str(pictures[32]), 'resolution': 32}}))
     loader = build_loader(recipe)
     uninterrupted = [batches(loader.dataset, Layout(1, 1), epoch=epoch) for epoch in (0, 1)]
-    loader.load_state_dict(state | {'initial_physical_nodes': 1})
+    loader.load_state_dict(state | {'sample_in_epoch': 24})
     for expected, first in ((uninterrupted[0][1:], 1), (uninterrupted[1], 0)):
         served = list(loader)
         assert [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in served] == expected
         numbers = [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in served]
         assert numbers == [[first + i] for i in range(len(expected))]
-
-
-def test_resume_position_past_end_of_epoch_starts_next_epoch(write_recipe, pictures):
-    recipe = load(write_recipe(global_batch=16, streams={'a': {'local': str(pictures[32]), 'resolution': 32}}))
     loader = build_loader(recipe)
-    state = {'epoch': 0, 'sample_in_epoch': 480, 'num_canonical_nodes': 64, 'shuffle_seed': 3}
-    loader.load_state_dict(state | {'initial_physical_nodes': 1})
+    loader.load_state_dict(state | {'sample_in_epoch': 480})
     assert [len(list(loader)) for _ in range(2)] == [0, 2]

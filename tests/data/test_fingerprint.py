@@ -50,23 +50,17 @@ def test_data_and_differences_are_as_reviewed(identity, pictures, write_recipe, 
     check_golden(Path(__file__).parent / 'golden/fingerprint', {'data.json': shown, 'differences.txt': text})
 
 
-def test_settings_that_do_not_affect_data_are_no_difference(identity, pictures, tmp_path):
+def test_changed_shards_are_a_difference_and_settings_that_do_not_affect_data_are_none(identity, pictures, tmp_path):
     moved = {name: stream | {'local': str(tmp_path / name)} for name, stream in streams_of(pictures).items()}
     for side, folder in pictures.items():
         shutil.copytree(folder, tmp_path / f'px{side}')
     overrides = ['loader.num_workers=1', 'loader.predownload=64', 'dataset.crop=center', 'loader.cache_limit=1gb']
-    assert differences(identity(), identity(*overrides, streams=moved)) == []
-
-
-def test_changed_shards_of_same_stream_are_a_difference(identity, pictures, tmp_path):
-    folder = tmp_path / 'px32'
-    shutil.copytree(pictures[32], folder)
-    streams = {'px32': {'local': str(folder), 'resolution': 32}}
-    before = identity(streams=streams)['data']
-    text = (folder / 'index.json').read_text()
+    before, index = identity(), tmp_path / 'px32/index.json'
+    assert differences(before, identity(*overrides, streams=moved)) == []
+    text = index.read_text()
     hashes = json.loads(text)['shards'][0]['raw_data']['hashes']
-    (folder / 'index.json').write_text(text.replace(hashes['sha1'], 'another'))
-    lines = differences(before, identity(streams=streams)['data'])
+    index.write_text(text.replace(hashes['sha1'], 'another'))
+    lines = differences(before['data'], identity(streams=moved)['data'])
     assert [line.split(':')[0] for line in lines] == ['streams.px32.index_sha256']
 
 

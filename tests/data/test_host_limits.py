@@ -120,25 +120,26 @@ def test_soft_limit_of_open_files_is_raised_up_to_hard_limit(source):
 def test_disk_shortage(source, tmp_path, monkeypatch):
     loader = loader_over(source, tmp_path / 'local')
     total = sum(path.stat().st_size for path in source.glob('*.mds'))
-    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': total - 1}))
+    usage = SimpleNamespace(free=total - 1)
+    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: usage)
     ((message, fatal),) = summary(host_limits.disk_problems(loader))
     assert message.startswith(f'{tmp_path}/local: {bytes_text(total)} of shards are still to be downloaded')
     assert not fatal
-    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': total}))
+    usage.free = total
     assert not summary(host_limits.disk_problems(loader))
     served(loader)
-    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': 0}))
+    usage.free = 0
     assert not summary(host_limits.disk_problems(loader)), 'downloaded shards need no more space'
     loader = loader_over(source, tmp_path / 'limited', cache_limit=total - 2000)
     served(loader)
     budget: Any = loader.dataset.cache_budget
-    left = total - 2000 - budget.used_bytes()
-    monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': left}))
+    usage.free = total - 2000 - budget.used_bytes()
     assert not summary(host_limits.disk_problems(loader)), 'the cache evicts the other shards'
 
 
 def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path, caplog, monkeypatch):
-    largest = max(path.stat().st_size for path in source.glob('*.mds'))
+    sizes = [path.stat().st_size for path in source.glob('*.mds')]
+    largest, total = max(sizes), sum(sizes)
     loader = loader_over(source, tmp_path / 'a', workers=2, cache_limit=4 * largest - 1)
     ((message, fatal),) = summary(host_limits.cache_problems(loader))
     assert fatal and message.startswith('loader.cache_limit: ') and f'at least {bytes_text(4 * largest)}' in message
@@ -146,13 +147,12 @@ def test_cache_limit_below_working_set_is_rejected_with_minimum(source, tmp_path
         host_limits.check_machine(loader)
     larger = loader_over(source, tmp_path / 'b', workers=2, cache_limit=4 * largest)
     ((message, fatal),) = summary(host_limits.cache_problems(larger))
-    whole = bytes_text(sum(path.stat().st_size for path in source.glob('*.mds')))
     host_limits.check_machine(larger)
     assert message in caplog.messages
-    assert not fatal and f'less than the {whole} that are shuffled together, so shards will be' in message
-    limit: dict[str, Any] = {'cache_limit': sum(path.stat().st_size for path in source.glob('*.mds'))}
-    assert not summary(host_limits.cache_problems(loader_over(source, tmp_path / 'c', workers=2, **limit)))
-    part = bytes_text(50 / SAMPLES * sum(path.stat().st_size for path in source.glob('*.mds')))
+    assert not fatal and f'less than the {bytes_text(total)} that are shuffled together, so shards will be' in message
+    whole = loader_over(source, tmp_path / 'c', workers=2, cache_limit=total)
+    assert not summary(host_limits.cache_problems(whole))
+    part = bytes_text(50 / SAMPLES * total)
     monkeypatch.setattr(host_limits.dist, 'get_world_size', lambda: 16)
     monkeypatch.setattr(host_limits.dist, 'get_local_world_size', lambda: 8)
     dataset = Mock(shuffle=True, shuffle_block_size=1000, num_canonical_nodes=64)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,6 @@ from diffusion.storage.caption_tables import ROWS
 from diffusion.training.components import build_loader
 
 REJECTED = {'empty', 'no_answer', 'refused_by_server', 'context_too_long'}
-
-
-@pytest.fixture
-def server() -> Iterator[VlmServer]:
-    server = VlmServer()
-    yield server
-    server.close()
 
 
 def table_of(data: Path, column: str) -> pa.Table:

@@ -1,7 +1,7 @@
 """A captioned dataset grows and loses images, trains by weights, and is compared on resume."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,6 @@ from training.test_grown_dataset import deliver
 
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
-
-
-@pytest.fixture
-def server() -> Iterator[VlmServer]:
-    server = VlmServer()
-    yield server
-    server.close()
 
 
 @pytest.mark.slow

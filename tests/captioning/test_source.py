@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,6 @@ SOURCES: dict[str, dict[str, bytes]] = {
 }
 OWN = {'parquet': ['own'], 'huggingface': [], 'tfrecord': [f'own {n}' for n in (0, 1, 2, 3, 4, 7)]}
 """Captions that the source has itself, if not those of TEXTS."""
-
-
-@pytest.fixture
-def server() -> Iterator[VlmServer]:
-    server = VlmServer()
-    yield server
-    server.close()
 
 
 def write_source(folder: Path, kind: str, files: dict[str, bytes]) -> Path:

@@ -238,13 +238,9 @@ def test_shard_damaged_during_other_uploads_is_written_again(
     assert_prepared(store, expected)
 
 
-def test_nonempty_output_in_a_store_is_not_touched(tmp_path: Path, store: Store) -> None:
+def test_output_that_is_not_empty_or_in_no_bucket_is_reported_before_any_work(tmp_path: Path, store: Store) -> None:
     store.bucket('mds', **{'out/something': b'x', 'outside': b'y'})
-    with pytest.raises(ValueError, match='s3://mds/out: exists and is not empty'):
-        run(tmp_path, 's3://mds/out')
+    for out, problem in {'mds/out': ': exists and is not empty', 'nowhere/out': '/: there is no such bucket'}.items():
+        with pytest.raises(ValueError, match=f's3://{out}{problem}'):
+            run(tmp_path, f's3://{out}')
     assert not (tmp_path / 'work').exists()
-
-
-def test_missing_output_bucket_is_reported_before_any_work(tmp_path: Path, store: Store) -> None:
-    with pytest.raises(ValueError, match=r's3://nowhere/out/: there is no such bucket'):
-        run(tmp_path, 's3://nowhere/out')

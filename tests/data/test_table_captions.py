@@ -139,7 +139,7 @@ def test_a_damaged_table_is_an_error_of_the_data(recipe_with: Callable[..., Any]
 
 def test_unknown_columns_are_refused(recipe_with: Callable[..., Any], folder: Path) -> None:
     write_captions(folder, 'long', 'long')
-    with pytest.raises(UserError, match='no stream records the columns of its captions'):
+    with pytest.raises(UserError, match='no stream records the columns of its captions; prepare the data with'):
         build_loader(recipe_with({'lnog': 1.0}))
     with pytest.raises(UserError, match='no stream has captions lnog; diffusion caption has written long'):
         build_loader(recipe_with({'original': 1.0, 'long': 1.0, 'lnog': 1.0}))

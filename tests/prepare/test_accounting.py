@@ -122,8 +122,3 @@ def test_text_files_hold_captions_by_one_rule(tmp_path: Path, kind: str, rule: s
     assert [sample['captions'] for sample in samples(tmp_path / 'out/32px')] == CAPTIONS[rule or 'whole']
     quantiles = report.statistics['captions per image']['quantiles']
     assert quantiles['50%'] == len(CAPTIONS[rule or 'whole'][0])
-
-
-def test_rule_for_text_files_that_are_not_read_is_not_in_the_plan(tmp_path: Path) -> None:
-    listed = settings('folder', tmp_path, captions=str(tmp_path / 'captions.csv')).content_settings()
-    assert 'caption_text' not in listed['source']

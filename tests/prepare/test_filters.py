@@ -48,23 +48,6 @@ def test_column_that_no_image_has_is_reported() -> None:
     assert filters.unknown_column_notes({'PUNSAFE', 'aesthetic'}) == []
 
 
-@pytest.mark.parametrize(
-    ('filters', 'message'),
-    [
-        (Filters(max_aspect=0.5), r'filters\.max_aspect: 0\.5 is below 1'),
-        (Filters(min_side=0), r'filters\.min_side: 0 is not positive'),
-        (Filters(min_caption=9, max_caption=3), r'filters\.min_caption: 9 is not between 1 and max_caption=3'),
-        (Filters(columns={'a': ValueRange()}), r'filters\.columns\.a: has no limit'),
-        (Filters(columns={'a': ValueRange(2, 1)}), r'filters\.columns\.a: max 1 is below min 2'),
-        (Filters(columns={'a': ValueRange(1), 'A': ValueRange(2)}), 'contains a column twice'),
-    ],
-)
-def test_limits_that_nothing_can_pass_are_errors(filters: Filters, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        filters.check()
-    Filters(min_side=5, max_aspect=1.0, columns={'a': ValueRange(1, 1)}).check()
-
-
 def reason(*raw: Any, **limits: int) -> str:
     with pytest.raises(Unfit) as rejection:
         usable_captions(raw, **limits)

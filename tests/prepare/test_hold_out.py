@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, contents, held_out, keys, run, settings, snapshot
+from drawn import DrawnSource, contents, held_out, keys, run, snapshot
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -154,16 +154,3 @@ def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Pat
     of_held_out = ['/out-held-out/' in name for name in puts if not name.endswith('.mds')]
     assert of_held_out == sorted(of_held_out, reverse=True) and any(of_held_out) and not all(of_held_out)
     assert run('s3://mds/a/out', work=str(tmp_path / 'work'), **choices).notes[-1].startswith('already prepared')
-
-
-@pytest.mark.parametrize(
-    ('out', 'expected'),
-    [
-        ('data/photos', 'data/photos-held-out'),
-        ('s3://bucket/mds/', 's3://bucket/mds-held-out'),
-        ('.', str(Path.cwd()) + '-held-out'),
-    ],
-)
-def test_held_out_images_are_beside_the_output(out: str, expected: str) -> None:
-    source = {'kind': 'folder', 'location': '/photos'}
-    assert settings(out, source=source, work='work').held_out == expected

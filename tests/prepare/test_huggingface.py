@@ -296,7 +296,6 @@ def test_text_that_is_no_path_rejects_its_row(hub: HubServer) -> None:
 @pytest.mark.parametrize(
     ('name', 'content'),
     [
-        ('train.parquet', parquet_of({'url': ['https://a/1.jpg'], 'caption': ['x']})),
         ('train.parquet', parquet_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
         ('train.arrow', arrow_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
     ],

@@ -288,15 +288,6 @@ def test_encoding_is_deterministic_and_keeps_no_metadata(kind: str) -> None:
     assert decode_image(encoded).lossless == lossless
 
 
-def test_chroma_has_full_resolution_only_at_high_quality() -> None:
-    stripes = np.zeros((16, 16, 3), np.uint8)
-    stripes[:, ::2] = (255, 0, 0)
-    image = Image.fromarray(stripes)
-    encoded = [encode(image, kind='jpeg', quality=quality) for quality in (94, 95)]
-    errors = [difference(decode_image(each).image, image) for each in encoded]
-    assert errors[0] > 60 > errors[1]
-
-
 def photograph(width: int, height: int) -> Image.Image:
     """Return an image with structures of all sizes, as photographs have."""
     rng, total = np.random.default_rng(width * height), np.zeros((height, width, 3), np.float32)

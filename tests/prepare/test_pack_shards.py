@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from diffusion.config.image_shapes import read_buckets
 from diffusion.prepare import process_sample
 from diffusion.prepare.process_sample import COLUMNS, Buckets
-from diffusion.prepare.settings import settings_of
 from diffusion.storage.mds import ShardFormat
 from tests.storage.test_mds import contents, write_with_streaming
 
@@ -121,13 +120,3 @@ def test_largest_keeps_an_image_only_in_its_largest_bucket(tmp_path: Path) -> No
     assert stored['64px'] == all_stored['64px']
     assert set(stored['32px']) == set(all_stored['32px']) - set(all_stored['64px'])
     assert set(stored['16px']) == set(all_stored['16px']) - set(all_stored['32px'])
-
-
-def test_buckets_make_no_difference_for_one_size() -> None:
-    source = {'kind': 'folder', 'location': 'photos'}
-    plans = [
-        settings_of({'source': source, 'out': 'out', 'sizes': sizes, 'buckets': buckets}).content_settings()
-        for sizes in ([256], [256, 512])
-        for buckets in ('every', 'largest')
-    ]
-    assert [plan['buckets'] for plan in plans] == ['largest', 'largest', 'every', 'largest']

@@ -45,12 +45,13 @@ out: mds
 sizes: [256, 512]
 aspects: ['640x384', '512x512']
 workers: 3
+formats: [svg]
 duplicates: near
 filters: {columns: {aesthetic: {min: 4.5}}}
 """
     (tmp_path / 'a.yaml').write_text(text)
     short = ['parquet', 'images', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512']
-    short += ['--workers', '3', '--caption-column', 'alt']
+    short += ['--workers', '3', '--caption-column', 'alt', '--formats', 'svg']
     short += ['--aspects', '640x384', '512x512', '--duplicates', 'near', '--set', 'filters.columns.aesthetic.min=4.5']
     for name in ('none', 'sdxl'):
         assert parsed('parquet', 'a', '--out', 'b', '--sizes', '8', '--aspects', name).aspects == name

@@ -168,7 +168,6 @@ VERSIONS = {
         ({'a.tfrecord': [without(n, 'image') for n in range(10)]}, {}, 'no feature image, jpg, .*, img, only caption,'),
         ({'a.tfrecord': [without(n, 'caption') for n in range(10)]}, {}, 'no feature captions, caption, .*--caption-c'),
         ({'a.tfrecord': records(range(12), image=[])}, {'split': 'test'}, "has no split 'test'"),
-        ({'a.png': [b'x']}, {}, r'has no TFRecord files \(.tfrecord, .*\), only a.png; for ArrayRecords, run `tfds'),
         (VERSIONS, {}, "is one of several datasets or versions: '1/', '2/'; give the folder of one"),
         ({'dataset_info.json': [b'[]'], 'a.tfrecord': []}, {}, 'dataset_info.json: is not of TensorFlow Datasets'),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from captioning.vlm_server import write_images
 from commands import refusal
 from golden import check_transcripts
 
@@ -184,7 +185,5 @@ def test_a_folder_without_shards_and_a_missing_token_are_refused(
     path.write_text(yaml.safe_dump(SETTINGS | {'token_variable': 'VLM_TOKEN'}))
     assert 'has no index.json' in refusal(capsys, 'caption', tmp_path, '--with', path)
     monkeypatch.delenv('VLM_TOKEN', raising=False)
-    from captioning.vlm_server import write_images
-
     data = write_images(tmp_path / 'data', shards=1, each=1)
     assert 'the environment variable VLM_TOKEN is not set' in refusal(capsys, 'caption', data, '--with', path)

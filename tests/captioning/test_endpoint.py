@@ -367,7 +367,7 @@ def test_the_script_of_the_documentation_runs_shares_on_ray(server: VlmServer, t
     script = page.partition('$ cat caption_on_ray.py\n')[2].partition('$ ray job submit')[0]
     data = write_images(tmp_path / 'data', shards=6, each=3)
     write_settings(tmp_path / 'qwen3vl.yaml', server.url)
-    for old, new in (('s3://bucket/mds', str(data)), ('qwen3vl.yaml', str(tmp_path / 'qwen3vl.yaml')), ('16', '2')):
+    for old, new in (('16', '2'), ('s3://bucket/mds', str(data)), ('qwen3vl.yaml', str(tmp_path / 'qwen3vl.yaml'))):
         assert old in script
         script = script.replace(old, new)
     environment = os.environ | {'RAY_USAGE_STATS_ENABLED': '0', 'RAY_AUTH_MODE': 'disabled'}

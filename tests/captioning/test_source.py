@@ -4,7 +4,6 @@ import io
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from PIL import Image
 from prepare.drawn import draw, encode, samples, tar_of, write_files
 from prepare.hub_datasets import parquet_of
 from prepare.tfrecords import example, record
+from waiting import wait_until
 
 from diffusion.cli import main
 from diffusion.config.load import load
@@ -96,8 +96,7 @@ def test_a_killed_captioning_of_a_source_resumes_and_the_dataset_trains(
     recipe = write_source(tmp_path, 'webdataset', {'a.tar': tar_of(files.items())})
     settings = write_settings(tmp_path / 'vlm.yaml', server.url, concurrency=2)
     process = subprocess.Popen([sys.executable, '-m', 'diffusion', 'caption', str(recipe), '--with', str(settings)])
-    while server.good.total() < 20:
-        time.sleep(0.005)
+    wait_until(lambda: server.good.total() >= 20)
     process.kill()
     process.wait()
     usage = output_of(capsys, 'caption', recipe, '--with', settings).splitlines()[-1].partition(': diffusion ')[2]

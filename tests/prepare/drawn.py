@@ -87,8 +87,8 @@ class Deadly(bytes):
 class DrawnSource:
     """Source of synthetic images: every n-th is truncated if `broken` is n, and each takes some seconds.
 
-    A part cannot be read while the folder `gone` contains a file with its name. The image with the key `deadly` kills
-    the process.
+    `image` returns the encoded image of a number. A part cannot be read while the folder `gone` contains a file with
+    its name. The image with the key `deadly` kills the process.
     """
 
     parts_count: int = 4
@@ -98,6 +98,7 @@ class DrawnSource:
     stamp: str = '1'
     gone: str = ''
     deadly: str = ''
+    image: Callable[[int], bytes] = encoded_image
 
     def parts(self) -> Sequence[Part]:
         return [Part(f'drawn-{n}', {'first': n * self.each}, self.each, self.stamp) for n in range(self.parts_count)]
@@ -112,7 +113,7 @@ class DrawnSource:
             yield self.entry(key, number)
 
     def entry(self, key: str, number: int) -> Entry:
-        image = encoded_image(number)
+        image = self.image(number)
         if self.broken and number % self.broken == 0:
             image = image[: len(image) // 2]
         if key == self.deadly:

@@ -61,32 +61,26 @@ def test_both_datasets_do_not_depend_on_the_number_of_processes(tmp_path: Path) 
     assert names(tmp_path) == ['1', '1-held-out', '2', '2-held-out']
 
 
-class Repeating(DrawnSource):
-    """Every image twice; the second one is smaller and compressed more."""
-
-    def entry(self, key: str, number: int) -> Entry:
-        image = draw(number // 2, width=96, height=80)
-        if number % 2:
-            image = image.resize((72, 60))
-        return Entry(key, encode(image, 'JPEG' if number % 2 else 'PNG'), [f'caption {number}'])
+def repeated(number: int) -> bytes:
+    """Return an image, or for odd numbers the one before, smaller and compressed more."""
+    image = draw(number // 2, width=96, height=80)
+    return encode(image.resize((72, 60)), 'JPEG') if number % 2 else encode(image, 'PNG')
 
 
 def test_near_duplicates_are_rejected_with_the_key_of_their_original(tmp_path: Path) -> None:
-    report = run(tmp_path / 'out', Repeating(4, 9), duplicates='near', max_distance=8)
+    report = run(tmp_path / 'out', DrawnSource(4, 9, image=repeated), duplicates='near', max_distance=8)
     assert report.rejected['duplicate'].count == 18
     assert report.rejected['duplicate'].names[0] == 'image-1 (duplicate of image-0)'
     assert [sample['key'] for sample in samples(tmp_path / 'out/32px')] == [f'image-{n}' for n in range(0, 36, 2)]
 
 
 def test_exact_duplicates_are_images_with_equal_pixels(tmp_path: Path) -> None:
-    class Same(DrawnSource):
-        def entry(self, key: str, number: int) -> Entry:
-            image = draw(number // 3, width=64, height=64)
-            return Entry(key, encode(image, ('PNG', 'BMP', 'JPEG')[number % 3]), ['x'])
+    def same(number: int) -> bytes:
+        return encode(draw(number // 3, width=64, height=64), ('PNG', 'BMP', 'JPEG')[number % 3])
 
-    report = run(tmp_path / 'out', Same(2, 6), duplicates='exact')
+    report = run(tmp_path / 'out', DrawnSource(2, 6, image=same), duplicates='exact')
     assert report.rejected['duplicate'].names == [f'image-{n + 1} (duplicate of image-{n})' for n in (0, 3, 6, 9)]
-    assert run(tmp_path / 'all', Repeating(4, 9), duplicates='none').rejected == {}
+    assert run(tmp_path / 'all', DrawnSource(2, 6, image=same), duplicates='none').rejected == {}
 
 
 def test_store_original_keeps_bytes_unless_the_image_needs_correction(tmp_path: Path) -> None:
@@ -112,11 +106,9 @@ def test_store_original_keeps_bytes_unless_the_image_needs_correction(tmp_path: 
 
 
 def test_lossless_images_are_stored_as_chosen_and_a_sample_is_measured(tmp_path: Path) -> None:
-    class Drawings(DrawnSource):
-        def entry(self, key: str, number: int) -> Entry:
-            return Entry(key, encode(draw(number, width=64, height=48), 'PNG' if number else 'JPEG'), ['x'])
-
-    png, webp = (run(tmp_path / kind, Drawings(2, 6), sizes=[32], lossless_format=kind) for kind in ('png', 'webp'))
+    images = [encode(draw(number, width=64, height=48), 'PNG' if number else 'JPEG') for number in range(12)]
+    source = DrawnSource(2, 6, image=images.__getitem__)
+    png, webp = (run(tmp_path / kind, source, sizes=[32], lossless_format=kind) for kind in ('png', 'webp'))
     stored, recoded = (samples(tmp_path / kind / '32px') for kind in ('png', 'webp'))
     assert [sample['image'][8:12] == b'WEBP' for sample in recoded] == [False, *[True] * 11]
     pixels = [[decode_image(sample['image']).image for sample in found[1:]] for found in (stored, recoded)]
@@ -130,27 +122,19 @@ def test_lossless_images_are_stored_as_chosen_and_a_sample_is_measured(tmp_path:
 
 
 def test_images_longer_than_their_format_allows_are_rejected(tmp_path: Path) -> None:
-    class Strips(DrawnSource):
-        def entry(self, key: str, number: int) -> Entry:
-            width = (16_383, 16_384, 65_500, 65_501)[number]
-            return Entry(key, encode(draw(1, width=width, height=16), 'PNG'), ['x'])
-
+    strips = [encode(draw(1, width=width, height=16), 'PNG') for width in (16_383, 16_384, 65_500, 65_501)]
     for kind, kept in (('webp', 1), ('png', 3)):
-        report = run(tmp_path / kind, Strips(1, 4), sizes=[16], lossless_format=kind)
+        report = run(tmp_path / kind, DrawnSource(1, 4, image=strips.__getitem__), sizes=[16], lossless_format=kind)
         assert report.rejected['too_long'].names == [f'image-{number}' for number in range(kept, 4)]
 
 
 def test_images_are_resized_by_the_chosen_filter(tmp_path: Path) -> None:
-    class Stripes(DrawnSource):
-        def entry(self, key: str, number: int) -> Entry:
-            return Entry(key, encode(draw(number, width=60, height=40), 'PNG'), ['x'])
-
-    found = []
+    image, found = draw(0, width=60, height=40), []
     for resize in ('lanczos', 'bilinear'):
-        run(tmp_path / resize, Stripes(1, 1), sizes=[16], resize=resize)
+        run(tmp_path / resize, DrawnSource(1, 1, image=lambda _: encode(image, 'PNG')), sizes=[16], resize=resize)
         found.append(samples(tmp_path / resize / '16px')[0]['image'])
         stored = decode_image(found[-1]).image
-        expected = draw(0, width=60, height=40).resize((24, 16), getattr(Image.Resampling, resize.upper()))
+        expected = image.resize((24, 16), getattr(Image.Resampling, resize.upper()))
         assert np.abs(np.asarray(stored, np.int16) - np.asarray(expected, np.int16)).max() <= 1
     assert found[0] != found[1]
 
@@ -195,11 +179,12 @@ def test_resumed_preparation_does_not_search_for_duplicates_again(
             yield run_job(job)
 
     choices: dict[str, Any] = {'duplicates': 'near', 'max_distance': 8}
-    run(tmp_path / 'whole', Repeating(2, 8), **choices)
+    source = DrawnSource(2, 8, image=repeated)
+    run(tmp_path / 'whole', source, **choices)
     with pytest.raises(KeyboardInterrupt):
-        prepare(settings(tmp_path / 'out', **choices), source=Repeating(2, 8), run=stop_after_parts)
+        prepare(settings(tmp_path / 'out', **choices), source=source, run=stop_after_parts)
     monkeypatch.setattr(Catalog, '_search', None)
-    assert run(tmp_path / 'out', Repeating(2, 8), **choices).rejected['duplicate'].count == 8
+    assert run(tmp_path / 'out', source, **choices).rejected['duplicate'].count == 8
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 

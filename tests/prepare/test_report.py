@@ -98,18 +98,16 @@ def test_text_page_and_file_of_a_report_and_of_several_deliveries(tmp_path: Path
     assert (kept.repaired, kept.passed_over['hidden']) == (NamedCount(2, ['r']), NamedCount(1))
 
 
-class Damaged(DrawnSource):
-    """Source with intact images, JPEGs with stray bytes, and PNGs with a changed byte."""
-
-    def entry(self, key: str, number: int) -> Entry:
-        jpeg, png = (encode(draw(number, width=64, height=48), kind) for kind in ('JPEG', 'PNG'))
-        at = len(png) // 2
-        changed = png[:at] + bytes([png[at] ^ 1]) + png[at + 1 :]
-        return Entry(key, [png, jpeg[:-2] + bytes(100) + jpeg[-2:], changed][number % 3], [f'image {number}'])
+def damaged(number: int) -> bytes:
+    """Return an intact image, a JPEG with stray bytes, or a PNG with a changed byte."""
+    jpeg, png = (encode(draw(number, width=64, height=48), kind) for kind in ('JPEG', 'PNG'))
+    at = len(png) // 2
+    changed = png[:at] + bytes([png[at] ^ 1]) + png[at + 1 :]
+    return [png, jpeg[:-2] + bytes(100) + jpeg[-2:], changed][number % 3]
 
 
 def test_report_has_the_messages_of_the_decoder_and_repaired_images(tmp_path: Path) -> None:
-    report = run(tmp_path / 'out', Damaged(3, 3), sizes=[16])
+    report = run(tmp_path / 'out', DrawnSource(3, 3, image=damaged), sizes=[16])
     assert report.pictures == 6
     assert report.rejected['undecodable'].count == 3
     (message,) = report.details['undecodable']

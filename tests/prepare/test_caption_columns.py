@@ -80,17 +80,6 @@ def test_each_kind_of_source_names_the_column_of_each_caption(kind: str, tmp_pat
     assert 'captions by column: original 2, recaptioned 3' in report.notes
 
 
-def test_a_text_file_is_the_column_txt(tmp_path: Path) -> None:
-    write_files(tmp_path, FILES | {f'{stem}.txt': f'text {stem}'.encode() for stem in '012'})
-    write_files(tmp_path, {f'{n}.json': json.dumps({'llm': f'llm {n}', 'caption': 'not asked for'}) for n in '012'})
-    source = FolderSource(str(tmp_path), caption_column=('txt', 'llm'))
-    assert [by_column(entry.captions, entry.caption_columns) for entry in entries(source)] == [
-        {'txt': [f'text {stem}'], 'llm': [f'llm {stem}']} for stem in '012'
-    ]
-    alone = FolderSource(str(tmp_path), caption_column='llm')
-    assert [(entry.captions, entry.caption_columns) for entry in entries(alone)] == [([f'llm {s}'], []) for s in '012']
-
-
 def test_a_key_that_no_file_has_is_in_the_report(tmp_path: Path) -> None:
     write_files(tmp_path / 'images', FILES | {f'{stem}.txt': f'text {stem}'.encode() for stem in '012'})
     where = {'kind': 'folder', 'location': str(tmp_path / 'images'), 'caption_column': ['txt', 'lmm']}

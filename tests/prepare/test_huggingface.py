@@ -21,7 +21,6 @@ from prepare.hub_datasets import (
     parquet_dataset,
     parquet_of,
     rows,
-    saved_dataset,
 )
 
 from diffusion import cli as command
@@ -352,14 +351,6 @@ def test_saved_dataset_without_splits_is_read(tmp_path: Path) -> None:
     files = {'state.json': json.dumps(state).encode(), 'dataset_info.json': b'{}'}
     files |= {f'data-{number}.arrow': arrow_of(rows('train', [number])) for number in range(2)}
     assert captions(write_files(tmp_path / 'saved', files)) == ['train 1', 'train 0']
-
-
-def test_saved_dataset_in_a_folder_is_read_without_its_caches(tmp_path: Path) -> None:
-    saved = saved_dataset()
-    files = {f'sets/a/{name}': content for name, content in saved.items()} | {'state.json': b'{"step": 5}'}
-    folder = write_files(tmp_path / 'in', files)
-    assert captions(folder) == captions(folder / 'sets') == captions(folder / 'sets' / 'a') == expected('train')
-    assert captions(folder, split='test') == captions(folder / 'sets' / 'a' / 'test') == expected('test')
 
 
 def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> None:

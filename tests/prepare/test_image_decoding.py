@@ -19,6 +19,7 @@ from prepare.drawn import smooth, swapped_profile
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, covering_size, decode_image, encode, shrink
 
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
 LOSSY = 12
 """Maximum error of JPEG in a smooth image, in levels of 255."""
 
@@ -63,7 +64,7 @@ def test_transparent_areas_show_the_background(kind: str) -> None:
 
 
 def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
-    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
+    profile = bytearray(SRGB)
     at = int.from_bytes(profile[profile.index(b'rXYZ') + 4 :][:4], 'big') + 8
     profile[at : at + 4] = (int.from_bytes(profile[at : at + 4], 'big') + 30).to_bytes(4, 'big')
     profile = bytes(profile)
@@ -83,17 +84,11 @@ def test_profiles_apply_to_palettes_and_transparent_images() -> None:
     assert decode_image(file_of(palette, 'PNG', icc_profile=swapped_profile())).image.getpixel((1, 1))[1] > 200  # type: ignore[index]
 
 
-@pytest.mark.parametrize('profile', [b'no profile', b'\0' * 128])
+@pytest.mark.parametrize('profile', [b'no profile', b'\0' * 128, SRGB])
 @pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
-def test_unreadable_profile_is_ignored(profile: bytes, mode: str) -> None:
+def test_profile_that_is_unreadable_or_has_other_channels_is_ignored(profile: bytes, mode: str) -> None:
     encoded = file_of(smooth().convert(mode), icc_profile=profile)
     assert difference(decode_image(encoded).image, decode_image(file_of(smooth().convert(mode))).image) == 0
-
-
-def test_profile_with_other_channels_is_ignored() -> None:
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
-    encoded = file_of(smooth().convert('L'), 'PNG', icc_profile=profile)
-    assert difference(decode_image(encoded).image, smooth().convert('L').convert('RGB')) == 0
 
 
 def test_16_bit_color_is_scaled() -> None:
@@ -210,9 +205,8 @@ def test_pillow_pixel_limit_is_ignored_and_restored(monkeypatch: pytest.MonkeyPa
 def test_only_images_without_correction_are_unmodified() -> None:
     exif = Image.Exif()
     exif[0x0112] = 3
-    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
     found = [file_of(smooth()), file_of(smooth(), 'WEBP'), file_of(smooth().convert('L'), 'PNG')]
-    found.append(file_of(smooth(), icc_profile=srgb))
+    found.append(file_of(smooth(), icc_profile=SRGB))
     assert all(decode_image(encoded).is_unmodified for encoded in found)
     corrected = [file_of(smooth(), exif=exif), file_of(smooth(), icc_profile=swapped_profile())]
     corrected += [file_of(smooth().convert('CMYK')), file_of(smooth(), 'PNG', transparency=(1, 2, 3))]

@@ -25,8 +25,8 @@ def emojis() -> list[Emoji]:
     return all_emoji()
 
 
-def prepare_openmoji(out: Path, sizes: list[int], *, shard_mb: float = 256.0, **source: object) -> PrepareReport:
-    values = {'source': {'kind': 'openmoji'} | source, 'out': str(out), 'sizes': sizes, 'shard_mb': shard_mb}
+def prepare_openmoji(out: Path, sizes: list[int], **source: object) -> PrepareReport:
+    values = {'source': {'kind': 'openmoji'} | source, 'out': str(out), 'sizes': sizes}
     return report_of(values | openmoji.SETTINGS)
 
 

@@ -21,7 +21,7 @@ from prepare.drawn import entries
 from diffusion.errors import UserError
 from diffusion.prepare import parquet
 from diffusion.prepare.parquet import ParquetSource, arrow_entries, images_of
-from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.source import Part
 
 IMG2DATASET: dict[str, Any] = {
     **{'key': ['000000000', '000000001', '000000002'], 'jpg': [b'zero', None, b'two'], 'txt': ['a', None, 'c']},
@@ -31,15 +31,9 @@ IMG2DATASET: dict[str, Any] = {
 }
 
 
-def write(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> Path:
-    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, **options)
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
     return path
-
-
-def read(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> list[Entry]:
-    return entries(ParquetSource(str(write(path, columns)), **options))
 
 
 def test_img2dataset_parquet_is_read(tmp_path: Path) -> None:
@@ -59,7 +53,8 @@ def test_img2dataset_parquet_is_read(tmp_path: Path) -> None:
 def test_common_column_names_are_detected(tmp_path: Path) -> None:
     names = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img', 'JPG')
     for name, caption in itertools.product(names, ('caption', 'text', 'TEXT', 'txt', 'Caption')):
-        found = read(tmp_path / f'{name}-{caption}.parquet', {'id': [1], name: [b'x'], caption: ['y']})
+        path = write(tmp_path / f'{name}-{caption}.parquet', {'id': [1], name: [b'x'], caption: ['y']})
+        found = entries(ParquetSource(str(path)))
         assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['y'], {'id': 1}), (name, caption)
 
 

@@ -233,7 +233,7 @@ class Chooser:
         splits = {split: group for split, group in splits.items() if group}
         split = choose_split(splits, self.split, self.location)
         self._refuse_overlap(splits, split)
-        others = _others(files, splits[split], splits, of_config=self.data_files(layout, files))
+        others = _others(files, splits[split], splits, of_layout=self.data_files(layout, files))
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
@@ -334,15 +334,15 @@ def is_metadata(file: File) -> bool:
 
 
 def _others(
-    files: Sequence[File], chosen: Sequence[File], splits: Mapping[str, list[File]], *, of_config: Sequence[File] = ()
+    files: Sequence[File], chosen: Sequence[File], splits: Mapping[str, list[File]], *, of_layout: Sequence[File] = ()
 ) -> list[PassedOver]:
     """Return the files that are not in `chosen`, each with the reason for skipping it, such as its split.
 
-    `of_config`: All data files in the chosen layout, including other configurations'. A file of these that is not in
+    `of_layout`: All data files in the chosen layout, including other configurations'. A file of these that is not in
     `splits` belongs to another configuration or has no split in its name.
     """
     used = {file.name for file in chosen}
-    reasons = {file.name: 'other configuration or no split' for file in of_config}
+    reasons = {file.name: 'other configuration or no split' for file in of_layout}
     reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}
     return [PassedOver(file.name, reasons.get(file.name)) for file in files if file.name not in used]
 

@@ -106,7 +106,7 @@ def _pairs_of_answers(folder: Path) -> Iterator[Pair]:
         if each.rater not in excluded:
             votes[each.pair].append(0 if each.choice == 'tie' else 1 if each.choice == key.pairs[each.pair].a else -1)
     if 'files' not in key.a:
-        raise UserError(f'{folder / KEY}: does not name the images; build the page again with this version')
+        raise UserError(f'{folder / KEY}: does not list the image files; build the page again with this version')
     for index, found in sorted(votes.items()):
         pair = key.pairs[index]
         if pair.a is not None:  # else an attention check
@@ -177,4 +177,4 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise UserError(f'{path}: does not exist; give the images at the paths that the source names') from error
+        raise UserError(f'{path}: does not exist; add this image, or correct its path') from error

@@ -216,7 +216,7 @@ def _keys(options: RemoveOptions) -> list[str]:
             raise UserError(f'--keys: {options.keys} cannot be read ({error}); give a text file in UTF-8') from error
         keys += [line for line in lines if line]
     if not (keys or options.hash or options.image or options.where or options.purge):
-        raise UserError('no image is named; give --keys FILE, --key KEY, --hash HEX, --image FILE or --where CONDITION')
+        raise UserError('no image selected; give --keys FILE, --key KEY, --hash HEX, --image FILE or --where CONDITION')
     return list(dict.fromkeys(keys))
 
 

@@ -167,7 +167,7 @@ def _lengths(content: bytes, file: File) -> dict[tuple[str, int, int], int]:
             for number, length in enumerate(split.get('shardLengths', []))
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f'{file.url}: is not of TensorFlow Datasets ({error!r}); copy it again') from error
+        raise UserError(f'{file.url}: is not a file of TensorFlow Datasets ({error!r}); copy it again') from error
 
 
 def _folder(file: File) -> str:

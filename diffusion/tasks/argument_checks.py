@@ -75,7 +75,7 @@ def check_pipeline(folder: Path) -> str:
         _check_code(folder, name, pipeline_of(str(name[-1])).module)
         name = str(name[-1])
     if not name:
-        raise UserError(f'{place}: does not name a pipeline; export the run again')
+        raise UserError(f'{place}: has no pipeline class; export the run again')
     known = exported_pipelines()
     if name not in known:
         raise UserError(f'{folder}: is a {name}; use a folder of {", ".join(known)}')

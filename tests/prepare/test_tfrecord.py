@@ -169,7 +169,7 @@ VERSIONS = {
         ({'a.tfrecord': [without(n, 'caption') for n in range(10)]}, {}, 'no feature captions, caption, .*--caption-c'),
         ({'a.tfrecord': records(range(12), image=[])}, {'split': 'test'}, "has no split 'test'"),
         (VERSIONS, {}, "is one of several datasets or versions: '1/', '2/'; give the folder of one"),
-        ({'dataset_info.json': [b'[]'], 'a.tfrecord': []}, {}, 'dataset_info.json: is not of TensorFlow Datasets'),
+        ({'dataset_info.json': [b'[]'], 'a.tfrecord': []}, {}, 'dataset_info.json: is not a file of TensorFlow'),
     ],
 )
 def test_mistake_is_reported(tmp_path: Path, files: dict[str, list[bytes]], source: Any, message: str) -> None:

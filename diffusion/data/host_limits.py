@@ -31,7 +31,7 @@ SHUFFLE_BYTES = 72
 SHARD_SHM_BYTES = 17
 """Bytes of shared memory per shard: state, access time and signature."""
 TENSORS = 6
-"""Tensors per batch; each is an open file while it passes from a worker to the main process."""
+"""Assumed number of tensors per batch; each is an open file while it passes from a worker to the main process."""
 OPEN_FILES = 200
 """Estimated number of files that a rank's process holds open, without those for its workers."""
 FILES_PER_WORKER = 10

@@ -401,7 +401,7 @@ def _built_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | 
         return None
 
 
-# Building a transform is slow, and most files have one of a few common profiles.
+# Cache the transforms: building one is slow, and most files have one of a few common profiles.
 _cached_transform = lru_cache(maxsize=128)(_built_transform)
 
 

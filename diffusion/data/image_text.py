@@ -113,7 +113,7 @@ class ImageTextDataset(BucketedDataset):
         return item
 
     def cropped(self, encoded: bytes, index: int) -> tuple[DecodedCrop, Pixels, Crop]:
-        """Decode, crop, resize and flip an image with sample `index`'s random draws; raise BadSample if damaged."""
+        """Decode, crop, resize and flip the image of sample `index` with its random draws; BadSample if damaged."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5

@@ -320,7 +320,7 @@ def _needed(found: Preference, difference: float) -> str:
 
 
 def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
-    """Return the result as JSON types; null means an unknown agreement, or that no number of people is enough."""
+    """Return the result as JSON types; null means that agreement is unknown, or that no number of people is enough."""
     questions = {}
     for question, found in result.preferences.items():
         values = asdict(found)

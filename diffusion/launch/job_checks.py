@@ -254,7 +254,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
 
 def _variables_not_set(from_environment: Mapping[KeyPath, Interpolation], spec: JobSpec) -> list[Problem]:
     """Return a problem for each environment variable that a recipe needs but the job does not set on its nodes."""
-    # Slurm and the local backend pass on this process's environment.
+    # Slurm and the local backend pass this process's environment on to the job, so no variable is missing.
     if spec.backend in ('slurm', 'local'):
         return []
     known = {*spec.env, *spec.secrets, 'HOME', 'HOSTNAME', 'LOGNAME', 'PATH', 'PWD', 'SHELL', 'TMPDIR', 'USER'}

@@ -39,7 +39,7 @@ StartRank = Callable[[int, Sequence[str], Mapping[str, str], IO[bytes] | None], 
 class Outcome:
     status: int
     cause: str
-    """Cause of the end: a key of `attempts.CAUSES`."""
+    """Cause of the attempt's end: a key of `attempts.CAUSES`."""
     detail: str = ''
 
 

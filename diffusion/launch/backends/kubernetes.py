@@ -276,7 +276,7 @@ def _pod(job: Job) -> dict[str, Any]:
     shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
     # A podFailurePolicy requires restartPolicy Never.
     pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
-    # Without a queue, the priority belongs to the pods. With a queue, it belongs to Kueue's workload: a label sets it.
+    # Without a queue, set the priority of the pods. With a queue, a label sets that of Kueue's workload instead.
     if spec.schedule.priority is not None and spec.schedule.queue is None:
         pod['priorityClassName'] = str(spec.schedule.priority)
     if options.service_account is not None:

@@ -291,7 +291,7 @@ def _limit_problems(shape: Any, value: Any, where: str = '') -> list[Problem]:
     if size > limits.get('max', size):
         found.append(Problem(where, f'{size} is above the SageMaker limit of {limits["max"]}'))
     if isinstance(value, str):
-        # Replace Unicode classes, such as \p{L} in the patterns of tags, which `re` lacks.
+        # Replace Unicode classes, such as \p{L} in the patterns of tags: `re` does not support them.
         if 'pattern' in limits and re.fullmatch(re.sub(r'\\p{\w+}', r'\\w ', limits['pattern']), value) is None:
             found.append(Problem(where, f'{value!r} does not match the SageMaker pattern {limits["pattern"]}'))
         if shape.enum and value not in shape.enum:

@@ -92,7 +92,7 @@ def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> Non
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of a transformer that process the image tokens in turn, and the tokens' position in inputs and outputs."""
+    """Blocks that process a transformer's image tokens one after another, and where inputs and outputs hold them."""
 
     attribute: str
     """Name of the denoiser's list of blocks."""

@@ -50,7 +50,7 @@ class ShardPlace:
 
 
 def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
-    """Yield encoded samples from one shard of a converted part.
+    """Yield encoded samples from one shard of a converted part of the input.
 
     Args:
         offsets: Offset in bytes of each sample after the shard's header, ascending.
@@ -112,13 +112,13 @@ def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
 
 
 def _entries(folder: Path) -> list[tuple[mds.ShardFormat, int]]:
-    """Return the format and the number of samples of each shard of a part."""
+    """Return (format, number of samples) of each shard of a converted part, from its index."""
     entries = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
     return [(mds.ShardFormat.of_entry(entry), entry['samples']) for entry in entries]
 
 
 def store_tables(folder: Path, url: str) -> None:
-    """Upload the files in a complete part's folder as one zip file to the store, where its shards must already be."""
+    """Upload a converted part's folder, which has no shards, as one zip file; its shards must already be stored."""
     archive = _beside(folder)
     try:
         with zipfile.ZipFile(archive, 'x') as file:
@@ -139,7 +139,7 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Download a part's tables to an empty folder; return False if they or the shards (with these `sizes`) are bad."""
+    """Download a part's tables to an empty folder; return False if a table, or a shard by its size, is damaged."""
     archive = _beside(folder)
     try:
         object_store.download(f'{url}/{TABLES}', archive)
@@ -187,7 +187,7 @@ SAMPLE_SCHEMA = pa.schema(
 
 @dataclass
 class InputRow:
-    """One input of a part, as a row of the part's table; if it was rejected, unknown values stay zero or empty."""
+    """One input, as a row in the table of its part; if it was rejected, unknown values stay zero or empty."""
 
     key: str
     reason: str = ''
@@ -217,7 +217,7 @@ class SampleRow:
 
 
 def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[SampleRow]) -> None:
-    """Write a part's tables to its unfinished folder; the same rows always give the same bytes."""
+    """Write a converted part's tables to its unfinished folder; the same rows always give the same bytes."""
     _write(folder / INPUTS, inputs, INPUT_SCHEMA)
     _write(folder / SAMPLES, samples, SAMPLE_SCHEMA)
 

@@ -271,7 +271,7 @@ class Preparation:
     def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
     ) -> tuple[PrepareReport, dict[str, list[dict[str, Any]]]]:
-        """Return a split's report (without `held_out`, `date` and `seconds`) and its index entries by bucket."""
+        """Return report (without `held_out`, `date`, `seconds`) and index entries of a split, training or held-out."""
         report = self.make_report(catalog, plan, split)
         entries = {
             name: self.writer(split, name).read_entries(range(self.first_shard(name), counts[split, name]))
@@ -325,7 +325,7 @@ class Preparation:
         return counts
 
     def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
-        """Return a split's report without the values that are known only after its shards are packed."""
+        """Return the report of a split, training or held-out, without values that are known only after packing."""
         images = catalog.images(split)
         found = np.bincount(
             catalog.samples.bucket[catalog.split[catalog.samples.image] == split], minlength=len(self.buckets)

@@ -83,7 +83,7 @@ def run_remove(options: RemoveOptions) -> int:
 
 
 def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[RecordedDataset]') -> int:
-    """Remove images from datasets with records; the last one is the dataset given by the user."""
+    """Remove images from datasets with a record of their images; the last one is the dataset given by the user."""
     from diffusion.prepare.dataset_reports import finish_change
     from diffusion.prepare.remove import missing_problem, purge, remove, select
 
@@ -173,7 +173,7 @@ def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes:
 
 
 def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> int:
-    """Remove samples from shards without a record, by reading all shards."""
+    """Remove samples from the shards of a dataset without a record of its images, by reading all shards."""
     from diffusion.prepare.shard_rewriting import remove_scanned, scan, superseded
     from diffusion.storage.places import place_at
 

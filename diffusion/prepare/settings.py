@@ -121,7 +121,7 @@ class SourceSettings:
 
     @property
     def caption_columns(self) -> list[str]:
-        """The caption columns if there are several, else an empty list: samples need not record a single column."""
+        """The caption columns if there are several, else an empty list: samples need not record the only one."""
         named = column_list(self.caption_column)
         return named if len(named) > 1 else []
 

@@ -159,7 +159,7 @@ class ScannedFolder:
 
 
 def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
-    """Find, by shard, samples that have one of the keys, in all folders of shards at a path or URL."""
+    """Search all folders of shards at a path or URL for samples that have one of the keys."""
     found = indexed_folders(folder, place)
     if not found:
         raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')

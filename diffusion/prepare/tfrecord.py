@@ -249,7 +249,7 @@ def parse_example(payload: bytes) -> dict[str, list[Any]]:
 
 
 def _feature(entry: memoryview) -> tuple[str, list[Any]]:
-    """Return name and values of an entry of a map: field 1 is the key, 2 a Feature."""
+    """Return name and values of a feature, from its entry in a protobuf map: field 1 is the name, 2 the Feature."""
     name, values = '', []
     for number, content in _fields(entry):
         if number == 1:

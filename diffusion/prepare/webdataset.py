@@ -213,7 +213,7 @@ class WebDatasetSource:
         return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield samples in tar order; if damaged, yield the samples before the damage and an entry that reports it."""
+        """Yield samples in tar order; if the file is damaged, yield those before the damage and an entry about it."""
         with local_copy(part.where['url'], size=part.where['size']) as path:
             yield from self.read_tar(path, part.where['stem'])
 

@@ -134,7 +134,7 @@ class WorkFolder:
             raise OSError(what) from error
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove unfinished files of killed processes, or only a share's; the caller must hold the lock."""
+        """Remove unfinished files of killed processes, for one share or all; the caller must hold the lock."""
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)

@@ -199,7 +199,7 @@ class Page(NamedTuple):
 
 
 class ReportSource(Protocol):
-    """Interface for a page's content."""
+    """Interface for the content of a report page."""
 
     title: str
     places: list[str]

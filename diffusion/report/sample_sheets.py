@@ -15,16 +15,16 @@ from diffusion.storage.places import FileVersion, Place
 
 FOLDER = 'images'
 GENERATED = 'samples.png'
-"""Sheet from the evaluator `retrieval`: generated and real images."""
+"""Image grid from the evaluator `retrieval`: generated and real images."""
 MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Possible sizes in pixels of an image on a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""Images are shrunk until this number of sheets fits, or all if fewer; further sheets may be left out."""
+"""Images are shrunk until this number of image grids fits, or all if fewer; further grids may be left out."""
 MAX_FIGURES = 64
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
-"""Fraction of the size limit for a run's images that the sheet of the last evaluation may use."""
+"""Fraction of the size limit for a run's images that the image grid of the last evaluation may use."""
 DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError, Image.DecompressionBombError)
 
 
@@ -43,7 +43,7 @@ class SampledImages:
     generated: Sheet | None = None
     total: int = 0
     encoded: dict[str, bytes] = field(default_factory=dict)
-    """WebP images, by the keys used in the sheets."""
+    """WebP images, by the keys used in figures."""
 
 
 class SheetReader:
@@ -55,7 +55,7 @@ class SheetReader:
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
 
     def read(self, root_files: dict[str, FileVersion], notes: list[str], reserved: int = 0) -> SampledImages:
-        """Return as many sheets as fit, evenly spaced, with first and last; add a note for each unreadable one.
+        """Return as many image grids as fit, evenly spaced from first to last; add a note for each unreadable one.
 
         `reserved`: Number of the bytes that other images use.
         """
@@ -106,7 +106,7 @@ class SheetReader:
     def _encoded(
         self, name: str, version: FileVersion, side: int, notes: list[str]
     ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-        """Return a sheet's figures, and its images by key; both are empty if the sheet is damaged."""
+        """Return an image grid's figures, and its images by key; both are empty if the file is damaged."""
         known = (name, version.tag, side)
         if known not in self._known:
             if self._content[:2] != known[:2]:

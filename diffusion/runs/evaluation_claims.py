@@ -86,7 +86,7 @@ class EvaluationClaims:
         return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:
-        """Return True if claim number `tries` was released, has expired, or is not for a job and its owner is dead."""
+        """Return True if claim number `tries` was released or has expired, or its owner is dead and `job` is False."""
         name = f'{checkpoint}.claim-{tries}'
         text = (self._files.read(f'{EVALUATIONS}/{name}') or b'').decode(errors='replace')
         try:

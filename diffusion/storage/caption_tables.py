@@ -53,7 +53,7 @@ def plan_hash(plan: Mapping[str, Any]) -> str:
 
 
 def table_key(plan: str, raw: Mapping[str, Any]) -> str:
-    """Return the beginning of the file name of a shard's table.
+    """Return the beginning of the file name of a shard's caption table.
 
     Args:
         plan: Hash of the column's plan.
@@ -63,7 +63,7 @@ def table_key(plan: str, raw: Mapping[str, Any]) -> str:
 
 
 def tables_in(folder: Place, bucket: str, column: str) -> dict[str, list[str]]:
-    """Return the paths of a column's tables by `table_key`; `bucket` is empty for the dataset's own folder."""
+    """Return the paths of a caption column's tables by `table_key`; `bucket` is empty for the dataset's folder."""
     below, found = joined(bucket, f'{FOLDER}/{column}'), dict[str, list[str]]()
     for name in sorted(name for name in folder.list(below).files if name.endswith('.parquet')):
         found.setdefault(name.rsplit('.', 2)[0], []).append(f'{below}/{name}')
@@ -71,7 +71,7 @@ def tables_in(folder: Place, bucket: str, column: str) -> dict[str, list[str]]:
 
 
 def write_table(folder: Place, bucket: str, column: str, key: str, table: pa.Table) -> str:
-    """Write a table of the columns `ROWS`; return its file name. `key` is its `table_key`."""
+    """Write a caption table with the columns `ROWS`; return its file name, which begins with `key`."""
     buffer = io.BytesIO()
     pq.write_table(table.cast(ROWS), buffer, compression='zstd')
     name = f'{key}.{xxhash.xxh64(buffer.getvalue()).hexdigest()}.parquet'
@@ -80,7 +80,7 @@ def write_table(folder: Place, bucket: str, column: str, key: str, table: pa.Tab
 
 
 def read_table(folder: Place, name: str) -> pa.Table:
-    """Return a table after comparing its hash with its name; raise DataError if they differ."""
+    """Return a caption table; raise DataError if its content does not match the hash in its file name."""
     content = folder.read(name) or b''
     if not is_intact(name, content):
         raise DataError(f'{folder.locate(name)}: is damaged; delete it and run diffusion caption again')
@@ -94,7 +94,7 @@ def is_intact(name: str, content: bytes) -> bool:
 def publish(
     folder: Place, bucket: str, column: str, plan: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """List a column in the bucket's captions.json, for training; return False if a shard's table is missing.
+    """List a caption column in captions.json, so that training can use it; return False if a shard has no table.
 
     The column's tables that are not listed, such as those of other plans, are deleted.
     """
@@ -125,7 +125,7 @@ def read_list(content: bytes | None, where: str) -> dict[str, dict[str, Any]]:
 def listed_tables(
     listed: Mapping[str, Any], column: str, raws: Iterable[Mapping[str, Any]], where: str
 ) -> dict[str, str]:
-    """Return the paths of a column's tables, relative to the bucket folder, by file name of the shard.
+    """Return the paths of a caption column's tables, relative to the bucket folder, by file name of the shard.
 
     Args:
         listed: The column's value in the result of `read_list`.
@@ -148,7 +148,7 @@ def listed_tables(
 def complete_tables(
     folder: Place, bucket: str, column: str, entries: Sequence[Mapping[str, Any]]
 ) -> dict[str, str] | None:
-    """Return the paths of a column's tables by file name of the shard; None if the column is not listed.
+    """Return the paths of a caption column's tables by file name of the shard; None if captions.json lacks it.
 
     Raises:
         UserError: A shard has no table, or its table was made for another version of the shard.
@@ -170,7 +170,7 @@ def rewrite_tables(
     new: Iterable[Mapping[str, Any]],
     keys: Collection[str],
 ) -> list[str]:
-    """Copy the tables of shards that were rewritten without some images; return the paths of the old tables.
+    """Copy the caption tables of shards that were rewritten without some images; return the old tables' paths.
 
     Args:
         old: Index entries of the old shards.

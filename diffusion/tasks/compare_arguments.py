@@ -24,7 +24,7 @@ from diffusion.tasks.argument_checks import GenerateOptions, check_generate, is_
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """Side `A` or `B` of a comparison.
+    """Model or images on side `A` or `B` of a comparison.
 
     Args:
         place: Path of the checkpoint, exported pipeline or folder of images.
@@ -171,7 +171,7 @@ def compare_settings(options: BuildOptions) -> CompareSettings:
 
 
 def _check_out(out: Path) -> None:
-    """Raise UserError if a folder contains anything but the key and images of an interrupted call."""
+    """Raise UserError if a folder contains anything but the key file and images of an interrupted call."""
     check_writable(out, '--out')
     if (out / PAGE).exists():
         raise UserError(
@@ -188,7 +188,7 @@ def _check_out(out: Path) -> None:
 def _model(
     name: str, place: str, prompts: Sequence[str], chosen: Sequence[int], options: BuildOptions
 ) -> ComparedModel:
-    """Return side `name` (`A` or `B`) of a comparison, given all prompts of the file and the indices to use."""
+    """Return the model or images of side `name` (A or B), given all prompts and the `chosen` indices of prompts."""
     path = Path(place)
     try:
         if '://' not in place and not path.exists():
@@ -220,7 +220,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_serving(folder: Path) -> None:
-    """Raise UserError unless a folder contains a comparison page and its key."""
+    """Raise UserError unless a folder contains a comparison page and its key file."""
     if not (folder / PAGE).is_file():
         raise UserError(f'--serve: {folder} has no {PAGE}; build the page with diffusion compare A B --out {folder}')
     key = read_key(folder / KEY)

@@ -128,7 +128,7 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
 
 
 def loading(kind: str, source: str, missing: Iterable[str] = ()) -> str:
-    """Return the source code of a call that loads an export of class `kind`, with None for the `missing` parts."""
+    """Return the source code of a call that loads an export of class `kind`, with None for the `missing` components."""
     values: dict[str, Any] = dict.fromkeys(missing)
     if pipeline_of(kind).module:
         kind, values = 'DiffusionPipeline', values | {'trust_remote_code': True}

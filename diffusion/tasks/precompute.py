@@ -439,7 +439,7 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
 
 
 def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
-    """Return the part of the posterior to store: the recipe's, or only the mean if the VAE predicts no variance."""
+    """Return what to store of the posterior: as in the recipe, or only the mean if the VAE predicts no variance."""
     return settings.posterior if has_variance(model.vae) else 'mean'
 
 

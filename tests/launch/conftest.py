@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from object_store import ENVIRONMENT
 
 from diffusion.config.yaml_files import Dumper
 from diffusion.launch.backends.base import Rendered
@@ -72,6 +73,21 @@ def add_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         return folder / name
 
     return add
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def aws(credentials: None) -> Iterator[None]:
+    """AWS mocked by moto in this process; no request leaves it."""
+    from moto import mock_aws
+
+    with mock_aws():
+        yield
 
 
 class SkyPilot:

@@ -188,21 +188,13 @@ def test_no_job_is_submitted_if_one_is_invalid(write_spec, tmp_path, capsys, add
     assert not (tmp_path / 'submitted').exists()
 
 
-def test_missing_tool_is_reported_with_install_advice(write_spec, capsys, monkeypatch, tmp_path):
-    path = write_spec('slurm', backend={'logs': str(tmp_path / 'logs')})
-    monkeypatch.setenv('PATH', str(tmp_path / 'empty'))
-    assert main(['launch', str(path)]) == 2
-    assert 'error: sbatch is not on PATH; run this on a login node of the cluster' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ('backend', 'message'),
-    [
-        ('sagemaker', 'sagemaker needs boto3; pip install boto3'),
-        ('mcli', 'mcli runs cannot be submitted; pass --out DIR'),
-    ],
-)
-def test_job_that_cannot_be_submitted_is_reported_with_the_way_out(write_spec, capsys, monkeypatch, backend, message):
+def test_job_that_cannot_be_submitted_is_reported_with_the_way_out(write_spec, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'boto3', None)
-    assert main(['launch', str(write_spec(backend))]) == 2
-    assert message in capsys.readouterr().err
+    monkeypatch.setenv('PATH', str(tmp_path / 'empty'))
+    for backend, options, message in (
+        ('slurm', {'logs': str(tmp_path)}, 'error: sbatch is not on PATH; run this on a login node of the cluster'),
+        ('sagemaker', {}, 'sagemaker needs boto3; pip install boto3'),
+        ('mcli', {}, 'mcli runs cannot be submitted; pass --out DIR'),
+    ):
+        assert main(['launch', str(write_spec(backend, backend=options))]) == 2
+        assert message in capsys.readouterr().err

@@ -17,7 +17,6 @@ from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from tests.launch.specs import ABSENT, EVERY_BACKEND
 
 URL = 's3://home/runs'
-POSITION = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
 
 
 @EVERY_BACKEND
@@ -37,8 +36,9 @@ def bucket_recipe(store, write_recipe, tmp_path, monkeypatch):
     return replace(load(write_recipe()), runs_dir=URL)
 
 
-def run_node(recipe, environ, command=('-c', '')) -> int:
-    return Node(POSITION, Settings.from_environ({}), list(command), recipe, environ).run()
+def run_node(recipe, environ) -> int:
+    position = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
+    return Node(position, Settings.from_environ({}), ['-c', ''], recipe, environ).run()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import output_of
-from object_store import ENVIRONMENT
 
 from diffusion.launch.backends import NAMES
 from diffusion.launch.job_checks import load_job_spec
@@ -164,22 +163,18 @@ def test_skypilot_accepts_the_examples(skypilot):
 
 
 @pytest.mark.slow
-def test_sagemaker_accepts_the_examples(monkeypatch):
-    """Validated by botocore, which checks before it sends, and by moto, which mocks AWS in this process."""
+def test_sagemaker_accepts_the_examples(aws):
+    """Validated by botocore, which checks before it sends, and by moto."""
     import boto3
-    from moto import mock_aws
 
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    with mock_aws():
-        client = boto3.client('sagemaker')
-        for file in GOLDEN.glob('phase1-sagemaker/*.json'):
-            request = json.loads(file.read_text())
-            client.create_training_job(**request)
-            job = client.describe_training_job(TrainingJobName=request['TrainingJobName'])
-            del job['AlgorithmSpecification']['MetricDefinitions']  # added by moto
-            kept = request.keys() - {'Environment', 'InfraCheckConfig', 'RetryStrategy'}  # which moto does not store
-            assert {key: job[key] for key in kept} == {key: request[key] for key in kept}
+    client = boto3.client('sagemaker')
+    for file in GOLDEN.glob('phase1-sagemaker/*.json'):
+        request = json.loads(file.read_text())
+        client.create_training_job(**request)
+        job = client.describe_training_job(TrainingJobName=request['TrainingJobName'])
+        del job['AlgorithmSpecification']['MetricDefinitions']  # added by moto
+        kept = request.keys() - {'Environment', 'InfraCheckConfig', 'RetryStrategy'}  # which moto does not store
+        assert {key: job[key] for key in kept} == {key: request[key] for key in kept}
 
 
 def test_every_backend_has_an_example():

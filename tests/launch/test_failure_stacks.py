@@ -63,7 +63,6 @@ def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[i
         position: tuple[int, int] = (0, 1),
         ranks: int = 2,
         hang_seconds: float = 100,
-        task: str = 'train',
         runs_dir: str | None = None,
         **variables: str,
     ) -> tuple[int, Path]:
@@ -71,8 +70,7 @@ def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[i
         program = tmp_path / 'program.py'
         program.write_text(textwrap.dedent(PROGRAM).replace('BODY', textwrap.dedent(body).strip()))
         path = write_recipe()
-        recipe = replace(load(path), task=task)
-        recipe = recipe if runs_dir is None else replace(recipe, runs_dir=runs_dir)
+        recipe = load(path) if runs_dir is None else replace(load(path), runs_dir=runs_dir)
         environ = {**os.environ, environment.HANG_SECONDS: str(hang_seconds), **variables}
         where = NodePosition('slurm', position[0], position[1], ranks, '127.0.0.1', 29500)
         found = Node(where, Settings.from_environ(environ), [str(program), str(path)], recipe, environ)
@@ -142,7 +140,7 @@ def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
     assert found['DIFFUSION_ATTEMPT_NUMBER'] == '1', 'for messages of the ranks'
 
 
-def report(number: int, cause: str = 'hang', **changes: object) -> NodeReport:
+def report(number: int, cause: str = 'hang') -> NodeReport:
     rank = RankReport(number, number, f'n{number}', 7, 900.0, 'all_reduce', True)
     return NodeReport(number, cause, f'no heartbeat on {number}', [rank])
 

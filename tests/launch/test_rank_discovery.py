@@ -35,9 +35,8 @@ def test_first_node_is_that_of_scontrol_and_a_fault_of_it_is_retryable(tmp_path,
 
 def test_default_is_this_machine_with_all_gpus_whatever_composer_has_left(tmp_path, monkeypatch):
     left = {'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0'}
-    two = {environment.PROCESSES_PER_NODE: '2'}
     monkeypatch.setattr(rank_discovery, 'count_gpus', lambda environ: 2)
-    for environ in (two | {environment.NODES: '1'}, left | two, {}):
+    for environ in (PROCESSES | {environment.NODES: '1'}, left | PROCESSES, {}):
         found = find_position(environ, resources=tmp_path / 'none')
         assert found == NodePosition('local', 0, 1, 2, '127.0.0.1', 29500)
     monkeypatch.setattr(rank_discovery, 'count_gpus', lambda environ: 0)

@@ -18,21 +18,6 @@ from diffusion.runs import environment
 
 
 @pytest.fixture
-def credentials(monkeypatch):
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def aws(credentials):
-    """AWS mocked by moto in this process; no request leaves it."""
-    from moto import mock_aws
-
-    with mock_aws():
-        yield
-
-
-@pytest.fixture
 def request_of(prepare):
     return lambda **changes: json.loads(prepare('sagemaker', **changes)[1].files['job.json'])
 

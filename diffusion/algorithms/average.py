@@ -80,7 +80,7 @@ class WeightAverage:
         return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Store a saved average (full tensors or shards). The next method called with the model shards the average."""
+        """Store a saved average (full tensors or shards); it is sharded by the next method that receives the model."""
         # Do not shard the tensors yet: that requires the model, which `Algorithm.load_state_dict` does not receive.
         self._saved = saved
         self.tensors = {}

@@ -74,7 +74,7 @@ def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> T
 def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Return, for each of a device's samples, the target of another sample of the global batch; a collective.
 
-    The second tensor, bool [B], is False if all samples in the global batch are copies of the same sample. Targets
+    Also returns a mask, bool [B], which is False if the whole global batch is copies of the same sample. Targets
     [B, C, H, W] have the same shape on all devices. Raises UserError if the global batch is a single sample.
     """
     keys = torch.stack([draws.sample_id, draws.words(Purpose.NEGATIVE, 1)[:, 0]])

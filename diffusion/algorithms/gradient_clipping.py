@@ -1,4 +1,4 @@
-"""Gradient clipping by norm, value or unit, without device synchronization; norms are shared with the loss guard."""
+"""Gradient clipping by norm, value or unit, without device synchronization; `loss_guard` shares the computed norms."""
 
 import math
 from collections.abc import Iterable, Sequence

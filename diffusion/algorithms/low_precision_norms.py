@@ -78,7 +78,7 @@ class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
 def replace_norms(
     module: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, keep: Collection[nn.Module] = ()
 ) -> int:
-    """Change the class of layers from `plain` (no subclass) to `fast`, except those in `keep`; return their number."""
+    """Change the class of layers from `plain` (no subclass) to `fast`, except for `keep`; return how many changed."""
     layers = [layer for layer in module.modules() if type(layer) is plain and layer not in keep]
     # Changing the class keeps the layer object, so the optimizer's parameters, hooks and state dict names stay valid.
     for layer in layers:

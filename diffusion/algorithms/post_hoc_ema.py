@@ -31,11 +31,11 @@ _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
 """Events at which a snapshot may be due. FIT_END is for runs that stop early."""
 SNAPSHOTS = applied_on_resume('the snapshots after the resume')
 LARGE_ERROR = 0.05
-"""Relative error of a reconstruction's profile (`ReconstructedAverage.profile_error`) above which it logs a warning."""
+"""A reconstruction whose relative profile error (`ReconstructedAverage.profile_error`) is larger logs a warning."""
 _KEY = 'post_hoc_ema'
 _VERSION = 1
 _NEGLIGIBLE = 1e-8
-"""Absolute coefficient below which a snapshot is not read, since it would not change float32 weights."""
+"""A snapshot with a smaller absolute coefficient is not read, since it would not change float32 weights."""
 
 
 class PostHocEMA(Algorithm):

@@ -189,7 +189,7 @@ class Preemption(Callback):
 
 
 def highest_signal(number: int, device: Device) -> HostCopy:
-    """Return the highest signal number that any rank has received, a HostCopy of int [1]; 0 if none. A collective."""
+    """Return the highest signal number that any rank has received, 0 if none, as HostCopy of int [1]; a collective."""
     # Move the number to the GPU, if there is one: NCCL does not reduce CPU tensors.
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')

@@ -85,7 +85,7 @@ class ResumedRecipe:
     """Changes between a resumed run's recipe and the recipe its checkpoint was trained with."""
 
     changes: tuple[Change, ...] = ()
-    """The settings that have changed; the run applies all of them. Other changes have been rejected with an error."""
+    """The changed settings, all of which the run applies; changes that it cannot apply have raised an error before."""
     history: tuple[str, ...] = ()
     """Comment lines about earlier changes, from the end of the run's recipe file."""
 

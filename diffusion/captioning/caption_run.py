@@ -141,7 +141,7 @@ class CaptionRun:
                 remove(self.work)
 
     def usage(self) -> str:
-        """Return text on how to train with the listed columns."""
+        """Return a message on how to train with the listed columns."""
         weights = ', '.join(f'{column}: {0.8 / len(self.listed):.2g}' for column in self.listed)
         return f'to draw captions from these columns in training: dataset.caption_weights={{original: 0.2, {weights}}}'
 

@@ -35,8 +35,8 @@ class CaptionOptions:
     work: Annotated[str | None, Option('DIR', files=True)] = None
     """Local folder for captions of unfinished shards (default: beside a local dataset, or in ~/.cache/diffusion)."""
     plan: bool = False
-    """Caption up to 32 images without keeping the captions, and print images per second, hours, cost and bytes for
-    all."""
+    """Caption up to 32 images without keeping the captions, and print images per second, and the hours, cost and bytes
+    that all images will take."""
     dollars_per_hour: Annotated[float | None, Option('USD')] = None
     """Price per hour of the machine that runs the model, for the cost in --plan (default: print no cost)."""
     report: Annotated[str | None, Option('FILE.html', files=True)] = None
@@ -44,7 +44,7 @@ class CaptionOptions:
     clip_score: bool = False
     """Show the CLIP score of each caption that --report shows, the mean of each column, and the lowest ones."""
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
-    """Path or ORG/NAME@COMMIT of the network clip_score for --clip-score (default: that of diffusion evaluate)."""
+    """CLIP model for --clip-score: clip_score=PATH or clip_score=ORG/NAME@COMMIT (default: as diffusion evaluate)."""
     recipe: Annotated[str | None, Option('FILE.yaml', files=True)] = None
     """Recipe whose text encoder counts the tokens in --report."""
 

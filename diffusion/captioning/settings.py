@@ -1,4 +1,4 @@
-"""Settings of `diffusion caption`, from a YAML file, checked without images and models."""
+"""Settings of `diffusion caption`, from a YAML file, checked without reading images or loading a model."""
 
 import json
 import re

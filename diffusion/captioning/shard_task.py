@@ -22,7 +22,7 @@ from diffusion.storage.caption_tables import ROWS, joined, plan_hash, table_key
 from diffusion.storage.places import Place
 
 SENT_AS_STORED = {'JPEG': 'image/jpeg', 'PNG': 'image/png', 'WEBP': 'image/webp'}
-"""Media types by format in Pillow; images of other formats are sent as PNG."""
+"""Media types of the Pillow formats in which images are sent as stored; images of other formats are sent as PNG."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class ShardTask:
             key = table_key(plan_hash(plan), self.entry['raw_data'])
             caption_tables.write_table(dataset, self.bucket, column, key, tables[column])
         self.journal.unlink(missing_ok=True)
-        # Free the memory: a process captions thousands of shards. The task is complete only once.
+        # Free the memory: a process captions thousands of shards. `is_complete` is then False, so this runs only once.
         self.is_read = False
         self.found.clear()
         self.images.clear()

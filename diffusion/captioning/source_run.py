@@ -47,7 +47,7 @@ class SourceRun(CaptionRun):
             yield task, self._samples(self.parts[task.entry['number']])
 
     def usage(self) -> str:
-        """Return text on how to prepare the source with the listed columns."""
+        """Return a message on how to prepare the source with the listed columns."""
         columns = ', '.join(['original', *self.listed])
         return (
             f'to prepare the source with these captions: diffusion prepare {self.recipe} '

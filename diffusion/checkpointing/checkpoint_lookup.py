@@ -52,7 +52,7 @@ by minutes, on file systems that take times from their clients."""
 TRIES = 5
 """Number of attempts to find a run's newest checkpoint while the run removes checkpoints."""
 PAUSE_SECONDS = 0.5
-"""Wait before a claimed checkpoint that vanished counts as removed: its run may have seen the claim and restore it."""
+"""Wait before a vanished checkpoint with a claim counts as removed: its run may have seen the claim and restore it."""
 _CLAIM = re.compile(r'\.claim-ba(\d+)-\w+\.json')
 PIN = re.compile(r'ba(\d+)\.pinned')
 

@@ -257,7 +257,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Fit weights to a model with tensors `own`: drop `TRAINING_ONLY` tensors not in `own`, add those only in `own`."""
+    """Return weights without the `TRAINING_ONLY` tensors that the model (`own`) lacks, plus those that only it has."""
     extra = {name for name in weights.keys() ^ own.keys() if name.startswith(TRAINING_ONLY)}
     if extra:
         log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))

@@ -228,7 +228,7 @@ class ShardedWrite:
             self.shards = {
                 name: each.to_local() if isinstance(each, DTensor) else each for name, each in written.items()
             }
-        """The DTensor shards and plain tensors that this rank writes, by name; a snapshot may replace them."""
+        """DTensor shards and plain tensors that this rank writes, by name; copies in a snapshot may replace them."""
 
     def write(self) -> list[WriteResult]:
         """Write the tensors in `shards` to this rank's file, and return the index data; not a collective."""

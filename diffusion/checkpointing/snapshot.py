@@ -180,7 +180,7 @@ class StateTensors:
 
 
 class SnapshotBuffers:
-    """Host memory for one snapshot at a time of this rank's state.
+    """Host memory for snapshots of this rank's state; it holds one snapshot at a time.
 
     If the state is on a GPU, the memory is pinned, so that the GPU copies into it at full bus speed.
     """

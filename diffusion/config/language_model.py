@@ -10,7 +10,7 @@ from diffusion.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-    """A language model behind an endpoint, and how to ask it."""
+    """Settings of a language model behind an HTTP endpoint, and of the requests to it."""
 
     model: str
     """Name of the model, as the endpoint calls it."""

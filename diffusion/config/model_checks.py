@@ -140,7 +140,7 @@ def alignment_problems(settings: Mapping[str, Any], *, depth: int | None) -> dic
 
 
 def routed_alignment_problem(alignment: Mapping[str, Any], start: int, end: int) -> str | None:
-    """Return an error message if alignment by a convolution is in blocks start, ..., end - 1, which drop tokens."""
+    """Return an error message if a convolution aligns one of the blocks start, ..., end - 1, which drop tokens."""
     block = alignment['block']
     if alignment['projection'] != 'conv' or not start <= block < end:
         return None

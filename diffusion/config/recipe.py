@@ -301,13 +301,13 @@ class NotifyConfig:
     """The events that send a message, each at most once per attempt: started, ended (with the cause), hang, loss_guard,
     checkpoint_failed and goodput."""
     goodput_below: float | None = None
-    """The threshold of the event goodput, in (0, 1]: the fraction of the run's time spent in batches that were not
-    lost. It is tested from half an hour after the run's start. Null means no such message."""
+    """The goodput, in (0, 1], below which the event goodput is sent: the fraction of the run's time spent in batches
+    that were not lost. It is tested from half an hour after the run's start. Null means no such message."""
 
 
 @dataclass
 class InitFrom:
-    """The `init_from` section: the weights from which training starts, from another run or published."""
+    """The `init_from` section: the weights from which training starts, another run's or published ones."""
 
     # The field cannot have the name of its key, `from`, which is a Python keyword.
     source: str = field(metadata={'key': 'from'})
@@ -358,7 +358,7 @@ class Recipe:
     seed: int = 17
     """The seed of all random number generators, in [0, 2**32)."""
     imports: list[str] = field(default_factory=list)
-    """The Python modules to import before the recipe is checked, which register custom components."""
+    """The Python modules that register custom components; they are imported before the recipe is checked."""
     runs_dir: str = 'runs'
     """The folder that contains one folder per run and is shared by all nodes, or a URL such as s3://bucket/runs."""
     device_train_microbatch_size: int | None = None

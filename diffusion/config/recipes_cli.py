@@ -45,9 +45,9 @@ def run_list(options: ListOptions) -> int:
 
 
 def run_copy(options: CopyOptions) -> int:
-    """Run `diffusion recipes copy`: write a recipe whose base is a recipe of this package.
+    """Run `diffusion recipes copy`: write a copy of a recipe of this package.
 
-    The file is a copy of the recipe. If the recipe extends another one, the copy extends it as `diffusion:NAME`.
+    If the recipe extends another one, the copy extends it as `diffusion:NAME`.
 
     Raises:
         UserError: The package does not have this recipe, or the file to write already exists.

@@ -22,7 +22,7 @@ from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError, is_wrong_path
 
 SHIPPED = 'diffusion:'
-"""Prefix of the names of recipes in this package, where the path of a YAML file is expected."""
+"""Prefix that marks a name as that of a recipe in this package, where the path of a YAML file is expected."""
 RECIPES = Path(__file__).parents[1] / 'recipes'
 
 

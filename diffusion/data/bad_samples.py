@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""A run may always replace this many samples, whatever `max_bad_samples` is: so few do not show a rate."""
+"""A run may always replace this many samples, whatever `max_bad_samples` is: they are too few to estimate a rate."""
 
 
 class BadSample(DataError):

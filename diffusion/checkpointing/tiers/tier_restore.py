@@ -200,8 +200,8 @@ def plan_transfers(
 ) -> list[_Transfer]:
     """Return the transfers that give each node its missing files, in an order that is equal on all ranks.
 
-    The first rank of each node sends and receives; `held` maps this rank to the node's intact files. If several nodes
-    have a file, they take turns sending it.
+    The first rank of each node sends and receives for it; `held` maps that rank to the node's intact files. If several
+    nodes have a file, they take turns sending it.
     """
     transfers: list[_Transfer] = []
     for node in nodes:

@@ -78,30 +78,26 @@ def test_several_processes_report_same_defects(write_recipe, copied, pictures, c
     assert reports[0] == reports[1]
 
 
-def test_flipped_bit_is_found_by_hash(verify, copied):
-    shard = first_shard(copied)
-    content = bytearray(shard.read_bytes())
+def test_changed_truncated_and_missing_shards_are_reported(verify, copied):
+    shard, stream = first_shard(copied), {'a': {'local': str(copied)}}
+    content, size = bytearray(shard.read_bytes()), shard.stat().st_size
     expected = hashlib.sha1(content).hexdigest()
     content[-20] ^= 1
     shard.write_bytes(content)
-    status, lines = verify({'a': {'local': str(copied)}})
+    status, lines = verify(stream)
     assert status == DAMAGED
     assert f'  {shard.name}: sha1 {hashlib.sha1(content).hexdigest()}, expected {expected}' in lines
 
-
-def test_truncated_shard_reports_missing_rows_and_a_missing_one_its_name(verify, copied):
-    shard = first_shard(copied)
     samples = json.loads((copied / 'index.json').read_text())['shards'][0]['samples']
-    size = shard.stat().st_size
-    shard.write_bytes(shard.read_bytes()[: size // 2])
-    status, lines = verify({'a': {'local': str(copied)}})
+    shard.write_bytes(content[: size // 2])
+    status, lines = verify(stream)
     assert status == DAMAGED
     assert f'  {shard.name}: {size // 2} bytes, expected {size}' in lines
     rows = rf'  {shard.name}, rows \d+-{samples - 1}: it is past the end of the file'
     assert sum(re.fullmatch(rows, line) is not None for line in lines) == 1
     assert len(lines) < 8
     shard.unlink()
-    status, lines = verify({'a': {'local': str(copied)}})
+    status, lines = verify(stream)
     assert status == DAMAGED and f'  {shard.name}: the file does not exist' in lines
 
 

@@ -55,18 +55,11 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
 @pytest.mark.parametrize(
     ('measured', 'share', 'setting'),
     [
-        (replace(with_share(optimizer=0.2), off=['fused_optimizer']), 0.1, 'speed.fused_optimizer=true'),
         (with_share(optimizer=0.1, ema=0.1), 0.1, 'update_interval'),
-        (replace(with_share(optimizer=0.2), on_gpu=False, off=['fused_optimizer']), 0.1, 'a step has few samples'),
         (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), off=['compile']), 0.496, 'speed.compile=true'),
         (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), off=['cuda_graphs']), 0.496, 'speed.cuda_graphs=true'),
-        (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), microbatches=4), 0.496, 'device_train_microbatch_size'),
-        (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),)), 0.496, 'kernels: use a larger batch per device'),
         (with_kernel('RowwiseMomentsCUDAKernel<float>', 0.2, off=['low_precision_norms']), 0.1, 'low_precision_norms'),
         (with_kernel('void cudnn::engines::nchwToNhwcKernel<bf16>', 0.1, off=['channels_last']), 0.1, 'channels_last'),
-        (with_kernel('vectorized_elementwise_kernel<silu>', 0.2, off=['compile']), 0.1, 'speed.compile=true'),
-        (replace(GOOD, precision='fp32'), 0.49, 'amp_bf16'),
-        (with_kernel('ncclDevKernel_ReduceScatter', 0.3, off=['reduce_once'], microbatches=4), 0.3, 'reduce_once'),
     ],
 )
 def test_advice_gives_the_possible_gain_and_the_setting(measured, share, setting):

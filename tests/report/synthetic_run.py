@@ -29,7 +29,7 @@ optimizer:
   lr: {lr}
   weight_decay: 0.01
 trainer:
-  max_duration: {total}ba
+  max_duration: 1000ba
 """
 
 
@@ -37,7 +37,6 @@ def write_run(
     folder: Path,
     *,
     batches: int = 400,
-    total: int = 1000,
     seed: int = 0,
     lr: float = 1e-4,
     prompts: list[str] | None = None,
@@ -48,7 +47,7 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in metric_lines(batches, seed, lr)))
     history = f'# changed at batch {batches // 2} (2026-11-18T10:00:00+00:00): optimizer.weight_decay 0.1 -> 0.01\n'
-    (folder / 'recipe.yaml').write_text(RECIPE.format(name=folder.name, lr=lr, total=total) + history)
+    (folder / 'recipe.yaml').write_text(RECIPE.format(name=folder.name, lr=lr) + history)
     write_attempts(folder, batches)
     for batch in range(batches // 4, batches + 1, batches // 4):
         write_checkpoint(folder, batch)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -154,11 +153,7 @@ def test_another_host_needs_the_token(run):
         assert [get(server, path)[0] for path in ('/', '/data.json', '/?token=x', f'/?{token}')] == [403, 403, 403, 200]
 
 
-def test_port_in_use_or_host_of_another_machine_is_an_error_with_a_way_out(run):
-    with socket.create_server(('127.0.0.1', 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f'--port: cannot serve on 127.0.0.1:{port} .*in use.*; use another'):
-            ReportServer('127.0.0.1', port, ServedPage(RunsSource([str(run)]), 5.0))
+def test_host_of_another_machine_is_an_error_with_a_way_out(run):
     for host in ('no.such.host.invalid', '192.0.2.1'):
         with pytest.raises(UserError, match='--port: cannot serve on .*, or another --host'):
             ReportServer(host, 0, ServedPage(RunsSource([str(run)]), 5.0))

@@ -48,7 +48,7 @@ def test_a_table_links_to_the_pages_of_runs_only_from_the_folder_of_the_runs(run
         (['runs/run-9'], "runs/run-9 is not a folder; did you mean 'runs/run-"),
         (['runs/run-0/images'], 'is neither a run nor a folder with runs; give the folder or URL of a run'),
         (['runs/run-1', 'runs/run-0', 'runs/run-0/'], 'error: report: runs/run-0 is given twice; give each run once'),
-        (['runs/run-0', 'runs'], 'has none of the files of a run'),
+        (['runs/run-0', 'runs'], 'none of the files of a run (metrics.jsonl, attempts.jsonl, checkpoints); give the'),
         (['runs/run-0', '--out', 'runs'], '--out: runs is a folder; give the path of a file, such as runs/report.html'),
         (['runs/run-0', '--out', 'runs/run-0/recipe.yaml/x.html'], 'recipe.yaml is not a folder; choose another path'),
     ],

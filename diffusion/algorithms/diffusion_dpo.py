@@ -49,7 +49,7 @@ class DiffusionDPO(Algorithm):
             5000 for SDXL, and the authors' launchers use 5000 for both.
     """
 
-    on_resume = fixed_on_resume('the loss, whose reference is the model that the run started from')
+    on_resume = fixed_on_resume('the loss; its reference is the model from which the run started')
 
     @constrained
     def __init__(self, beta: Annotated[float, GreaterThan(0)] = 5000.0) -> None:

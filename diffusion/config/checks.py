@@ -396,10 +396,10 @@ def _check_speed(speed: SpeedConfig, parallelism: ParallelismConfig, gather: Gat
     if speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
     if speed.cuda_graphs and strategy != 'ddp':
-        what = f'needs weights that stay where they are, which {strategy} moves; use strategy: ddp'
+        what = f'needs weights at fixed addresses, which {strategy} does not provide; use strategy: ddp'
         gather.problem('speed.cuda_graphs', what)
     if speed.cuda_graphs and parallelism.activation_checkpointing:
-        what = 'a graph cannot leave out what activation checkpointing recomputes; use '
+        what = 'CUDA graphs cannot free the activations that activation checkpointing recomputes; use '
         gather.problem('speed.cuda_graphs', what + 'parallelism.activation_checkpointing: false')
     if _not_positive(speed.encode_batch_size):
         gather.problem('speed.encode_batch_size', f'{speed.encode_batch_size} is not positive; use 1 or more, or null')

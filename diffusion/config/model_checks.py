@@ -217,7 +217,7 @@ def _check_width_transfer(recipe: Recipe) -> list[Problem]:
     if (problem := base_width_problem(*sizes)) is not None:
         found.append(Problem(f'model.{BASE_WIDTH}', problem))
     if recipe.lora is not None:
-        found.append(Problem(f'model.{BASE_WIDTH}', 'lora trains updates of other weights; remove one of the two'))
+        found.append(Problem(f'model.{BASE_WIDTH}', 'muP does not apply to low-rank updates; remove one of the two'))
     if recipe.task == 'train' and isinstance(optimizer, Component):
         problem = optimizer_problem(optimizer.name)
         if problem is not None and registry.unknown('optimizer', optimizer.name) is None:
@@ -251,15 +251,15 @@ def _check_lora(recipe: Recipe) -> list[Problem]:
     if isinstance(settings.alpha, int | float) and settings.alpha <= 0:
         found.append(Problem('lora.alpha', f'{settings.alpha} is not positive; use the rank, for a factor of 1'))
     if isinstance(settings.targets, list) and not all(settings.targets):
-        found.append(Problem('lora.targets', 'has an empty name, which every layer ends with; remove it'))
+        found.append(Problem('lora.targets', 'has an empty name, which would match every layer; remove it'))
     if settings.targets == []:
         found.append(Problem('lora.targets', 'is empty, so nothing would be trained; name layers, such as to_q'))
     if recipe.task == 'train' and recipe.init_from is None:
-        found.append(Problem('lora', 'trains updates of published weights; set init_from to a source of weights'))
+        found.append(Problem('lora', 'trains updates of existing weights; set init_from to the source of these'))
     if has_no_denoiser(recipe.model):
         found.append(Problem('lora', f'the model {recipe.model.name} has no denoiser; remove the section'))
     elif registry.settings_of('model', recipe.model).get('train_text_encoder') is True:
-        what = 'lora trains the denoiser alone, and the text encoder is frozen; set false'
+        what = 'lora trains only the denoiser, so the text encoder is frozen; set false'
         found.append(Problem('model.train_text_encoder', what))
     return found
 

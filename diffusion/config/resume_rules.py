@@ -63,10 +63,10 @@ SECTION_RULES = (
         'loader.shuffle_block_size loader.epoch_size loader.num_canonical_nodes loader.batching_method',
     ),
     _rule(Effect.APPLIED, 'permits changes of the data', 'allow_data_change'),
-    _rule(Effect.APPLIED, 'permits small images; has no effect on any', 'streams.*.enlarge'),
+    _rule(Effect.APPLIED, 'permits small images; does not change any image', 'streams.*.enlarge'),
     _rule(
         Effect.APPLIED,
-        'the place and the transport of the data, not its content, which the fingerprint compares',
+        'the location and loading of the data, not its content; fingerprints of the content are compared',
         'streams.*.remote streams.*.local streams.*.download_retry streams.*.download_timeout streams.*.validate_hash '
         'loader.num_workers loader.prefetch_factor loader.timeout_seconds loader.predownload loader.cache_folder '
         'loader.cache_limit loader.max_bad_samples',

@@ -177,7 +177,7 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
                 what = 'sparse needs algorithms.tread or model.sprint in training; use another guidance'
                 problems.append(Problem(join(place, 'name'), what))
             if name == 'autoguidance' and recipe.task == 'train' and where.startswith(in_training):
-                what = 'autoguidance reads checkpoints of the run, not in training; use it in generate or evaluate'
+                what = 'autoguidance reads checkpoints of the run, but not in training; use it in generate or evaluate'
                 problems.append(Problem(join(place, 'name'), what))
     if recipe.task == 'generate' and (what := model_problem(recipe.model)) is not None:
         problems.append(Problem('model.name', what))

@@ -65,7 +65,7 @@ class TREAD(Algorithm):
             self._router.finish()
 
     def install(self, model: nn.Module) -> None:
-        """Make a model's image tokens skip the blocks; raise UserError if the model does not have these blocks."""
+        """Make a model's image tokens skip the blocks; raise UserError if the model does not support this."""
         if not isinstance(model, LatentDiffusion):
             raise UserError(f'tread: a {type(model).__name__} has no denoiser; remove the algorithm')
         blocks = model.adapter.token_blocks

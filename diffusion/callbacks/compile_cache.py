@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class CompileCache(Callback):
     """Callback that saves what torch.compile has compiled, and loads it when a run starts again.
 
-    The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, after the first batch that
-    compiles nothing new, and at the end of training. Each process reads the file for its device. Files of other
+    The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, after a batch that compiles
+    nothing if earlier ones did, and at the end of training. Each process reads the file for its device. Files of other
     releases of PyTorch or Python, or other GPU models, are not read. If a file cannot be used, a warning is logged and
     the blocks are compiled.
 

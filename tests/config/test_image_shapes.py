@@ -115,7 +115,7 @@ def test_invalid_buckets_file_is_an_error(tmp_path, monkeypatch):
         read_buckets(Path())
 
 
-def test_stream_of_several_shapes_becomes_one_stream_per_shape(tmp_path):
+def test_stream_of_several_shapes_becomes_one_stream_per_shape_that_fills_a_batch(tmp_path, caplog):
     write_buckets(tmp_path, 32, {Shape(64, 32): {'samples': 30}, Shape(32, 32): {'samples': 10}})
     streams = by_shape(
         {'a': StreamConfig(32, local=str(tmp_path), aspects=True, proportion=0.8), 'b': StreamConfig(64)}
@@ -124,10 +124,6 @@ def test_stream_of_several_shapes_becomes_one_stream_per_shape(tmp_path):
     wide = streams['a/64x32']
     assert (wide.local, wide.shape, wide.aspects) == (f'{tmp_path}/64x32', '64x32', False)
     assert wide.proportion == pytest.approx(0.6)
-
-
-def test_shapes_that_do_not_fill_a_batch_are_skipped_with_a_warning(tmp_path, caplog):
-    write_buckets(tmp_path, 32, {Shape(64, 32): {'samples': 30}, Shape(32, 32): {'samples': 10}})
     stream = StreamConfig(32, local=str(tmp_path), aspects=True)
     with caplog.at_level(logging.WARNING):
         assert len(by_shape({'a': stream}, smallest=10)) == 2 and not caplog.text

@@ -100,8 +100,6 @@ def test_status_tells_that_the_process_was_killed(run):
 
 
 def test_status_of_a_run_with_few_files(tmp_path):
-    with pytest.raises(UserError, match=r'has no metrics\.jsonl, run\.lock or checkpoint'):
-        report(tmp_path)
     for name in ('backup', 'xx12', 'ba'):
         (tmp_path / name).mkdir()
     assert not has_begun(tmp_path)
@@ -150,12 +148,6 @@ def test_running_job_shows_speed_time_left_and_each_node(run):
     assert ended.startswith(f'{run}: ended, without a report\n') and 'batches/s' not in ended
 
 
-def test_job_before_its_first_batch_is_starting(run):
-    with run_lock.hold_run_lock(run):
-        append_attempt(run, 'begin', Attempt(0, time.time() - 5))
-        assert report(run).startswith(f'{run}: starting\n') and 'no batch; running' in report(run)
-
-
 def test_job_is_starting_whatever_an_earlier_one_has_left_and_silent_when_it_hangs(run):
     with run_lock.hold_run_lock(run):
         for left in ({'owner': 'an earlier job'}, {'doing': 'ended'}):
@@ -166,6 +158,8 @@ def test_job_is_starting_whatever_an_earlier_one_has_left_and_silent_when_it_han
         assert report(run).startswith(f'{run}: silent, no batch for 4.0 min\n')
         write_status(run, training(0, 3001, seconds_per_batch=23.0), since_batch=228.0)
         assert inspect_run(run).state == 'running', 'less than ten batches'
+        append_attempt(run, 'begin', Attempt(0, time.time() - 5))
+        assert report(run).startswith(f'{run}: starting\n') and 'no batch; running' in report(run)
 
 
 def test_lock_of_another_machine_is_watched(run, monkeypatch):

@@ -85,8 +85,6 @@ def test_folder_of_the_user_is_private(tmp_path, monkeypatch):
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     assert local_files.user_folder().stat().st_mode & 0o022 == 0
-    liveness.update_heartbeat()
-    assert [path.name for path in folder.iterdir()] == [f'alive-{os.getpid()}']
 
 
 def test_folder_of_the_user_that_is_a_link_or_of_another_user_is_refused(tmp_path, monkeypatch):

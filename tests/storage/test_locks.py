@@ -14,14 +14,6 @@ from diffusion.storage import locks
 ROOT = Path(__file__).parents[2]
 
 
-class Taken(Exception):
-    """Another process holds the lock."""
-
-
-def raise_taken() -> None:
-    raise Taken
-
-
 TRY = """
 import sys
 from pathlib import Path
@@ -42,7 +34,7 @@ def try_in_another_process(path: Path, *, shared: bool) -> bool:
 )
 def test_lock_is_shared_only_by_shared_requests(tmp_path: Path, first: bool, second: bool, expected: bool) -> None:
     path = tmp_path / 'new' / 'lock'
-    with locks.hold_lock(path, raise_taken, shared=first) as is_held:
+    with locks.hold_lock(path, pytest.fail, shared=first) as is_held:
         assert is_held and try_in_another_process(path, shared=second) == expected
         open_files = len(os.listdir('/proc/self/fd'))
         assert locks._try_lock(path) is None and len(os.listdir('/proc/self/fd')) == open_files
@@ -51,7 +43,7 @@ def test_lock_is_shared_only_by_shared_requests(tmp_path: Path, first: bool, sec
 
 def test_lock_on_a_file_removed_by_its_owner_is_taken_again(tmp_path: Path) -> None:
     path, owner, waits = tmp_path / 'lock', ExitStack(), []
-    owner.enter_context(locks.hold_lock(path, raise_taken, remove=True))
+    owner.enter_context(locks.hold_lock(path, pytest.fail, remove=True))
     with locks.hold_lock(path, lambda: (waits.append(1), owner.close())[1], remove=True):
         assert waits == [1] and path.exists()
         assert not try_in_another_process(path, shared=False)
@@ -68,14 +60,14 @@ def test_lock_file_of_another_user_is_locked_without_write_access(tmp_path: Path
         return plain(path, flags)
 
     monkeypatch.setattr(locks, 'open_own_file', open_readable)
-    with locks.hold_lock(path, raise_taken) as is_held:
+    with locks.hold_lock(path, pytest.fail) as is_held:
         assert is_held and not try_in_another_process(path, shared=False)
 
 
 def test_nothing_is_held_if_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks.fcntl, 'flock', Mock(side_effect=OSError(38, 'Function not implemented')))
     open_files = len(os.listdir('/proc/self/fd'))
-    with locks.hold_lock(tmp_path / 'lock', raise_taken) as is_held:
+    with locks.hold_lock(tmp_path / 'lock', pytest.fail) as is_held:
         assert not is_held and len(os.listdir('/proc/self/fd')) == open_files
     running, stale = (locks.make_scratch_folder(tmp_path / 'shard', 5) for _ in range(2))
     os.utime(stale, (0, 0))

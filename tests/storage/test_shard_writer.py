@@ -28,7 +28,7 @@ def write(writer: ShardWriter, number: int) -> None:
     writer.write(number, samples, [len(sample) for sample in samples])
 
 
-def test_index_does_not_depend_on_the_order_of_writing(folder: Open) -> None:
+def test_index_does_not_depend_on_the_order_of_writing(folder: Open, tmp_path: Path) -> None:
     indexes = []
     for name, order in (('one', (0, 1, 2)), ('two', (2, 0, 1))):
         writer = ShardWriter(folder(name), folder(f'{name}-entries'), FORMAT)
@@ -40,6 +40,7 @@ def test_index_does_not_depend_on_the_order_of_writing(folder: Open) -> None:
     assert indexes[0] == indexes[1]
     shards = json.loads(indexes[0])['shards']
     assert {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards} == folder('one').sizes()
+    assert not [path for path in (tmp_path / 'scratch').rglob('*') if path.is_file()], 'of shards that were uploaded'
 
 
 def test_interrupted_shard_does_not_exist(folder: Open, tmp_path: Path) -> None:
@@ -64,13 +65,6 @@ def test_shard_without_its_file_or_its_entry_is_not_done(tmp_path: Path) -> None
     (tmp_path / 'data/shard.00000.mds').unlink()
     (tmp_path / 'entries/shard.00001.mds.json').unlink()
     assert writer.done() == {2}
-
-
-def test_local_copies_are_removed_after_the_upload(store: Any, tmp_path: Path) -> None:
-    folder = StorePlace(store.bucket('data') + '/out', tmp_path / 'scratch')
-    write(ShardWriter(folder, folder, FORMAT), 0)
-    assert not [path for path in tmp_path.rglob('*') if path.is_file()]
-    assert folder.sizes().keys() == {'shard.00000.mds', 'shard.00000.mds.json'}
 
 
 def test_work_resumes_with_the_same_plan_only(folder: Open) -> None:

@@ -67,7 +67,7 @@ class Parameter:
 
     @property
     def weights_of(self) -> tuple[str, ...]:
-        """Parts of the model that are loaded from the folder or repository in this argument; empty if it names none."""
+        """Parts of the model that are loaded from the folder or repository in this argument; else empty."""
         return next((each.parts for each in self.meanings if isinstance(each, WeightsOf)), ())
 
 

@@ -284,9 +284,9 @@ class VerifiedDataset(StreamingDataset):
 
 def _remove_lock_files(prefix: str, process: int) -> None:
     """Remove a dataset's lock files; runs when the dataset is garbage-collected or its process ends."""
-    # Streaming never deletes these files, and treats a dataset's number as used while they exist: each run would add
-    # two files to the folder, and each start would go through the files of all earlier runs. Forked workers inherit
-    # this finalizer and must not run it.
+    # Streaming numbers the datasets of a machine, never deletes these files, and skips a number while its files exist:
+    # each run would add two files to the folder, and each start would try the numbers of all earlier runs. Forked
+    # workers inherit this finalizer and must not run it.
     if os.getpid() != process:
         return
     for name in (BARRIER_FILELOCK, CACHE_FILELOCK):

@@ -156,7 +156,7 @@ def downsampling(vae: Vae) -> int:
 
 
 def period_of(vae: Vae) -> int:
-    """Return the side in cells after which the latent statistics repeat: 2 for FLUX.2's layout `channels`, else 1."""
+    """Return 2 if each position in a 2x2 square of latents has statistics of its own (FLUX.2's `channels`), else 1."""
     return vae.cells_per_period if isinstance(vae, Flux2Vae) else 1
 
 

@@ -290,7 +290,7 @@ class Unfit(Exception):
     def __init__(self, reason: str, detail: str = '') -> None:
         super().__init__(reason)
         self.detail = detail
-        """Explanation of the reason, with the offending values."""
+        """Explanation for people of why the input is rejected, with the offending values."""
 
 
 FILTER_REASONS = (

@@ -86,10 +86,13 @@ class Store:
         pages = self.client.get_paginator('list_objects_v2').paginate(Bucket=bucket)
         return [found for page in pages for found in page.get('Contents', ())]
 
+    def paths(self, method: str) -> list[str]:
+        """Return the paths of all requests by a method, such as `/bucket/key`."""
+        return [request.split()[1].partition('?')[0] for request in self.requests if request.startswith(method)]
+
     def shard_reads(self) -> Counter[str]:
         """Return the number of GET requests per shard, by path."""
-        paths = [request.split()[1].partition('?')[0] for request in self.requests if request.startswith('GET')]
-        return Counter(path for path in paths if '.mds' in path)
+        return Counter(path for path in self.paths('GET') if '.mds' in path)
 
     def clear(self) -> None:
         self.faults.clear()

@@ -88,16 +88,15 @@ def test_a_stopped_packing_resumes_and_damage_is_found(data: Path, tmp_path: Pat
     with pytest.raises(DataError, match=f'{shard}: .*restore the shard'):
         pack(url, out, ['long'])
     store.put(url, shard, content)
-    listed = [each['Key'] for each in store.client.list_objects_v2(Bucket='data', Prefix='out/')['Contents']]
+    listed = [f'/data/{name}' for name in store.objects('data') if name.startswith('out/')]
     done = {name for name in listed if name.endswith('.mds')}
     assert done and not [name for name in listed if name.endswith('index.json')]
     store.requests.clear()
     pack(url, out, ['long'])
-    written = {request.split('/', 2)[2].partition('?')[0] for request in store.requests if request.startswith('PUT')}
+    written = set(store.paths('PUT'))
     assert written and not written & done
-    found = store.client.list_objects_v2(Bucket='data', Prefix='out/')['Contents']
-    read = {each['Key']: store.client.get_object(Bucket='data', Key=each['Key'])['Body'].read() for each in found}
-    assert {name.removeprefix('out/'): content for name, content in read.items()} == expected
+    found = store.objects('data')
+    assert {name.removeprefix('out/'): found[name] for name in found if name.startswith('out/')} == expected
     with pytest.raises(UserError, match=r"captions: \['long'\] at the start, \['long', 'original'\] now"):
         pack(url, out, ['long', 'original'])
 

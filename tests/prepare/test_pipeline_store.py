@@ -40,10 +40,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return snapshot(folder / 'out')
 
 
-def puts(store: Store) -> list[str]:
-    return [request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')]
-
-
 def test_store_gets_the_same_dataset_as_a_folder(tmp_path: Path, store: Store, expected: dict[str, bytes]) -> None:
     store.bucket('mds')
     store.requests.clear()
@@ -52,7 +48,7 @@ def test_store_gets_the_same_dataset_as_a_folder(tmp_path: Path, store: Store, e
     assert found.keys() == {f'out/{name}' for name in expected}
     assert_prepared(store, expected)
     indexes = sum(map(is_index, found))
-    assert all(map(is_index, puts(store)[-indexes:]))
+    assert all(map(is_index, store.paths('PUT')[-indexes:]))
     assert not list(tmp_path.iterdir())
 
 
@@ -207,14 +203,14 @@ def test_next_start_uploads_the_rest_after_a_failure(tmp_path: Path, store: Stor
     failed = r's3://mds/out/32px/32x24/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*work is kept'
     with pytest.raises(ExternalError, match=failed):
         run(tmp_path, 's3://mds/out')
-    assert sum('32x24/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
+    assert sum('32x24/shard.00000' in name for name in store.paths('PUT')) == RetryPolicy().tries
     assert not (tmp_path / 'work/complete').exists()
     there = store.objects('mds')
     assert there and not any(is_index(name) for name in there)
     store.faults.clear()
     store.requests.clear()
     run(tmp_path, 's3://mds/out')
-    assert not {f'/mds/{name}' for name in there} & set(puts(store))
+    assert not {f'/mds/{name}' for name in there} & set(store.paths('PUT'))
     assert_prepared(store, expected)
     assert not (tmp_path / 'work').exists()
 

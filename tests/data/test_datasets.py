@@ -28,12 +28,8 @@ from diffusion.storage.s3_client import S3Client
 from diffusion.training.components import build_loader
 
 
-def batches_of(loader):
-    return [{name: tensor.clone() for name, tensor in batch.items()} for batch in loader]
-
-
 def test_batches_have_one_resolution_and_all_keys(write_recipe, pictures):
-    batches = batches_of(build_loader(load(write_recipe(streams=streams_of(pictures)))))
+    batches = list(build_loader(load(write_recipe(streams=streams_of(pictures)))))
     assert len(batches) == 8  # 40 and 24 images in batches of 8
     assert {batch[batch_keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
     assert [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in batches] == [[i] for i in range(8)]
@@ -47,13 +43,13 @@ def test_remote_may_use_store_unknown_to_streaming(write_recipe, pictures, tmp_p
     monkeypatch.setitem(bucket_clients.CLIENTS, 'az', S3Client)
     remote = store.upload(pictures[32]).replace('s3://', 'az://')
     streams = {'a': {'remote': remote, 'local': str(tmp_path / 'local'), 'resolution': 32}}
-    assert len(batches_of(build_loader(load(write_recipe(streams=streams))))) == 5
+    assert len(list(build_loader(load(write_recipe(streams=streams))))) == 5
     assert len(list((tmp_path / 'local').glob('*.mds'))) == sum('.mds' in path for path in store.shard_reads())
 
 
 def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
     loader = build_loader(load(write_recipe(streams=streams_of(pictures))))
-    first, second = batches_of(loader), batches_of(loader)
+    first, second = list(loader), list(loader)
     assert {batch[batch_keys.EPOCH].unique().item() for batch in first} == {0}
     assert {batch[batch_keys.EPOCH].unique().item() for batch in second} == {1}
     orders = [torch.cat([b[batch_keys.SAMPLE_ID] for b in batches]).tolist() for batches in (first, second)]
@@ -63,7 +59,7 @@ def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
 def test_resume_mid_epoch_with_a_worker_equals_uninterrupted_run_without(write_recipe, pictures):
     dataset = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
     path = write_recipe(streams=streams_of(pictures), dataset=dataset)
-    uninterrupted = batches_of(build_loader(load(path)))
+    uninterrupted = list(build_loader(load(path)))
     loader = build_loader(load(path))
     iterator = iter(loader)
     for _ in range(3):
@@ -73,7 +69,7 @@ def test_resume_mid_epoch_with_a_worker_equals_uninterrupted_run_without(write_r
     resumed = build_loader(load(path, ['loader.num_workers=1']))
     assert state is not None
     resumed.load_state_dict(state)
-    rest = batches_of(resumed)
+    rest = list(resumed)
     assert len(rest) == 5
     for expected, batch in zip(uninterrupted[3:], rest, strict=True):
         assert all(torch.equal(expected[name], batch[name]) for name in expected)
@@ -121,7 +117,7 @@ def test_epoch_follows_stream_proportions(write_recipe, pictures):
     streams = streams_of(pictures)
     for name, proportion in (('px32', 1.0), ('px64', 3.0)):
         streams[name]['proportion'] = proportion
-    batches = batches_of(build_loader(load(write_recipe(streams=streams))))
+    batches = list(build_loader(load(write_recipe(streams=streams))))
     large = sum(batch[batch_keys.IMAGE].shape[-1] == 64 for batch in batches)
     assert large / len(batches) == pytest.approx(0.75, abs=0.1)
 

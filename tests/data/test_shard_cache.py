@@ -310,12 +310,8 @@ def test_cache_folder_names_are_unique_and_readable():
     assert shard_cache.version(first, '0' * 64, 'photos/640x384').name == 'photos_640x384'
 
 
-def turns() -> DownloadTurns:
-    return DownloadTurns('streams.a', lambda: None)
-
-
 def test_wait_is_limited_by_the_time_of_own_downloads():
-    mine = turns()
+    mine = DownloadTurns('streams.a', lambda: None)
     assert mine.patience_seconds(1000) == 10
     assert mine.patience_seconds(10**9) == 150
     mine.record(10**7, 1.0)
@@ -331,7 +327,7 @@ def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: py
     path, holds = tmp_path / 'shard.0.mds', tmp_path / 'holds'
 
     def download(number: int, seconds: float) -> None:
-        with turns().take(path, 10, path.exists) as locked:
+        with DownloadTurns('streams.a', lambda: None).take(path, 10, path.exists) as locked:
             holds.touch()
             if locked is None:
                 return

@@ -23,10 +23,6 @@ def draw(path: Path, width: int = 40, height: int = 32, caption: str = 'a gradie
     path.with_suffix('.txt').write_text(caption)
 
 
-def stored_image(sample: dict) -> Image.Image:
-    return Image.open(io.BytesIO(sample['image']))
-
-
 def prepare_folder(folder: Path, sizes: list[int], captions: Path | None = None) -> PrepareReport:
     """Prepare the images in `folder/images`, and write the dataset to `folder/out`."""
     where = {'kind': 'folder', 'location': str(folder / 'images'), 'captions': captions and str(captions)}
@@ -45,10 +41,9 @@ def test_images_go_to_their_buckets(tmp_path: Path) -> None:
     assert [sample['key'] for sample in small] == ['a.jpg', 'c.webp', 'd.BMP', 'sub/b.png']
     assert [sample['key'] for sample in large] == ['a.jpg', 'sub/b.png']
     assert [sample['captions'] for sample in large] == [['a gradient'], ['one two']]
-    formats = [stored_image(sample).format for sample in [*small, *large]]
-    assert formats == ['JPEG', 'JPEG', 'JPEG', 'PNG', 'JPEG', 'PNG']
-    for sample in [*small, *large]:
-        assert stored_image(sample).size == (sample['width'], sample['height'])
+    images = [Image.open(io.BytesIO(sample['image'])) for sample in [*small, *large]]
+    assert [image.format for image in images] == ['JPEG', 'JPEG', 'JPEG', 'PNG', 'JPEG', 'PNG']
+    assert [image.size for image in images] == [(sample['width'], sample['height']) for sample in [*small, *large]]
     assert [(sample['width'], sample['height']) for sample in small] == [(20, 16), (16, 20), (17, 16), (16, 35)]
 
 

@@ -120,11 +120,3 @@ def test_parts_of_the_same_name_are_refused(prepared):
     twice: Any = SimpleNamespace(parts=lambda: [Part(name, {}, 1, '') for name in ('a', 'b', 'a')])
     with pytest.raises(UserError, match='^/in: several parts are named a; rename a file$'):
         InputPlan.make(prepared, twice)
-
-
-def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):
-    work = WorkFolder(tmp_path)
-    InputPlan.make(prepared, FolderSource('/in')).write_or_check(work)
-    listing(monkeypatch, [file(f'{number:03}.{suffix}') for number in range(1000) for suffix in ('jpg', 'txt')])
-    with pytest.raises(UserError, match=r'parts\.pictures-000001'):
-        InputPlan.make(prepared, FolderSource('/in')).write_or_check(work)

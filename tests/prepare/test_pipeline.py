@@ -215,6 +215,7 @@ def test_changed_plan_is_rejected(tmp_path: Path) -> None:
     for source, message in (
         (DrawnSource(3, 4), 'settings.jpeg_quality: 95 at the start, 80 now'),
         (DrawnSource(4, 4), 'parts.drawn-3: missing at the start, 1 now'),
+        (DrawnSource(2, 4), 'parts.drawn-2: 1 at the start, missing now'),
         (DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 at the start, 2 now'),
         (Backwards(3, 4), 'the order of the input'),
     ):

@@ -145,15 +145,9 @@ def test_the_settings_of_a_judge_decide_its_answers_and_its_name() -> None:
     assert local.instructions == {'scales[0]': 'alignment', 'scales[1]': 'aesthetics'}
     assert remote.instructions == {'scales[0]': 'mine.yaml'}
     rating = Prompt('x', 1, 'Rate it.', answer=r'rating: (\w+)', scale=[1, 5])
-    answers = (
-        'rating: 1',
-        'rating: 0',
-        'rating: 5',
-        'rating: 6',
-        'rating: x',
-        'rating: 2 </think> rating: 3, rating: 4',
-    )
-    assert [rating.parsed(answer) for answer in answers] == ['1', None, '5', None, None, '4']
+    answers = {'rating: 1': '1', 'rating: 0': None, 'rating: 5': '5', 'rating: 6': None, 'rating: x': None}
+    answers['rating: 2 </think> rating: 3, rating: 4'] = '4'
+    assert {answer: rating.parsed(answer) for answer in answers} == answers
 
 
 SETTINGS = {'model': 'm', 'endpoint': 'http://localhost:1/v1', 'columns': {'a': 'short'}}

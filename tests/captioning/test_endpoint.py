@@ -272,10 +272,8 @@ def test_a_server_that_answers_no_image_ends_the_command(
     server: VlmServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr('diffusion.language_models.endpoint.FIRST_PAUSE_SECONDS', 0.001)
-    data, settings = (
-        write_images(tmp_path / 'data', shards=1, each=24),
-        write_settings(tmp_path / 'vlm.yaml', server.url),
-    )
+    data = write_images(tmp_path / 'data', shards=1, each=24)
+    settings = write_settings(tmp_path / 'vlm.yaml', server.url)
     for fault, status, message in (
         ('400', 2, 'refuses every request'),
         ('other model', 1, "the answer is of model 'another', not 'tiny-vlm'"),

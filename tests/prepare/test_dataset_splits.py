@@ -22,10 +22,6 @@ from diffusion.prepare.settings import SourceSettings
 GOLDEN = Path(__file__).parent / 'golden'
 
 
-def grouped(*names: str, by_file: bool = True) -> tuple[dict[str, list[str]], list[str]]:
-    return group_by_split(names, lambda name: name, by_file=by_file)
-
-
 def config_of(listed: Any, folders: list[str], wanted: str | None) -> list[str | None]:
     found = choose_config(listed, folders, wanted, 'here')
     return [found.config, found.folder]
@@ -36,11 +32,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     'config': config_of,
     'split': lambda names, wanted: choose_split(names, wanted, 'here'),
     'word': split_in,
+    'group': lambda names, by_file: [*group_by_split(names, str, by_file=by_file)],
 }
 
 
 @pytest.mark.parametrize('case', yaml.safe_load((GOLDEN / 'choices.yaml').read_text()), ids=str)
-def test_configuration_patterns_split_and_words_that_mean_a_split(case: list[Any]) -> None:
+def test_configuration_patterns_split_words_that_mean_a_split_and_groups_of_files(case: list[Any]) -> None:
     name, *arguments, expected = case
     try:
         found = CALLS[name](*arguments)
@@ -69,25 +66,6 @@ def test_files_of_a_dataset_are_chosen(tmp_path: Path, monkeypatch: pytest.Monke
     except UserError as error:
         found['error'] = str(error)
     assert found == {name: value for name, value in case.items() if name not in ('name', 'sizes', 'files', 'options')}
-
-
-def test_sharded_names_take_precedence_over_folders_and_folders_over_files() -> None:
-    sharded = ['data/train_sft-00000-of-00001.parquet', 'data/gen-00000-of-00001-ab12.parquet']
-    assert grouped(*sharded, 'test/x.parquet') == ({'train_sft': sharded[:1], 'gen': sharded[1:]}, ['test/x.parquet'])
-    assert grouped('a/train/val.parquet', 'a/test/train.parquet', 'c.parquet') == (
-        {'train': ['a/train/val.parquet'], 'test': ['a/test/train.parquet']},
-        ['c.parquet'],
-    )
-    assert grouped('a/val.parquet', 'train.parquet', 'b.parquet') == (
-        {'validation': ['a/val.parquet'], 'train': ['train.parquet']},
-        ['b.parquet'],
-    )
-    assert grouped('a.parquet', 'b.parquet') == ({'train': ['a.parquet', 'b.parquet']}, [])
-
-
-def test_names_of_images_are_words_unless_all_name_a_split() -> None:
-    assert grouped('train-station.jpg', 'test-pattern.jpg', 'cat.jpg', by_file=False)[0].keys() == {'train'}
-    assert grouped('train_1.jpg', 'test_1.jpg', by_file=False)[0].keys() == {'train', 'test'}
 
 
 def folder_of(path: Path, names: list[str]) -> Path:

@@ -14,7 +14,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State
-from composer.loggers import LoggerDestination
+from composer.loggers import InMemoryLogger
 from torch.utils.data import DataLoader
 
 from diffusion.algorithms.ema import EMA
@@ -54,14 +54,6 @@ class Slow(Callback):
         time.sleep(SLEEP_SECONDS)
 
     after_loss = after_train_batch = batch_end = eval_batch_end = batch_start
-
-
-class RecordedMetrics(LoggerDestination):
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, Any]] = []
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.metrics.append(dict(metrics))
 
 
 class Wall(Callback):
@@ -108,13 +100,13 @@ class Measured:
     """The report of the second window."""
     step_seconds: float
     """Seconds per step of the second window, measured independently."""
-    recorded: RecordedMetrics
+    recorded: InMemoryLogger
     lines: list[str]
 
 
 @pytest.fixture(scope='module')
 def measured(fit) -> Measured:
-    breakdown, wall, recorded = Breakdown(window=3, peak_tflops=0.001), Wall(), RecordedMetrics()
+    breakdown, wall, recorded = Breakdown(window=3, peak_tflops=0.001), Wall(), InMemoryLogger()
     log, lines = logging.getLogger('diffusion.profiling.breakdown'), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -149,9 +141,9 @@ def test_stages_sum_to_an_independently_measured_step(measured):
 
 
 def test_every_window_is_reported_as_metrics_and_log_line(measured):
-    reports = [metrics for metrics in measured.recorded.metrics if 'time_share/backward' in metrics]
-    assert len(reports) == 2, 'the first batch is skipped, and the last window is incomplete'
-    metrics = reports[-1]
+    logged = measured.recorded.data
+    assert len(logged['time_share/backward']) == 2, 'the first batch is skipped, and the last window is incomplete'
+    metrics = {name: values[-1][1] for name, values in logged.items()}
     assert sum(metrics[f'time_share/{stage}'] for stage in STAGES) == pytest.approx(1)
     assert metrics['throughput/samples_per_sec'] == pytest.approx(8 * metrics['throughput/batches_per_sec'])
     assert metrics['throughput/device/mfu'] == pytest.approx(metrics['throughput/device/flops_per_sec'] / 1e9)
@@ -167,14 +159,15 @@ def test_wrappers_and_listener_are_removed_after_fit(measured):
 
 
 def test_only_methods_of_callbacks_that_do_something_are_timed_each_in_its_stage():
-    class Everything(RecordedMetrics):
+    class Everything(InMemoryLogger):
         def run_event(self, event: Any, state: State, logger: Any) -> None:
             pass
 
         batch_end: Any = run_event
 
     assert hooks_of(Slow()) == ['batch_start', 'after_loss', 'after_train_batch', 'batch_end', 'eval_batch_end']
-    assert hooks_of(RecordedMetrics()) == ['log_metrics'] and hooks_of(Everything()) == ['run_event', 'log_metrics']
+    hooks = ['log_metrics', 'log_hyperparameters']
+    assert hooks_of(InMemoryLogger()) == hooks and hooks_of(Everything()) == ['run_event', *hooks]
     kinds = (Slow, ImageGrid, CheckpointSaver)
     assert [stage_of(kind.__new__(kind)) for kind in kinds] == ['logging', 'evaluation', 'checkpoint']
 
@@ -204,9 +197,9 @@ def test_time_of_callbacks_data_averages_and_checkpoints_is_counted(fit, tmp_pat
 
 def test_losses_with_a_breakdown_of_a_run_shorter_than_a_window_are_those_without(fit):
     def losses(*callbacks: Callback) -> list[float]:
-        recorded = RecordedMetrics()
+        recorded = InMemoryLogger()
         fit(*callbacks, loggers=[recorded])
-        return [m['loss/train/total'] for m in recorded.metrics if 'loss/train/total' in m]
+        return [loss for _, loss in recorded.data['loss/train/total']]
 
     breakdown = Breakdown(window=50)
     assert losses() == losses(breakdown)

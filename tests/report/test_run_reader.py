@@ -172,12 +172,6 @@ def test_time_left_and_end_of_a_running_run_are_current(run):
     assert first < BEGIN + 1000 and now - 60 < last <= now
 
 
-def test_metrics_beyond_the_limit_are_a_note(run, monkeypatch):
-    count = len(read(run).series)
-    monkeypatch.setattr(metric_reader, 'MAX_SERIES', 3)
-    assert read(run).notes == [f'metrics.jsonl: {count - 3} of its metrics were left out, since it has very many.']
-
-
 def test_examples_are_small_images_of_the_last_evaluation_and_only_files_of_the_run(run):
     path = run / 'evaluations' / 'ba400.json'
     results = json.loads(path.read_text())
@@ -221,13 +215,16 @@ def test_results_with_strange_values_show_what_can_be_shown(run):
     assert found['examples'] == {'cmmd': {kind: {'worst': [], 'best': []} for kind in 'abc'}}
 
 
-def test_checkpoints_beyond_the_limit_are_a_note(run, monkeypatch):
+def test_metrics_and_checkpoints_beyond_their_limits_are_notes(run, monkeypatch):
     (run / 'ba150.damaged').mkdir()
     monkeypatch.setattr(run_parts, 'MAX_CHECKPOINTS', 4)
-    assert read(run).notes == []
-    monkeypatch.setattr(run_parts, 'MAX_CHECKPOINTS', 3)
     content = read(run)
-    assert content.notes == ['Of 4 checkpoints, the newest 3 are shown.']
+    assert content.notes == []
+    left_out = f'metrics.jsonl: {len(content.series) - 3} of its metrics were left out, since it has very many.'
+    monkeypatch.setattr(run_parts, 'MAX_CHECKPOINTS', 3)
+    monkeypatch.setattr(metric_reader, 'MAX_SERIES', 3)
+    content = read(run)
+    assert content.notes == [left_out, 'Of 4 checkpoints, the newest 3 are shown.']
     assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 150]
 
 

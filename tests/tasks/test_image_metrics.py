@@ -33,6 +33,7 @@ from diffusion.report.report_source import RunsSource
 from diffusion.storage.mds import first_samples
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.watch import Watcher, WatchSettings
+from diffusion.training.components import build_loader
 from diffusion.training.train import train
 
 METRICS = ['fid', 'kid', 'clip_fid', 'cmmd', 'dino_mmd', 'precision', 'recall', 'clip_score', 'efficientnet_distance']
@@ -125,18 +126,11 @@ def test_metrics_are_equal_on_1_and_4_ranks_and_in_one_process(prepared, ranks, 
     # The features of one process, whose distances test_distances.py compares with torchmetrics.
     network = Inception(networks['inception'])
     generated = [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]
-    everything = load_images(recipe)
+    everything = [image for batch in build_loader(load(recipe), 'eval') for image in batch['image']]
     dataset = [everything[index * len(everything) // IMAGES] for index in range(IMAGES)]
     fake, real = network.features(generated), network.features(dataset)
     assert first['metrics']['fid'] == pytest.approx(frechet_distance(fake, real), rel=1e-4)
     assert first['metrics']['kid'] == pytest.approx(kernel_distance(fake, real), rel=1e-3, abs=1e-6)
-
-
-def load_images(recipe: Path) -> list[torch.Tensor]:
-    from diffusion.training.components import build_loader
-
-    loader = build_loader(load(recipe), 'eval')
-    return [image for batch in loader for image in batch['image']]
 
 
 @pytest.mark.slow

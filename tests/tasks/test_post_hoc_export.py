@@ -70,23 +70,15 @@ def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
     assert not same(found, load_file(run / SNAPSHOT_FOLDER / 'width0.1-ba8.safetensors'))
 
 
-@pytest.mark.parametrize(
-    ('settings', 'message'),
-    [
-        ({'ema_width': 0.1, 'weights': 'training'}, '--ema-width: reconstructs weights from snapshots; remove'),
-        ({'ema_width': 0.1, 'at': 9}, 'batch 9 is not between 1 and 8'),
-    ],
-)
-def test_invalid_width_or_batch_is_an_error(run, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        export(run, tmp_path / 'sd', **settings)
-    assert not (tmp_path / 'sd').exists()
-
-
-def test_missing_snapshots_error_names_the_algorithm_that_takes_them(run, tmp_path, capsys):
+def test_average_without_its_snapshots_is_refused_with_the_algorithm_that_takes_them(run, tmp_path, capsys):
+    with pytest.raises(ValueError, match='--ema-width: reconstructs weights from snapshots; remove'):
+        export(run, tmp_path / 'sd', ema_width=0.1, weights='training')
+    with pytest.raises(ValueError, match='batch 9 is not between 1 and 8'):
+        export(run, tmp_path / 'sd', ema_width=0.1, at=9)
     shutil.copytree(run, tmp_path / 'plain', symlinks=True, ignore=shutil.ignore_patterns(SNAPSHOT_FOLDER))
     error = refusal(capsys, 'export', tmp_path / 'plain', '--out', tmp_path / 'sd', '--ema-width', 0.1)
     assert 'plain/post_hoc_ema: no snapshots; to save them in training, set `algorithms: {post_hoc_ema: }`' in error
+    assert not (tmp_path / 'sd').exists()
 
 
 @pytest.fixture(scope='module')

@@ -67,8 +67,11 @@ def test_losses_equal_those_of_encoding_in_training(stored, tiny_recipe, mode):
     assert offline == pytest.approx(online, rel=1e-5)
 
 
-def test_stored_items_are_those_of_the_encoders(stored, tiny_recipe, pictures):
+def test_stored_items_are_those_of_the_encoders_which_the_manifest_names(stored, tiny_recipe, pictures):
     root, model = stored
+    manifest = LatentManifest.read(root / 'latents' / 'small', '')
+    assert manifest.image_encoder_source == str(root / 'dino')
+    assert manifest.features_shape == [2, 2, 32] and manifest.text_padding == 'removed'
     sections = {'streams': {'small': {'local': str(root / 'latents' / 'small'), 'resolution': 32}}}
     sections |= {'dataset': {'name': 'latents'}, 'loader': IN_ORDER}
     recipe = load(write_yaml(root / 'read.yaml', tiny_recipe(root / 'runs', model=model, **sections)))
@@ -91,13 +94,6 @@ def test_stored_items_are_those_of_the_encoders(stored, tiny_recipe, pictures):
         ):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert captions == {0, 1}
-
-
-def test_manifest_records_the_image_encoder_and_the_grid_of_its_features(stored):
-    root, _ = stored
-    manifest = LatentManifest.read(root / 'latents' / 'small', '')
-    assert manifest.image_encoder_source == str(root / 'dino')
-    assert manifest.features_shape == [2, 2, 32] and manifest.text_padding == 'removed'
 
 
 def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored, tiny_recipe, tmp_path):

@@ -6,7 +6,8 @@ import shutil
 import model_batches
 import pytest
 import torch
-from composer import Callback
+from callbacks.guarded_run import At
+from composer.core import Event
 from ranks import assert_same_weights, largest_difference, read_losses
 from recipe_files import write_yaml
 from shards import draw_image
@@ -59,18 +60,16 @@ def moved_from_reference(model, *, lora: bool) -> torch.nn.Module:
     return plain
 
 
-class Gradients(Callback):
-    """Callback that keeps the gradients of a step."""
-
-    def after_train_batch(self, state, logger) -> None:
-        self.values = {name: each.grad + 0 for name, each in trainable(state.model).items() if each.grad is not None}
-
-
 def one_step(model, *, microbatch: int | None = None) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Train one batch of pairs; return what was logged, and the gradients."""
-    settings = {'algorithms': [DiffusionDPO(BETA)], 'callbacks': [gradients := Gradients()]}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep() -> None:
+        gradients.update({name: each.grad + 0 for name, each in trainable(model).items() if each.grad is not None})
+
+    settings = {'algorithms': [DiffusionDPO(BETA)], 'callbacks': [At(Event.AFTER_TRAIN_BATCH, 0, keep)]}
     logger = model_batches.fit(model, pairs_of(model), device_train_microbatch_size=microbatch, **settings)
-    return {name: float(values[0][1]) for name, values in logger.data.items()}, gradients.values
+    return {name: float(values[0][1]) for name, values in logger.data.items()}, gradients
 
 
 def papers_loss(model, plain, batch, objective: Objective) -> tuple[torch.Tensor, list[bool]]:

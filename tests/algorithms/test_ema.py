@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from averaged_run import Recorder, make_trainer, weights_of
-from composer.core import Callback, Event, State, Timestamp
-from composer.loggers import Logger
+from callbacks.guarded_run import At
+from composer.core import Event, Timestamp
 
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.ema import EMA, averaged_weights
@@ -62,13 +62,8 @@ def test_evaluation_uses_the_average_and_training_does_not():
             assert torch.equal(parameter, averages[name])
             assert parameter.data_ptr() == storage[name], 'swapped in place'
     assert_equal(weights_of(trainer.state), weights)
-    seen = {}
-
-    class EvalRecorder(Callback):
-        def eval_batch_start(self, state: State, logger: Logger) -> None:
-            seen.update(weights_of(state))
-
-    trainer.state.callbacks.append(EvalRecorder())
+    seen: dict[str, torch.Tensor] = {}
+    trainer.state.callbacks.append(At(Event.EVAL_BATCH_START, 12, lambda: seen.update(weights_of(trainer.state))))
     trainer.eval(eval_dataloader=trainer.state.train_dataloader)
     assert_equal(seen, averages)
     assert_equal(weights_of(trainer.state), weights)

@@ -5,8 +5,8 @@ from typing import Any
 import model_batches
 import pytest
 import torch
-from composer.core import Callback, State
-from composer.loggers import Logger
+from callbacks.guarded_run import At
+from composer.core import Event
 from ranks import largest_difference, read_losses
 from transformers import Dinov2Config, Dinov2Model
 
@@ -77,15 +77,6 @@ def test_outputs_that_a_batch_has_are_kept(make):
     assert all(stored[key] is value for key, value in model.encode_batch(stored, 2).items())
 
 
-class BatchAtTheEnd(Callback):
-    """Callback that records what a batch has at its end, when SpeedMonitor asks for its FLOPs."""
-
-    keys: set[str]
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self.keys = set(state.batch)
-
-
 def test_run_encodes_in_batches_of_another_size_and_has_the_same_losses(write_recipe, tmp_path, monkeypatch):
     calls: list[int] = []
     encode = LatentDiffusion.encode
@@ -96,9 +87,10 @@ def test_run_encodes_in_batches_of_another_size_and_has_the_same_losses(write_re
         path = write_recipe(name, device_train_microbatch_size=2, speed=speed)
         calls.clear()
         trainer = build_trainer(load(path, ['trainer.max_duration=1ba', 'trainer.save_interval=1ba']))
-        trainer.state.callbacks.append(recorder := BatchAtTheEnd())
+        keys: set[str] = set()  # of the batch at its end, when SpeedMonitor asks for its FLOPs
+        trainer.state.callbacks.append(At(Event.BATCH_END, 1, lambda: keys.update(trainer.state.batch)))
         trainer.fit()
-        assert recorder.keys >= {batch_keys.IMAGE} and batch_keys.LATENT_MOMENTS not in recorder.keys
+        assert keys >= {batch_keys.IMAGE} and batch_keys.LATENT_MOMENTS not in keys
         trainer.close()
         return read_losses(tmp_path / 'runs' / name)
 

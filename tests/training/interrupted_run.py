@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks.guarded_run import At
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 from cpu_autocast import allow_half_precision
@@ -20,17 +21,6 @@ from cpu_autocast import allow_half_precision
 from diffusion.launch.workers import end_process
 from diffusion.tasks import run_recipe
 from diffusion.training import train
-
-
-class Interruption(Callback):
-    """Callback that sends a signal to its own process at an event after a number of batches."""
-
-    def __init__(self, event: str, batch: int, number: int) -> None:
-        self.event, self.batch, self.number = Event(event), batch, number
-
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == self.event and state.timestamp.batch.value == self.batch:
-            signal.raise_signal(self.number)
 
 
 class RandomStates(Callback):
@@ -58,7 +48,7 @@ def added_callbacks() -> list[Callback]:
     added: list[Callback] = []
     if 'INTERRUPTION' in os.environ and os.environ['RANK'] == str(int(os.environ['WORLD_SIZE']) - 1):
         event, batch, number = os.environ['INTERRUPTION'].split()
-        added.append(Interruption(event, int(batch), int(number)))
+        added.append(At(Event(event), int(batch), lambda: signal.raise_signal(int(number))))
     if 'RANDOM_STATES' in os.environ:
         added.append(RandomStates(os.environ['RANDOM_STATES']))
     if 'EVENTS' in os.environ and os.environ['RANK'] == '0':

@@ -1,5 +1,6 @@
 """A tiny training run for fault-injection tests; a module for tests, and the program of each rank in two-rank tests."""
 
+import contextlib
 import inspect
 import os
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from composer import Trainer
 from composer.core import Callback, Event, State
@@ -22,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from diffusion.callbacks import loss_guard
-from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.loss_guard import BadLoss, LossGuard
 from diffusion.callbacks.nan_guard import NaNGuard
 from diffusion.callbacks.preemption import Preemption
 from diffusion.errors import UserError
@@ -147,6 +149,13 @@ def run_to_end(trainer: Trainer) -> list[Tensor]:
     trainer.fit()
     trainer.close()
     return weights_of(trainer.state)
+
+
+def assert_stops(trainer: Trainer, match: str, error: type[BaseException] = BadLoss) -> BaseException:
+    """Assert that training ends with an error, and return it."""
+    with contextlib.closing(trainer), pytest.raises(error, match=match) as caught:
+        trainer.fit()
+    return caught.value
 
 
 class FirstNorm(LoggerDestination):

@@ -13,14 +13,14 @@ from composer.algorithms import GradientClipping
 from composer.core import Precision
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
-from guarded_run import Recorder, Regression, make_data, make_trainer, run_to_end, weights_of
+from guarded_run import Recorder, Regression, assert_stops, make_data, make_trainer, run_to_end, weights_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from diffusion.algorithms.gradient_clipping import summarize_gradients
 from diffusion.callbacks import loss_guard
-from diffusion.callbacks.loss_guard import BadLoss, LossGuard
+from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 
@@ -34,13 +34,6 @@ def values(logger: InMemoryLogger, name: str) -> list[float]:
 
 def lines(folder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / 'bad_batches.jsonl').read_text().splitlines()]
-
-
-def assert_stops(trainer, match: str) -> BadLoss:
-    with pytest.raises(BadLoss, match=match) as caught:
-        trainer.fit()
-    trainer.close()
-    return caught.value
 
 
 def all_equal(ours, theirs) -> bool:
@@ -155,11 +148,13 @@ def test_resumed_run_skips_the_same_updates_as_the_uninterrupted_run(tmp_path):
 
 
 @pytest.mark.parametrize('microbatch', [8, 3])
-def test_checked_loss_equals_the_loss_that_composer_logs(tmp_path, microbatch):
+def test_checked_loss_is_the_loss_that_composer_logs_and_the_logged_norm_is_that_before_clipping(tmp_path, microbatch):
     guard = LossGuard(window=10, folder=str(tmp_path))
-    logged = InMemoryLogger()
-    run_to_end(make_trainer(make_data(), [guard], loggers=[logged], device_train_microbatch_size=microbatch))
+    settings: dict[str, Any] = {'device_train_microbatch_size': microbatch, 'loggers': [logged := InMemoryLogger()]}
+    run_to_end(make_trainer(make_data(), [guard], algorithms=[GradientClipping('norm', 1e-3)], **settings))
     assert guard.history == pytest.approx(values(logged, 'loss/train/total')[-10:])
+    norms = values(logged, 'grad_norm/total')
+    assert norms[0] == pytest.approx(reference_norm(), rel=1e-6) and len(norms) == 12
 
 
 @pytest.mark.parametrize(
@@ -211,14 +206,6 @@ def test_gradient_check_detects_one_bad_value_in_gradients_of_any_kind_and_chang
         changed = large.clone()
         changed[6, 99] = value
         assert not summarize_gradients([half, changed]).finite
-
-
-@pytest.mark.parametrize('microbatch', [8, 3])
-def test_logged_gradient_norm_is_that_before_clipping(tmp_path, microbatch):
-    settings: dict[str, Any] = {'duration': '1ba', 'device_train_microbatch_size': microbatch}
-    settings |= {'loggers': [logged := InMemoryLogger()], 'algorithms': [GradientClipping('norm', 1e-3)]}
-    run_to_end(make_trainer(make_data(), [LossGuard(folder=str(tmp_path))], **settings))
-    assert values(logged, 'grad_norm/total') == [pytest.approx(reference_norm(), rel=1e-6)]
 
 
 def reference_norm() -> float:

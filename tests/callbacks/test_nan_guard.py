@@ -10,10 +10,10 @@ import torch
 from checkpointing.saved_runs import SHARDED
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
-from guarded_run import At, make_data, make_trainer, run_to_end
+from guarded_run import At, assert_stops, make_data, make_trainer, run_to_end
 
 from diffusion.algorithms.finite_weights import NonFiniteWeights, check_before_saves, count_non_finite
-from diffusion.callbacks.loss_guard import BadLoss, LossGuard
+from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.nan_guard import NaNGuard
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
@@ -35,9 +35,7 @@ def test_run_stops_after_the_batch_and_names_its_samples(tmp_path, value, keep_s
     settings = {'save_interval': '1ba', 'keep_sample_losses': keep_sample_losses}
     trainer = make_trainer(data, [NaNGuard(folder=str(tmp_path))], folder=tmp_path, **settings)
     samples = 'sample 121' if keep_sample_losses else r'samples 116, 117, .* 123'
-    with pytest.raises(BadLoss, match=rf'batch 2: loss is {value}; {samples}; the newest checkpoint, .*/ba2.pt'):
-        trainer.fit()
-    trainer.close()
+    assert_stops(trainer, rf'batch 2: loss is {value}; {samples}; the newest checkpoint, .*/ba2.pt')
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba1.pt', 'ba2.pt']
     (line,) = (tmp_path / 'bad_batches.jsonl').read_text().splitlines()
     assert (json.loads(line)['batch'], json.loads(line)['action']) == (2, 'stop')
@@ -46,9 +44,7 @@ def test_run_stops_after_the_batch_and_names_its_samples(tmp_path, value, keep_s
 def test_run_without_checkpoints_or_before_the_first_says_so(tmp_path):
     for folder, message in ((None, 'nothing is saved: there is no'), (tmp_path, 'nothing is saved yet, since this')):
         trainer = make_trainer(make_data(bad=[100, 101]), [NaNGuard(folder=str(tmp_path))], folder=folder)
-        with pytest.raises(BadLoss, match=f'batch 0: loss is nan; samples 100, 101; {message}'):
-            trainer.fit()
-        trainer.close()
+        assert_stops(trainer, f'batch 0: loss is nan; samples 100, 101; {message}')
     lines = (tmp_path / 'bad_batches.jsonl').read_text().splitlines()
     assert [(json.loads(line)['batch'], json.loads(line)['epoch']) for line in lines] == [(0, 0), (0, 0)]
 
@@ -65,9 +61,8 @@ def test_composers_savers_save_no_bad_weights(tmp_path, event):
     trainer = make_trainer(make_data(bad_gradient=[BAD]), [], folder=tmp_path, save_interval=unit)
     (saver,) = (each for each in trainer.state.callbacks if isinstance(each, CheckpointSaver))
     check_before_saves(saver)
-    with pytest.raises(NonFiniteWeights, match=r'batch [36]: weights are NaN or infinite, in network.0.weight, .* and'):
-        trainer.fit()
-    trainer.close()
+    message = r'batch [36]: weights are NaN or infinite, in network.0.weight, .* and'
+    assert_stops(trainer, message, NonFiniteWeights)
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == (['ba1.pt', 'ba2.pt'] if unit == '1ba' else [])
 
 
@@ -133,9 +128,7 @@ def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_pat
     path = write_recipe(parallelism=parallelism, callbacks={'nan_guard': {'check_loss': False}}, small=True)
     trainer = build_trainer(load(path, ['trainer.save_interval=1ba']))
     poison(trainer, 2, lambda weight: weight.flatten()[:1].fill_(torch.inf))
-    with pytest.raises(NonFiniteWeights, match='batch 2: weights are NaN or infinite, in .*; they are not saved'):
-        trainer.fit()
-    trainer.close()
+    assert_stops(trainer, 'batch 2: weights are NaN or infinite, in .*; they are not saved', NonFiniteWeights)
     run = tmp_path / 'runs' / 'run'
     assert sorted(path.name for path in run.glob('ba*')) == ['ba1']
     assert not [path for path in run.iterdir() if path.name.startswith('.ba')], 'no unfinished files'

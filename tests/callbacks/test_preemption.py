@@ -14,7 +14,7 @@ import pytest
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
-from guarded_run import At, make_data, make_trainer, run_to_end
+from guarded_run import At, assert_stops, make_data, make_trainer, run_to_end
 
 from diffusion.callbacks.preemption import Preemption
 from diffusion.exit_codes import PREEMPTED, Preempted
@@ -29,12 +29,6 @@ def signal_at(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
     return At(event, batch, lambda: signal.raise_signal(number))
 
 
-def assert_preempted(trainer, match):
-    with pytest.raises(Preempted, match=match):
-        trainer.fit()
-    trainer.close()
-
-
 def evaluation(interval: str) -> dict[str, Any]:
     loader = torch.utils.data.DataLoader(make_data(), batch_size=8)  # type: ignore[arg-type]
     return {'eval_dataloader': loader, 'eval_interval': interval}
@@ -45,7 +39,7 @@ def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
     trainer = make_trainer(make_data(), [Preemption(), signal_at(number)], folder=tmp_path)
     cause = 'Ctrl-C' if number == signal.SIGINT else number.name
     expected = rf'stopped at batch 5 on {cause}; {tmp_path}/ba5.pt is saved, the same command resumes from it'
-    assert_preempted(trainer, expected)
+    assert_stops(trainer, expected, Preempted)
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba5.pt']
 
 
@@ -55,7 +49,8 @@ def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
 def test_resumed_run_ends_with_the_same_weights(tmp_path, batch):
     """Stopped in the middle of an epoch, and at its end."""
     reference = run_to_end(make_trainer(make_data(), []))
-    assert_preempted(make_trainer(make_data(), [Preemption(), signal_at(batch=batch)], folder=tmp_path), 'is saved')
+    first = make_trainer(make_data(), [Preemption(), signal_at(batch=batch)], folder=tmp_path)
+    assert_stops(first, 'is saved', Preempted)
     second = make_trainer(make_data(), [Preemption()], load_path=str(tmp_path / f'ba{batch + 1}.pt'))
     assert all(map(torch.equal, run_to_end(second), reference)) and second.state.timestamp.batch == 12
 
@@ -64,7 +59,7 @@ def test_resumed_run_ends_with_the_same_weights(tmp_path, batch):
 def test_signal_during_evaluation_stops_after_the_batch_before_it(tmp_path, interval, stops_at):
     signaled = signal_at(batch=stops_at, event=Event.EVAL_BATCH_END)
     trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation(interval))
-    assert_preempted(trainer, f'stopped at batch {stops_at} ')
+    assert_stops(trainer, f'stopped at batch {stops_at} ', Preempted)
     assert (tmp_path / f'ba{stops_at}.pt').exists()
 
 
@@ -98,7 +93,7 @@ def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
     trainer = make_trainer(
         make_data(), [Preemption(), signal_at(batch=6, event=Event.EVAL_START)], folder=tmp_path, **settings
     )
-    assert_preempted(trainer, 'stopped at batch 6 .*ba6.pt is saved')
+    assert_stops(trainer, 'stopped at batch 6 .*ba6.pt is saved', Preempted)
     assert saved == [3, 6]
 
 
@@ -118,7 +113,7 @@ def test_signal_to_the_process_group_that_kills_loader_workers_still_saves(tmp_p
         time.sleep(0.3)
 
     trainer = make_trainer(make_data(), [Preemption(), At(Event.AFTER_LOSS, 2, signal_all)], folder=tmp_path, workers=1)
-    assert_preempted(trainer, 'stopped at batch 3 on SIGTERM; .*ba3.pt is saved')
+    assert_stops(trainer, 'stopped at batch 3 on SIGTERM; .*ba3.pt is saved', Preempted)
 
 
 def test_training_outside_of_the_main_thread_logs_a_warning(caplog):

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from callbacks.guarded_run import At, make_data, make_trainer, run_to_end
+from callbacks.guarded_run import At, assert_stops, make_data, make_trainer, run_to_end
 from checkpointing.saved_runs import assert_same_end, recipe_writer, the_checkpointer
 from composer import Trainer
 from composer.core import Event
@@ -107,14 +107,10 @@ def test_three_failed_saves_in_a_row_end_the_run_which_resumes(tmp_path):
         return make_trainer(make_data(), [Checkpointer(run, save_interval='1ba', resume='auto')], duration='6ba')
 
     failed = trainer()
-    with (
-        active(counts, Fault('mkdir', r'\.ba[2-9]\.unfinished', 'ESTALE', times=99)),
-        pytest.raises(SaveFailed, match=r'ba4: not saved, Stale .*\(3 saves in a row have failed\); newest') as end,
-    ):
-        failed.fit()
-    failed.close()
-    assert end.value.errno == errno.ESTALE
-    assert f'newest checkpoint: {run}/ba1; check the storage of the run and start' in str(end.value)
+    message = rf'ba4: not saved, Stale .*\(3 saves in a row have failed\); newest checkpoint: {run}/ba1; check the'
+    with active(counts, Fault('mkdir', r'\.ba[2-9]\.unfinished', 'ESTALE', times=99)):
+        end: Any = assert_stops(failed, f'{message} storage of the run and start', SaveFailed)
+    assert end.errno == errno.ESTALE
     assert met(counts) == 2 + 3, 'the last one is tried three times'
     assert the_checkpointer(failed).last_checkpoint_batch == 1, 'a batch that is not saved is not called saved'
     ours, theirs = run_to_end(trainer()), run_to_end(make_trainer(make_data(), [], duration='6ba'))
@@ -124,10 +120,8 @@ def test_three_failed_saves_in_a_row_end_the_run_which_resumes(tmp_path):
 def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
     trainer = build_trainer(load(write('bug', EACH_BATCH)))
     monkeypatch.setattr(checkpoint_writer, '_about', Mock(side_effect=TypeError('a bug')))
-    with pytest.raises(TypeError, match='a bug'):
-        trainer.fit()
+    assert_stops(trainer, 'a bug', TypeError)
     assert trainer.state.timestamp.batch.value == 1
-    trainer.close()
 
 
 def test_failed_save_that_ends_after_the_last_batch_is_tried_again(tmp_path, monkeypatch, caplog):
@@ -300,9 +294,7 @@ def test_folder_replaced_by_that_of_another_run_is_not_written_to(write, undistu
         os.rename(other, run)
 
     trainer.state.callbacks += [At(Event.BATCH_START, 1, replace)]
-    with pytest.raises(SaveFailed, match=r'run\.json has id f00, expected \w{32}: another folder is at this path'):
-        trainer.fit()
-    trainer.close()
+    assert_stops(trainer, r'run\.json has id f00, expected \w{32}: another folder is at this path', SaveFailed)
     assert not checkpoints(run)
     assert checkpoints(tmp_path / 'own') == {'ba1'}
 

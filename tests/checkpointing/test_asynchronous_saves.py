@@ -6,13 +6,12 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from callbacks.guarded_run import At, assert_stops, make_data, make_trainer, run_to_end
-from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer, the_checkpointer
+from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, the_checkpointer
 from composer.core import Event, Time, Timestamp, TimeUnit
 from faults import Fault, active, environment
 from ranks import read_losses
@@ -35,19 +34,6 @@ def _quick(monkeypatch):
     monkeypatch.setattr(checkpointer, 'LAST_SAVE_PAUSES_SECONDS', (0.0, 0.0))
     monkeypatch.setattr(background_save, 'POLL_SECONDS', 0.0)
     monkeypatch.setattr(background_save, 'ABANDON_SECONDS', 0.1)
-
-
-@pytest.fixture(scope='module')
-def write(tmp_path_factory, tiny_recipe) -> Callable[..., Path]:
-    return recipe_writer(tmp_path_factory.mktemp('asynchronous'), tiny_recipe)
-
-
-@pytest.fixture(scope='module')
-def blocking(write) -> Path:
-    """Folder of a run whose saves block training."""
-    recipe = load(write('blocking', checkpointing={'asynchronous': False}))
-    train(recipe).close()
-    return recipe.run_dir
 
 
 def saved(run: Path) -> list[str]:
@@ -90,7 +76,7 @@ def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, alone):
 
 
 @pytest.mark.cpu_seconds(15)
-def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, blocking, tmp_path, caplog):
+def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, undisturbed, tmp_path, caplog):
     path = write('crash')
     run = load(path).run_dir
     trainer = build_trainer(load(path))
@@ -105,7 +91,7 @@ def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, 
     assert 'ba4: not saved, since the run ended while it was being written' in caplog.text
     train(load(path)).close()
     assert not list(run.glob('.ba*'))
-    assert_same_end(run, blocking)
+    assert_same_end(run, undisturbed)
 
 
 @pytest.mark.parametrize(('asynchronous', 'batches'), [(True, [2, 4, 7, 8]), (False, [2, 4, 6, 8])])
@@ -123,7 +109,7 @@ def test_full_disk_makes_room_for_a_save_of_the_present_batch(tmp_path, asynchro
 
 
 @pytest.mark.cpu_seconds(15)
-def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, blocking, tmp_path, monkeypatch, caplog):
+def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, undisturbed, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpointer, 'SLOW_SECONDS', 0.2)
     path = write('pressure', {'save_interval': '1ba'})
     with active(tmp_path / 'counts', Fault('create', r'unfinished/state', sleep=0.4)):
@@ -134,16 +120,16 @@ def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, blocking, 
     assert re.search(
         r'ba1: took [\d.]+ s, longer than the save interval, so training waited [\d.]+ s for it. To fix: a longer', line
     )
-    assert_same_end(run, blocking)
+    assert_same_end(run, undisturbed)
 
 
-def test_without_enough_memory_saves_block_training_and_say_so_once(write, blocking, monkeypatch, caplog):
+def test_without_enough_memory_saves_block_training_and_say_so_once(write, undisturbed, monkeypatch, caplog):
     monkeypatch.setattr(snapshot, 'available_memory', lambda: 1000)
     path = write('memory')
     train(load(path)).close()
     assert saved(load(path).run_dir) == ['ba2', 'ba4', 'ba6', 'ba8']
     assert caplog.text.count('saves block training: a snapshot needs') == 1
-    assert_same_end(load(path).run_dir, blocking)
+    assert_same_end(load(path).run_dir, undisturbed)
 
 
 def test_time_left_for_a_save_is_estimated_from_its_bytes_and_from_the_save_before(monkeypatch, caplog):
@@ -185,7 +171,7 @@ def test_time_left_for_a_save_is_estimated_from_its_bytes_and_from_the_save_befo
 
 
 @pytest.mark.cpu_seconds(15)
-def test_stop_during_a_save_saves_what_the_notice_allows(write, blocking, tmp_path, monkeypatch, restored_handlers):
+def test_stop_during_a_save_saves_what_the_notice_allows(write, undisturbed, tmp_path, monkeypatch, restored_handlers):
     """The save before was quick, this one is not: it is abandoned."""
     monkeypatch.setenv(NOTICE_SECONDS, '15')
     path = write('stop')
@@ -201,7 +187,7 @@ def test_stop_during_a_save_saves_what_the_notice_allows(write, blocking, tmp_pa
     assert resumed.state.timestamp.batch == 7
     resumed.fit()
     resumed.close()
-    assert_same_end(run, blocking)
+    assert_same_end(run, undisturbed)
 
 
 @pytest.mark.parametrize(('cores', 'threads', 'pause'), [(20, 4, 0.0), (8, 4, 0.0), (7, 3, 4.0), (1, 1, 4.0)])

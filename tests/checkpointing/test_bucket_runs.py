@@ -3,12 +3,11 @@
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import SHARDED, assert_same_end, recipe_writer, relative_distance
+from checkpointing.saved_runs import SHARDED, assert_same_end, relative_distance
 from composer.core import Event
 from faults import Fault, active
 from object_store import ALWAYS, Store
@@ -29,19 +28,6 @@ from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.storage import retry
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.training.train import build_trainer, train
-
-
-@pytest.fixture(scope='module')
-def write(tmp_path_factory, tiny_recipe) -> Callable[..., Path]:
-    return recipe_writer(tmp_path_factory.mktemp('bucket-runs'), tiny_recipe)
-
-
-@pytest.fixture(scope='module')
-def undisturbed(write) -> Path:
-    """Folder of a run in a folder without faults."""
-    recipe = load(write('undisturbed'))
-    train(recipe).close()
-    return recipe.run_dir
 
 
 @pytest.fixture

@@ -144,19 +144,13 @@ def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claim
     assert len(found) == 2 + 5 and not checkpoint_lookup._counts(run / '.claim-ba30-0.json'), 'it is released'
 
 
-@pytest.fixture(scope='module')
-def trained(tiny_recipe, pictures, tmp_path_factory) -> Path:
-    """Recipe of a run that keeps its newest checkpoint, and of which two batches are trained."""
-    root = tmp_path_factory.mktemp('claims')
-    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
-    write = recipe_writer(root, tiny_recipe, eval_streams=streams, checkpointing={'keep': {'last': 1}})
-    path = write('run', {'save_interval': '1ba'}, algorithms={})
-    train(load(path, ['trainer.max_duration=2ba'])).close()
-    return path
-
-
 @pytest.mark.slow
-def test_evaluation_export_and_generation_claim_what_they_read(trained, tmp_path, monkeypatch):
+def test_evaluation_export_and_generation_claim_what_they_read(tiny_recipe, pictures, tmp_path, monkeypatch):
+    """Of a run that keeps its newest checkpoint, and of which two batches are trained."""
+    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    write = recipe_writer(tmp_path, tiny_recipe, eval_streams=streams, checkpointing={'keep': {'last': 1}})
+    trained = write('run', {'save_interval': '1ba'}, algorithms={})
+    train(load(trained, ['trainer.max_duration=2ba'])).close()
     recipe = load(trained)
     held: list[set[int]] = []
     load_weights = evaluation.load_weights

@@ -3,15 +3,13 @@
 import json
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import assert_same_tensors, recipe_writer
+from checkpointing.saved_runs import assert_same_tensors
 from composer.core import Event, State, Timestamp
 
 from diffusion.algorithms.ema import EMA
@@ -22,11 +20,6 @@ from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 
 COPY_SECONDS = 0.2
-
-
-@pytest.fixture
-def write(tmp_path, tiny_recipe) -> Callable[..., Path]:
-    return recipe_writer(tmp_path, tiny_recipe)
 
 
 @pytest.fixture
@@ -107,13 +100,12 @@ def test_error_of_a_thread_is_raised_by_who_needs_the_copies():
         copies.wait()
 
 
-def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_that_is_saved(
-    write, slow, monkeypatch, tmp_path
-):
+def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_that_is_saved(write, slow, monkeypatch):
     """The copies end after the backward pass of the next batch, so the optimizer has to wait for them."""
     sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}}}
     sections['trainer'] = {'max_duration': '4ba'}
-    train(load(write('blocking', **sections, checkpointing={'asynchronous': False}))).close()
+    blocking = load(write('blocking', **sections, checkpointing={'asynchronous': False}))
+    train(blocking).close()
     slow.clear()
 
     # Longer than a batch takes on a busy machine.
@@ -137,7 +129,7 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     (late, whole), at_start, at_end = seen
     assert late > 0.99 * whole, 'all weights, moments and averages'
     assert at_start == [] and len(at_end) >= 1
-    one, other = (tmp_path / 'runs' / name for name in ('blocking', 'overlapped'))
+    one, other = blocking.run_dir, recipe.run_dir
     assert_same_tensors(other / 'ba2', one / 'ba2')
     # The last save is logged with the number of the same batch; it has nothing to overlap with.
     lines = map(json.loads, (other / 'metrics.jsonl').read_text().splitlines())

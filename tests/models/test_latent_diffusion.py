@@ -391,7 +391,6 @@ def pixels() -> torch.Tensor:
         (lambda m: m.generate(['a'], num_inference_steps=1001), 'num_inference_steps: 1001 is out of range'),
         (lambda m: m.generate(['a'], guidance_scale=-1), 'guidance_scale: -1 is out of range; use 0 or more'),
         (lambda m: m.generate(['a'], guidance_rescale=2), 'guidance_rescale: 2 is out of range; use 0 .* to 1'),
-        (lambda m: m.generate(['a'], noise_scheduler='dimm'), "noise_scheduler: 'dimm' is unknown; did you mean"),
         (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: has .* needs either image or latent_moments'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)), 'streams: images of 60x64 px, but the VAE'),

@@ -69,26 +69,21 @@ def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp
         assert largest_difference(losses[0], losses[-1]) < 1e-5, name
 
 
-def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):
+def test_replicas_are_the_outer_dimension_of_the_mesh_and_need_gpus(monkeypatch):
+    """When it reduces over replicas on CPUs, torch 2.7 asserts that a CUDA stream event exists."""
+    settings = ParallelismConfig('fsdp2', replicas=2)
+    with pytest.raises(ValueError, match='parallelism.replicas: 2 groups need GPUs; use 1 on CPUs'):
+        parallelism_config(settings)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    given = parallelism_config(ParallelismConfig('fsdp2', replicas=2))
+    given = parallelism_config(settings)
     monkeypatch.undo()
     assert given is not None
     torch.distributed.init_process_group('fake', store=FakeStore(), rank=5, world_size=8)
     monkeypatch.setenv('WORLD_SIZE', '8')
-    try:
-        mesh = _create_device_mesh(DeviceCPU(), given['fsdp'], None)
-        assert mesh is not None
-        assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert mesh.mesh_dim_names == ('data_parallel_replicate', 'data_parallel_shard')
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_replicas_on_cpus_are_an_error():
-    """When it reduces over replicas, torch 2.7 asserts that a CUDA stream event exists."""
-    with pytest.raises(ValueError, match='parallelism.replicas: 2 groups need GPUs; use 1 on CPUs'):
-        parallelism_config(ParallelismConfig('fsdp2', replicas=2))
+    mesh = _create_device_mesh(DeviceCPU(), given['fsdp'], None)
+    assert mesh is not None
+    assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.mesh_dim_names == ('data_parallel_replicate', 'data_parallel_shard')
 
 
 def test_activation_checkpointing_without_denoiser_is_an_error(write_recipe):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import output_of
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
@@ -53,13 +52,9 @@ def write(weights, tmp_path):
 @pytest.fixture
 def recipe_from(small_vae, write_recipe):
     def recipe(start, **sections):
-        path = write_recipe(init_from=start, **sections)
-        content = yaml.safe_load(path.read_text())
-        content['model'] = {'name': 'tiny_i1', 'resolution': 32, 'vae': str(small_vae), **TINY}
-        content['model']['train_text_encoder'] = False
-        content['trainer'] |= {'max_duration': '1ba', 'save_interval': '1ba'}
-        path.write_text(yaml.safe_dump(content))
-        return load(path)
+        model = {'name': 'tiny_i1', 'resolution': 32, 'vae': str(small_vae), 'train_text_encoder': False, **TINY}
+        path = write_recipe(init_from=start, model=model, **sections)
+        return load(path, ['trainer.max_duration=1ba', 'trainer.save_interval=1ba'])
 
     return recipe
 

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from hub_server import COMMIT, serving
@@ -29,18 +28,6 @@ from diffusion.training.train import build_trainer, train
 from tests.models.test_single_file import SD2, XL
 
 
-@pytest.fixture(scope='session')
-def tiny_recipe(tiny_recipe):
-    """Recipe for a model with the layers of published ones, which has names of weights of each kind."""
-
-    def content(runs_dir, **sections):
-        recipe = tiny_recipe(runs_dir, **sections)
-        recipe['model'] = {**recipe['model'], 'layers_per_block': 1}
-        return recipe
-
-    return content
-
-
 @pytest.fixture(scope='module')
 def published(make_model, tmp_path_factory):
     """A model with other weights than a recipe's, and the folder of its pipeline in the layout of diffusers."""
@@ -56,14 +43,15 @@ def published(make_model, tmp_path_factory):
 
 @pytest.fixture
 def recipe_from(write_recipe):
-    """Function that writes a recipe whose run starts from a source; keywords replace settings of the model."""
+    """Function that loads a recipe whose run starts from a source; keywords replace settings of the model.
+
+    The model has the layers of published ones, with names of weights of each kind.
+    """
 
     def write(start, *, train_text_encoder=False, name='run', **settings):
         path = write_recipe(name, init_from=start if isinstance(start, dict) else str(start))
-        content = yaml.safe_load(path.read_text())
-        content['model'] |= {'train_text_encoder': train_text_encoder} | settings
-        path.write_text(yaml.safe_dump(content))
-        return load(path)
+        model = {'layers_per_block': 1, 'train_text_encoder': train_text_encoder} | settings
+        return load(path, [f'model.{key}={json.dumps(value)}' for key, value in model.items()])
 
     return write
 

@@ -129,22 +129,17 @@ def snapshots_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / SNAPSHOT_FOLDER).iterdir()}
 
 
-@pytest.fixture
-def small(tmp_path):
+def test_truncated_snapshot_and_file_of_another_program_are_named(tmp_path):
     make_trainer(PostHocEMA(every='1ba', folder=str(tmp_path))).fit()
-    return tmp_path
-
-
-def test_truncated_snapshot_and_file_of_another_program_are_named(small):
-    damaged = small / SNAPSHOT_FOLDER / 'width0.05-ba8.safetensors'
+    damaged = tmp_path / SNAPSHOT_FOLDER / 'width0.05-ba8.safetensors'
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; remove this file'):
-        reconstruct_average(small, 0.05)
+        reconstruct_average(tmp_path, 0.05)
     damaged.unlink()
-    assert reconstruct_average(small, 0.05).batch == 12
-    save_file({'other': torch.zeros(2)}, small / SNAPSHOT_FOLDER / 'width0.2-ba8.safetensors')
+    assert reconstruct_average(tmp_path, 0.05).batch == 12
+    save_file({'other': torch.zeros(2)}, tmp_path / SNAPSHOT_FOLDER / 'width0.2-ba8.safetensors')
     with pytest.raises(ValueError, match=r'width0\.2-ba8\.safetensors: not a snapshot of version 1'):
-        reconstruct_average(small, 0.05)
+        reconstruct_average(tmp_path, 0.05)
 
 
 @pytest.mark.parametrize(('duration', 'stops', 'last'), [('10ba', False, 10), ('2ep', True, 7)])

@@ -87,13 +87,8 @@ def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path, monkeypatch)
     assert (counter.channels, len(counter.text.encoders[0].text_model.encoder.layers)) == (16, 2)
 
 
-@pytest.fixture(scope='module')
-def training():
-    """Counter of the smallest model, which trains its text encoder."""
-    return ModelCounter(build_empty('tiny', SMALLEST))
-
-
-def test_training_the_text_encoder_adds_its_flops_and_memory(training):
+def test_training_the_text_encoder_adds_its_flops_and_memory():
+    training = ModelCounter(build_empty('tiny', SMALLEST))
     frozen = ModelCounter(build_empty('tiny', {**SMALLEST, 'train_text_encoder': False}))
     extra = training.flops(square(64))['trained'] - frozen.flops(square(64))['trained']
     assert extra == frozen.facts()['text_encoder_flops']

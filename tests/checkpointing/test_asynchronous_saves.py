@@ -69,8 +69,7 @@ def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, alone):
     found = the_checkpointer(trainer)
     for batch in range(3):
         trainer.state.callbacks.append(At(Event.BATCH_START, batch, lambda: sizes.append(found.snapshot_bytes)))
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     assert 0 == sizes[0] < sizes[1] == sizes[2], 'the first snapshot needs just this memory'
     verify_checkpoint(recipe.run_dir / 'ba2')
 
@@ -185,8 +184,7 @@ def test_stop_during_a_save_saves_what_the_notice_allows(write, undisturbed, tmp
     assert the_checkpointer(trainer).last_checkpoint_batch == 7
     resumed = build_trainer(load(path))
     assert resumed.state.timestamp.batch == 7
-    resumed.fit()
-    resumed.close()
+    run_to_end(resumed)
     assert_same_end(run, undisturbed)
 
 

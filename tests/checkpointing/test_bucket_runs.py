@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from callbacks.guarded_run import At
+from callbacks.guarded_run import At, run_to_end
 from checkpointing.saved_runs import SHARDED, assert_same_end, relative_distance
 from composer.core import Event
 from faults import Fault, active
@@ -140,8 +140,7 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     # The receipt is written, but no answer says so: the save counts as failed, and is tried again.
     store.fail('PUT ba8/receipt.json', 'done 500', times=4)
     trainer = build_trainer(recipe)
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     assert published_batches(recipe.run_place) == [8, 6]
     assert 'ba2: not saved, ' in caplog.text and 'the store refuses access (403)' in caplog.text
     assert 'ba4: not saved, ' in caplog.text and 'cannot be written, tried 4 times' in caplog.text
@@ -194,8 +193,7 @@ def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, buck
     trainer = build_trainer(recipe)
     trainer.state.callbacks.append(At(Event.BATCH_START, 1, lambda: taken.append(claims.take('ba1', 0))))
     trainer.state.callbacks.append(At(Event.BATCH_START, 2, release))
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     assert [*seen, published_batches(url)] == [[2, 1], [3]]
     assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba3'}
     storage = BucketStorage(url)

@@ -237,8 +237,7 @@ def test_full_file_system_makes_room_and_recovers(write, undisturbed):
         trainer = build_trainer(load(path))
         the_checkpointer(trainer).failed_saves.on_failure = messages.append
         trainer.state.callbacks += [At(Event.BATCH_START, 6, fill), At(Event.BATCH_START, 7, free)]
-        trainer.fit()
-        trainer.close()
+        run_to_end(trainer)
         assert seen == [{'ba5', 'ba6'}, {'ba6'}], 'a full disk costs the checkpoint to be replaced, never the newest'
         assert checkpoints(run) == {'ba6', 'ba8'}
         assert_same_end(run, undisturbed)
@@ -271,8 +270,7 @@ def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undist
         At(Event.BATCH_START, 4, lambda: mount('-t', 'tmpfs', '-o', 'size=64m', 'tmpfs', run)),
         At(Event.BATCH_START, 6, uncover),
     ]
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     assert found == [[], []], 'nothing is created at the path meanwhile'
     assert checkpoints(run) == {'ba1', 'ba4', 'ba7', 'ba8'}
     assert_same_end(run, undisturbed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from callbacks.guarded_run import At
+from callbacks.guarded_run import At, run_to_end
 from checkpointing.saved_runs import assert_same_tensors
 from composer.core import Event, State, Timestamp
 
@@ -124,8 +124,7 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     monkeypatch.setattr(SnapshotBuffers, 'copy', observed)
     trainer.state.callbacks.append(At(Event.BATCH_START, 2, lambda: seen.append(list(slow))))
     trainer.state.callbacks.append(At(Event.BATCH_END, 3, lambda: seen.append(list(slow))))
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     (late, whole), at_start, at_end = seen
     assert late > 0.99 * whole, 'all weights, moments and averages'
     assert at_start == [] and len(at_end) >= 1
@@ -168,8 +167,7 @@ def test_checkpoint_whose_weights_a_callback_changes_too_early_is_not_published(
     recipe = load(write('early', {'max_duration': '6ba'}))
     built = build_trainer(recipe)
     built.state.callbacks.append(At(Event.BEFORE_FORWARD, 2, lambda: change_weights(built.state)))
-    built.fit()
-    built.close()
+    run_to_end(built)
     assert sorted(path.name for path in recipe.run_dir.glob('ba*')) == ['ba4', 'ba6']
     assert (
         'ba2: not saved, weights were changed between the start of a batch and the step of the optimizer' in caplog.text

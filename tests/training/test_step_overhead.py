@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from callbacks.guarded_run import make_data, make_trainer
+from callbacks.guarded_run import make_data, make_trainer, run_to_end
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger, LoggerDestination
 
@@ -57,8 +57,7 @@ def calls_of_a_run(*, fast: bool, algorithms: bool = True) -> list[tuple[str, st
     if fast:
         reduce_step_overhead(trainer)
     replaced.before_backward = lambda state, logger: CALLS.append(('Replaced', 'before_backward'))  # type: ignore[method-assign]
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     return list(CALLS)
 
 

@@ -268,8 +268,7 @@ def test_vanished_folder_of_a_tier_is_not_created_again(cluster, undisturbed, mo
     path = cluster.recipe('vanished', replicate=False, tier='disk')
     trainer, node = cluster.trainer(path, monkeypatch)
     trainer.state.callbacks.append(At(Event.BATCH_START, 1, lambda: shutil.rmtree(node)))
-    trainer.fit()
-    trainer.close()
+    run_to_end(trainer)
     assert 'disk tier: no longer used in this run, 3 saves in a row have failed' in caplog.text and not node.exists()
     run = cluster.run_folder(path)
     assert list(read_metrics(run / 'metrics.jsonl')['checkpoint/disk_failed_saves'].values()) == [1, 2, 3]

@@ -1,10 +1,11 @@
-"""Recipes, GPUs and phases shared by the planning tests."""
+"""Recipes, GPUs, strategies and phases shared by the planning tests."""
 
 from pathlib import Path
 
 from recipe_files import write_yaml
 
 from diffusion.config.load import load
+from diffusion.config.recipe import ParallelismConfig
 from diffusion.planning.gpus import find_gpu, load_gpus
 from diffusion.planning.workload import phase_of
 
@@ -12,6 +13,9 @@ YAMLS = Path(__file__).parents[2] / 'yamls'
 PHASES = (YAMLS / 'phase1.yaml', YAMLS / 'phase2.yaml')
 GPUS = load_gpus()
 A100 = find_gpu('a100-80gb', GPUS)
+DDP = ParallelismConfig(strategy='ddp')
+SHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=False)
+RESHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=True)
 
 
 def phase(path=PHASES[0], overrides=(), **keywords):

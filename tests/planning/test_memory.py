@@ -9,7 +9,6 @@ import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from golden import check_golden
 
-from diffusion.config.recipe import ParallelismConfig
 from diffusion.models.families.sd2 import builder as sd2_builder
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.planning.gpus import find_gpu
@@ -25,15 +24,11 @@ from diffusion.planning.memory import (
 )
 from diffusion.planning.strategy_advice import communication_bytes
 from diffusion.training.muon import MAX_BATCH_ELEMENTS
-from tests.planning.recipes import A100, GPUS, PHASES, YAMLS, phase, write_recipe
+from tests.planning.recipes import A100, DDP, GPUS, PHASES, RESHARDED, SHARDED, YAMLS, phase, write_recipe
 
-DDP = ParallelismConfig(strategy='ddp')
-SHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=False)
-RESHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=True)
 EAGER = ['speed.preset=none', 'speed.low_precision_norms=true']
 """Settings under which the reference figures below were measured."""
 PHASE1, PHASE2 = (phase(path, EAGER) for path in PHASES)
-FUSED = ['speed.fused_optimizer=true']
 SD2 = 865_910_724
 
 
@@ -81,18 +76,17 @@ def test_encoding_together_keeps_the_outputs_of_the_whole_batch():
     assert memory_of(together, one_microbatch) == memory_of(PHASE1, one_microbatch)
 
 
-# Measured by MemTracker of torch 2.7 in one step of SD2's U-Net: 16 samples of 512 px, autocast to bfloat16 with
-# low-precision norms, AdamW. 27.380e9 bytes at the peak, 27.129e9 of them after the forward pass. The measurement takes
-# a minute and a half, so the figures are constants here.
-TRACKED_PEAK, TRACKED_AFTER_FORWARD = 27.380e9, 27.129e9
-
-
 def test_sd2_peak_matches_torch_memory_tracker():
+    """Reference: 27.380e9 bytes at the peak, 27.129e9 of them after the forward pass.
+
+    Measured by MemTracker of torch 2.7 in one step of SD2's U-Net: 16 samples of 512 px, autocast to bfloat16 with
+    low-precision norms, AdamW. The measurement takes a minute and a half, so the figures are constants here.
+    """
     memory = memory_of(PHASE2, Setup(1, 16, DDP))
     denoiser_only = replace(memory, encoders=0, averages=0, batch=0, encoding=0, accumulates=False)
-    assert denoiser_only.allocated == pytest.approx(TRACKED_PEAK, rel=0.02)
+    assert denoiser_only.allocated == pytest.approx(27.380e9, rel=0.02)
     after_forward = denoiser_only.resident + denoiser_only.activations + denoiser_only.compute_weights
-    assert after_forward == pytest.approx(TRACKED_AFTER_FORWARD, rel=0.02)
+    assert after_forward == pytest.approx(27.129e9, rel=0.02)
 
 
 def test_activation_checkpointing_matches_torch_memory_tracker():
@@ -120,7 +114,7 @@ def test_cuda_graphs_hold_gradients_activations_and_what_passes_between_blocks()
 
 
 def test_step_of_muon_needs_memory_for_one_batch_of_matrices():
-    muon = phase(PHASES[1], [*FUSED, 'optimizer={name: muon, lr: 1.0e-4}'])
+    muon = phase(PHASES[1], ['speed.fused_optimizer=true', 'optimizer={name: muon, lr: 1.0e-4}'])
     largest_block, blocks = (muon.model.facts[f'{which}_parameters'] for which in ('largest_block', 'block'))
     assert MUON_BATCH_ELEMENTS == MAX_BATCH_ELEMENTS['cuda'] < largest_block
     assert memory_of(muon, Setup(8, 4, SHARDED)).step == 12 * largest_block

@@ -4,18 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from diffusion.config.recipe import ParallelismConfig
 from diffusion.planning.gpus import find_gpu
 from diffusion.planning.memory import Setup, strategies
 from diffusion.planning.plan import make_plan
 from diffusion.planning.strategy_advice import advice, communication_bytes, recommended
 from diffusion.planning.throughput import Assumptions
-from tests.planning.recipes import A100, GPUS, PHASES, phase
+from tests.planning.recipes import A100, DDP, GPUS, PHASES, RESHARDED, SHARDED, phase
 
 SD2 = 865_910_724
-DDP = ParallelismConfig(strategy='ddp')
-SHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=False)
-RESHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=True)
 ONCE, EACH = (phase(PHASES[1], [f'speed.reduce_once={value}']) for value in ('true', 'false'))
 
 

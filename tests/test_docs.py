@@ -349,32 +349,27 @@ def test_every_recipe_and_job_that_is_shown_is_valid(tmp_path):
 
 
 @pytest.mark.parametrize('page', PAGES, ids=names(PAGES))
-def test_every_file_that_is_named_exists(page):
+def test_every_file_that_is_named_exists(page, reference):
     text = page.read_text()
     named = set(re.findall(r'`((?:yamls|diffusion|docs|benchmarks|docker)/[\w./-]+\.\w+)`', text))
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     links = {link for link in re.findall(r'\]\(([^)#]+)(?:#[^)]*)?\)', text) if '://' not in link}
-    generated = {*reference_pages()}
     missing += [
         link
         for link in sorted(links)
-        if not (page.parent / link).exists() and str((page.parent / link).relative_to(DOCS)) not in generated
+        if not (page.parent / link).exists() and str((page.parent / link).relative_to(DOCS)) not in reference
     ]
     assert missing == []
 
 
 @functools.cache
 def hook(name: str) -> Any:
+    """Return a module of hooks of mkdocs."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f'{name}.py')
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def reference_module() -> Any:
-    """Return the mkdocs hook that generates the reference."""
-    return hook('build_reference')
 
 
 def test_bullets_have_at_most_60_words():
@@ -386,14 +381,10 @@ def test_bullets_have_at_most_60_words():
     assert {page.name: found for page in PAGES if (found := long_bullets(page.read_text()))} == {}
 
 
-@functools.cache
-def reference_pages() -> dict[str, str]:
-    return reference_module().pages()
-
-
 @pytest.fixture(scope='module')
 def reference() -> dict[str, str]:
-    return reference_pages()
+    """Pages of the reference, by their paths in the documentation."""
+    return hook('build_reference').pages()
 
 
 def rows(page: str, title: str) -> dict[str, str]:
@@ -434,10 +425,10 @@ def test_reference_has_every_keyword_of_every_component(reference, kind):
     from diffusion.config.checks import SUPPLIED
 
     page = reference['reference/components.md']
-    for name in reference_module().shipped_names(kind):
+    for name in hook('build_reference').shipped_names(kind):
         supplied = {*SUPPLIED.get(kind, ()), *(('model',) if kind == 'trainer' else ())}
         title = 'Trainer' if kind == 'trainer' else f'`{name}`'
-        begin = page.index('## ' + reference_module().KINDS[kind])
+        begin = page.index('## ' + hook('build_reference').KINDS[kind])
         table = rows(page[begin:], title)
         assert {*table} == {*registry.signature(kind, name).names()} - supplied, (kind, name)
         if registry.TARGETS[kind][name].startswith('diffusion.'):

@@ -262,15 +262,12 @@ def test_image_installs_the_packages_and_this_package(tmp_path: Path):
 # -- make and .ci/run --
 
 
-def run_make(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MFLAGS')}
-    return subprocess.run(['make', *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
     for name in ('Makefile', 'pyproject.toml', 'constraints-current.txt'):
         shutil.copy(ROOT / name, tmp_path)
-    run = run_make('test', 'PYTHON=no-such-python', folder=tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MFLAGS')}
+    command = ['make', 'test', 'PYTHON=no-such-python']
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode != 0
     assert 'none of no-such-python is a Python from 3.10 to 3.13' in run.stderr
     assert not (tmp_path / '.venv').exists()

@@ -57,11 +57,8 @@ def recipe(write_recipe):
     return make
 
 
-def test_recipe_without_pretrained_weights_needs_no_check(recipe):
-    assert check_sources(recipe()) == []
-
-
 def test_every_source_is_checked_without_downloading_weights(recipe, hub, small_vae):
+    assert check_sources(recipe()) == []
     vae, initial = check_sources(recipe(vae='someone/model', init_from=HUB_DENOISER))
     size = (hub.folder / VAE).stat().st_size / 1000
     assert vae == Finding('weights', True, f'model.vae: someone/model (vae: {size:.1f} kB to download)')

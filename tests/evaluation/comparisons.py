@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from PIL import Image, ImageDraw
 
 from diffusion.evaluation.comparison_answers import QUESTIONS, Answer, answers_json
-from diffusion.evaluation.comparison_page import ComparisonKey, Pair, make_pairs, page_chunks
+from diffusion.evaluation.comparison_page import ComparisonKey, Pair, make_pairs
 
 PROMPTS = ('a red circle', 'a <b>bold</b> & "quoted" prompt </script>', 'two cats', 'an old photograph of a fox')
 COMPARISON = 'c0ffee0123456789'
 
 
-def make_key(prompts: Sequence[str] = PROMPTS, checks: int = 2, *, seed: int = 0) -> ComparisonKey:
+def make_key(prompts: Sequence[str] = PROMPTS, checks: int = 2) -> ComparisonKey:
     """Return a key of the models `runs/first/ba10` and `runs/second/ba20`."""
-    pairs = make_pairs(prompts, checks, random.Random(seed))
+    pairs = make_pairs(prompts, checks, random.Random(0))
     about = [{'source': f'runs/{name}, ema weights'} for name in ('first/ba10', 'second/ba20')]
     return ComparisonKey(COMPARISON, about[0], about[1], 'prompts.txt', pairs, token='the-token')
 
@@ -27,10 +27,6 @@ def draw_images(prompt: int) -> tuple[Image.Image, Image.Image]:
         getattr(ImageDraw.Draw(image), shape)((16, 16, 48, 48), fill=(250, 210, 60))
         images.append(image)
     return images[0], images[1]
-
-
-def make_page(key: ComparisonKey) -> str:
-    return ''.join(page_chunks(key.comparison, key.pairs, draw_images))
 
 
 def rater_name(number: int) -> str:

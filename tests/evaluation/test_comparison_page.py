@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import browser_context, needs_browser, serious_issues
-from evaluation.comparisons import COMPARISON, PROMPTS, draw_images, make_key, make_page
+from evaluation.comparisons import COMPARISON, PROMPTS, draw_images, make_key
 from PIL import Image, PngImagePlugin
 
 from diffusion.errors import UserError
@@ -23,6 +23,7 @@ from diffusion.evaluation.comparison_page import (
     damaged_copy,
     data_uri,
     make_pairs,
+    page_chunks,
     pair_images,
     read_key,
 )
@@ -43,7 +44,7 @@ def image_of(uri: str) -> Image.Image:
 
 @pytest.fixture(scope='module')
 def html() -> str:
-    return make_page(KEY)
+    return ''.join(page_chunks(COMPARISON, KEY.pairs, draw_images))
 
 
 @pytest.fixture(scope='module')

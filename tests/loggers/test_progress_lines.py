@@ -30,9 +30,6 @@ def test_average_weighs_batches_by_the_time_since_then_and_the_last_ten_at_least
     assert timer.seconds_per_batch == pytest.approx(np.average(seconds, weights=weights))
 
 
-BATCH_SECONDS = 0.5
-
-
 class Work(Callback):
     """Let batches take half a second, every fourth of them save for 100 s, and evaluations take 600 s."""
 
@@ -40,7 +37,7 @@ class Work(Callback):
         self.now = 0.0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        self.now += BATCH_SECONDS
+        self.now += 0.5
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value % 4 == 0:

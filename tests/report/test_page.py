@@ -14,7 +14,6 @@ from diffusion.report.report_source import RunsSource, TableSource, written_repo
 
 pytestmark = needs_browser
 PHONE, DESK = {'width': 390, 'height': 844}, {'width': 1280, 'height': 900}
-LOSS = 'loss/train/total'
 HOSTILE = '</script ><img src=x onerror="window.bad=1"><script>window.bad=1</script><!--&lt;b>'
 
 

@@ -23,7 +23,6 @@ DC_AE: dict[str, Any] = {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 
 DC_AE |= {'text_width': 32, 'text_layers': 1}
 PRX = DC_AE | {'patch_size': 2}
 X_PREDICTION = {'path': 'flow', 'prediction_type': 'sample'}
-MMDIT: dict[str, Any] = {'name': 'tiny_mmdit', 'depth': 2, 'dual_attention_blocks': 1, 'patch_size': 2}
 PIXELS: dict[str, Any] = {'use_resolution_binning': False, 'height': 32, 'width': 32}
 LATENTS = PIXELS | {'skip_text_cleaning': True}
 
@@ -63,7 +62,7 @@ FAMILIES = {
     ),
     'dc_ae': Family(DC_AE, 'prx.pipeline_prx', 'PRXPipeline', LATENTS),
     'mmdit': Family(
-        MMDIT | {'text_width': 32},
+        {'name': 'tiny_mmdit', 'depth': 2, 'dual_attention_blocks': 1, 'patch_size': 2, 'text_width': 32},
         'stable_diffusion_3.pipeline_stable_diffusion_3',
         'StableDiffusion3Pipeline',
         {'max_sequence_length': 24, 'height': 32, 'width': 32},

@@ -62,11 +62,6 @@ def trained(tmp_path_factory, tiny_recipe) -> Path:
     return path
 
 
-def evaluator(sources: dict[str, str], **changes: object) -> dict:
-    settings = {'metrics': METRICS, 'networks': sources, 'num_images': IMAGES, 'batch_size': 2}
-    return settings | {'num_inference_steps': 2, 'guidance_scales': [1, 3.5]} | changes
-
-
 @pytest.fixture
 def prepared(trained, tmp_path, networks):
     """Function that copies the trained run, and returns the recipe of an evaluation and the run's folder."""
@@ -75,7 +70,9 @@ def prepared(trained, tmp_path, networks):
         shutil.copytree(trained.parent / 'runs', tmp_path / name / 'runs')
         content = yaml.safe_load(trained.read_text())
         content |= {'runs_dir': str(tmp_path / name / 'runs'), 'task': 'evaluate', 'name': 'run'}
-        content['evaluators'] = {'image_metrics': evaluator(networks, **changes)}
+        settings = {'metrics': METRICS, 'networks': networks, 'num_images': IMAGES, 'batch_size': 2}
+        settings |= {'num_inference_steps': 2, 'guidance_scales': [1, 3.5]} | changes
+        content['evaluators'] = {'image_metrics': settings}
         path = write_yaml(tmp_path / name / 'recipe.yaml', content)
         return path, tmp_path / name / 'runs' / 'run'
 

@@ -17,13 +17,11 @@ from diffusion.storage import mds
 from diffusion.tasks import init_command
 from diffusion.tasks.init_command import closest_gpu
 
-COLUMNS = {'captions': 'json', 'width': 'int', 'height': 'int'}
-
 
 def prepared(folder, *captions, side):
     """Write shards without images: `diffusion init` reads captions and numbers only."""
     samples = [{'captions': [text], 'width': side, 'height': side} for text in captions]
-    mds.write_dataset(folder, samples, COLUMNS)
+    mds.write_dataset(folder, samples, {'captions': 'json', 'width': 'int', 'height': 'int'})
 
 
 def pretend(folder, count):

@@ -22,8 +22,6 @@ from diffusion.runs import attempts
 from diffusion.runs.run_status import inspect_run
 from diffusion.runs.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
 
-CTRL_C = b'\x03'
-
 
 class Session:
     """Program in a session of its own, whose controlling terminal is a pseudo-terminal."""
@@ -62,7 +60,7 @@ class Session:
         return self.screen.decode(errors='replace')
 
     def press_ctrl_c(self) -> None:
-        os.write(self.master, CTRL_C)
+        os.write(self.master, b'\x03')
 
     def close(self) -> None:
         self._closing = True

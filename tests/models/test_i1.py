@@ -9,13 +9,11 @@ import pytest
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from model_batches import CAPTIONS, assert_same_loss_and_gradients, batch_of, size_of
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaForConditionalGeneration
 
-from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -27,6 +25,7 @@ from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.token_routing import Route, Sprint
 from diffusion.tasks.export import write_folder
 from diffusion.training import performance
+from tests.models.test_prx import GEMMA, gemma_tokenizer
 from tests.training.test_performance import with_parts
 
 TINY: dict[str, Any] = {'hidden_size': 48, 'num_heads': 2, 'depth': 5, 'patch_size': 2}
@@ -326,16 +325,9 @@ def test_stored_text_keeps_the_padding_that_the_adapter_reads(build):
 
 
 def test_encoder_of_t5gemma_is_read_from_the_whole_model(tmp_path, small_vae, monkeypatch):
-    words = Tokenizer(models.BPE(byte_fallback=True))
-    words.pre_tokenizer = pre_tokenizers.Metaspace()
-    special = ['<pad>', '<eos>', '<bos>', '<unk>']
-    words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=special))
-    words.post_processor = processors.TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 2)])
-    fast_tokenizer('Gemma')(tokenizer_object=words, pad_token='<pad>').save_pretrained(tmp_path)
-    part = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
-    part |= {'num_key_value_heads': 1, 'head_dim': 16, 'vocab_size': 128, 'query_pre_attn_scalar': 16}
+    gemma_tokenizer().save_pretrained(tmp_path)
     torch.manual_seed(0)
-    whole = T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=part, decoder=part, vocab_size=128)).eval()
+    whole = T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=GEMMA, decoder=GEMMA, vocab_size=128)).eval()
     whole.save_pretrained(tmp_path)
     monkeypatch.setitem(SIZES, 'xl', (16, 2))
     model = i1(32, pretrained=str(tmp_path), vae=str(small_vae), max_length=12, encoder_dtype='float32')

@@ -29,6 +29,8 @@ from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
 
 TINY: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
+GEMMA = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
+GEMMA |= {'num_key_value_heads': 1, 'head_dim': 16, 'vocab_size': 128, 'query_pre_attn_scalar': 16}
 
 
 @pytest.fixture(scope='module')
@@ -37,21 +39,23 @@ def model(small_vae) -> LatentDiffusion:
     return tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **TINY)
 
 
-@pytest.fixture(scope='module')
-def pipeline_folder(tmp_path_factory, small_vae):
-    """Folder in diffusers' layout with a VAE, a tiny T5-Gemma encoder and a tokenizer of Gemma's class."""
-    folder = tmp_path_factory.mktemp('prx')
-    AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False).save_pretrained(folder / 'vae')
+def gemma_tokenizer(**settings: Any) -> Any:
+    """Return a tokenizer of Gemma's class with a small vocabulary."""
     words = Tokenizer(models.BPE(byte_fallback=True))
     words.pre_tokenizer = pre_tokenizers.Metaspace()
     special = ['<pad>', '<eos>', '<bos>', '<unk>']
     words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=special))
     words.post_processor = processors.TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 2)])
-    tokenizer = fast_tokenizer('Gemma')(tokenizer_object=words, model_max_length=12, pad_token='<pad>')
-    tokenizer.save_pretrained(folder / 'tokenizer')
-    part = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
-    part |= {'num_key_value_heads': 1, 'head_dim': 16, 'vocab_size': 128, 'query_pre_attn_scalar': 16}
-    config = T5GemmaConfig(encoder=part, decoder=part)
+    return fast_tokenizer('Gemma')(tokenizer_object=words, pad_token='<pad>', **settings)
+
+
+@pytest.fixture(scope='module')
+def pipeline_folder(tmp_path_factory, small_vae):
+    """Folder in diffusers' layout with a VAE, a tiny T5-Gemma encoder and a tokenizer of Gemma's class."""
+    folder = tmp_path_factory.mktemp('prx')
+    AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False).save_pretrained(folder / 'vae')
+    gemma_tokenizer(model_max_length=12).save_pretrained(folder / 'tokenizer')
+    config = T5GemmaConfig(encoder=GEMMA, decoder=GEMMA)
     torch.manual_seed(0)
     part_config: Any = config.encoder
     encoder = T5GemmaEncoder(part_config)
@@ -174,7 +178,7 @@ def test_language_part_of_qwen_is_read_and_saved_with_a_pixel_pipeline(qwen_fold
     assert isinstance(pipeline.text_encoder, Qwen3VLTextModel)
 
 
-def test_images_must_divide_into_patches(model, small_vae):
+def test_images_must_divide_into_patches(model):
     batch = batch_of(model, height=32)
     batch[batch_keys.IMAGE] = batch[batch_keys.IMAGE][..., :40]
     with pytest.raises(UserError, match='latents of 5x4 cells do not divide into .* patches of 2x2; .* of 16 px'):

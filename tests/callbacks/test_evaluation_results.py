@@ -13,8 +13,6 @@ from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.config.load import load
 from diffusion.training.train import train
 
-TWO_BATCHES = ['trainer.max_duration=2ba', 'trainer.save_interval=2ba']
-
 
 def logged(run) -> list[dict]:
     lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
@@ -41,7 +39,7 @@ def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, mon
         'run': '{"batch": 5, "metrics": {"fid": 1}}',
     }.items():
         (run / 'evaluations' / f'{name}.json').write_text(text)
-    train(load(path, TWO_BATCHES)).close()
+    train(load(path, ['trainer.max_duration=2ba', 'trainer.save_interval=2ba'])).close()
     first = [{'evaluation/batch': 1, 'evaluation/fid': 40.0}, {'evaluation/batch': 2, 'evaluation/fid': 31.5}]
     assert logged(run) == first
     assert json.loads((run / 'evaluations' / 'logged.json').read_text()) == {'ba1.json': 2.0, 'ba2.json': 1.0}

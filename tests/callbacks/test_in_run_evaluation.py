@@ -19,8 +19,6 @@ from diffusion.loggers.metrics_file import read_metrics
 from diffusion.tasks import run_recipe
 from diffusion.training.train import train
 
-IMAGES = 7
-
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory, tiny_recipe):
@@ -33,7 +31,7 @@ def site(tmp_path_factory, tiny_recipe):
         content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba'}
         content['eval_streams'] = content['streams']
         content['algorithms'] = {'ema': {'name': 'ema', 'smoothing': 0.5}}
-        metrics = {'metrics': ['cmmd'], 'networks': {'cmmd': str(clip)}, 'num_images': IMAGES, 'batch_size': 3}
+        metrics = {'metrics': ['cmmd'], 'networks': {'cmmd': str(clip)}, 'num_images': 7, 'batch_size': 3}
         content['evaluators'] = {'image_metrics': metrics | {'num_inference_steps': 2}}
         content |= changes
         path = write_yaml(folder / f'{name}.yaml', content)

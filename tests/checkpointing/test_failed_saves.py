@@ -279,7 +279,7 @@ def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undist
         assert f'{RUN_FILE} is missing: the folder was moved, or its file system is no longer mounted on' in message
 
 
-def test_folder_replaced_by_that_of_another_run_is_not_written_to(write, undisturbed, tmp_path):
+def test_folder_replaced_by_that_of_another_run_is_not_written_to(write, tmp_path):
     path = write('replaced', EACH_BATCH, checkpointing=BLOCKING)
     run = load(path).run_dir
     trainer = build_trainer(load(path))

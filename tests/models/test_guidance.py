@@ -13,9 +13,9 @@ from diffusion.models.sampler import guided_denoiser, inference_scheduler, resca
 SCALE = 4.0
 
 
-def predictions(steps: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a weak and a strong prediction, [2, 4, 8, 8], of several steps."""
-    return list(torch.randn(steps, 2, 2, 4, 8, 8, generator=torch.Generator().manual_seed(0)).unbind(0))  # type: ignore[return-value]
+def predictions() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a weak and a strong prediction, [2, 4, 8, 8], of four steps."""
+    return list(torch.randn(4, 2, 2, 4, 8, 8, generator=torch.Generator().manual_seed(0)).unbind(0))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_encoders_that_do_not_fit_together_are_refused(model):
     t5: Any = model.text.encoders[2]
     tokenizers = model.text.tokenizers
 
-    def conditioner(clips, t5, tokenizers, width=128, t5_length=24):
-        return Sd3TextConditioner(clips, t5, tokenizers, width=width, t5_length=t5_length)
+    def conditioner(clips, t5, tokenizers, width=128):
+        return Sd3TextConditioner(clips, t5, tokenizers, width=width, t5_length=24)
 
     assert (conditioner(clips, t5, tokenizers).width, model.text.output) == (128, 'penultimate+pooled+t5')
     assert conditioner(clips, None, tokenizers[:2], width=64).width == 64

@@ -53,14 +53,14 @@ def test_matrices_have_several_rows_and_columns():
     assert [is_matrix(each, convolutions=False) for each in shapes] == [True] + [False] * 5
 
 
-def sizes_after_steps(width: int, *, mup: bool, lr: float = 0.02, steps: int = 4) -> Tensor:
-    """Return the mean changes of a transformer's output, and of the tokens after its last block, by a few steps."""
+def sizes_after_steps(width: int, *, mup: bool) -> Tensor:
+    """Return the mean changes of a transformer's output, and of the tokens after its last block, by four steps."""
     model = of_width(width)
     for block in model.blocks:
         # Gates of 0, PyTorch's, would hide the blocks in the first steps.
         nn.init.normal_(block.modulation.lin.weight, std=width**-0.5)
     factors = scale_for_width(model, at_width(model, BASE)) if mup else {}
-    settings: dict[str, Any] = {'optimizer': 'adamw', 'lr': lr, 'weight_decay': 0.0}
+    settings: dict[str, Any] = {'optimizer': 'adamw', 'lr': 0.02, 'weight_decay': 0.0}
     optimizer = torch.optim.AdamW(width_groups(model, factors=factors, **settings), eps=1e-15)
     generator = torch.Generator().manual_seed(1)
     noisy, target = (torch.randn(8, 4, 4, 4, generator=generator) for _ in range(2))
@@ -68,7 +68,7 @@ def sizes_after_steps(width: int, *, mup: bool, lr: float = 0.02, steps: int = 4
     tokens: list[Tensor] = []
     model.blocks[-1].register_forward_hook(lambda _, args, output: tokens.append(output.detach()))
     outputs = []
-    for _ in range(steps + 1):
+    for _ in range(4 + 1):
         output: Any = model(noisy, timestep=time, encoder_hidden_states=text).sample
         outputs.append(output.detach())
         optimizer.zero_grad()

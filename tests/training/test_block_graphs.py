@@ -237,7 +237,7 @@ def test_output_without_gradients_is_refused(graphs, device):
 
 
 @pytest.mark.slow
-def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, monkeypatch):
+def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device):
     """Through Composer's trainer, with averages, microbatches and a save: the same losses as without graphs."""
     settings = ['trainer.max_duration=4ba', 'trainer.save_interval=2ba']
     settings += [] if device == 'cpu' else ['trainer.device=gpu', 'trainer.precision=amp_bf16']

@@ -28,7 +28,7 @@ def main(root: Path) -> None:
     group, other = new_group(), Peers(to=1 - rank, source=1 - rank)
     found: dict[str, str] = {}
 
-    def exchange(case: str, contents: dict[str, bytes], *, folder_exists: bool = True, calls: int = 10**6) -> None:
+    def exchange(case: str, contents: dict[str, bytes], *, calls: int = 10**6) -> None:
         folder = root / f'{case}-{rank}'
         folder.mkdir()
         records = {}

@@ -100,11 +100,12 @@ def test_layer_one_runs_without_composer():
     assert not modules_of('import ' + ', '.join(modules)) & {'composer', 'streaming'}
 
 
-def test_check_runs_without_torch():
+def test_check_runs_without_torch_and_the_report():
     recipe = str(PACKAGE.parent / 'yamls' / 'phase2.yaml')
     loaded = modules_of(f'from diffusion.cli import main\nassert main(["check", {recipe!r}]) == 0')
-    assert 'omegaconf' in loaded
+    assert 'omegaconf' in loaded and 'PIL' not in loaded
     assert not loaded & FOREIGN.keys()
+    assert not [name for name in loaded if name.startswith('diffusion.report')]
 
 
 def test_import_diffusion_loads_nothing_else():

@@ -81,12 +81,6 @@ def test_nothing_of_torch_is_imported(runs):
     assert not loaded & FOREIGN
 
 
-def test_other_commands_do_not_import_the_report():
-    loaded = modules_of('from diffusion.cli import make_parser; make_parser()')
-    assert not [name for name in loaded if name.startswith('diffusion.report')]
-    assert 'PIL' not in loaded
-
-
 def test_differences_of_recipes_are_by_key():
     first = 'name: a\nmodel: {name: sd2, depth: 3}\noptimizer: {betas: [0.9, 0.99]}\n'
     second = 'name: b\nmodel: {name: sd2, depth: 4}\noptimizer: {betas: [0.9, 0.99]}\nema: null\n'

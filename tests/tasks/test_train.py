@@ -262,7 +262,7 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
             assert all(stored[index][name] == source[index][name] for name in ('captions', 'key'))
 
 
-def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, small_flux2, tmp_path):
+def test_latents_of_another_vae_or_size_or_images_are_an_error(latents, write_recipe, small_vae, small_flux2, tmp_path):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     path, out = latents
@@ -277,10 +277,7 @@ def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, s
         message = rf'streams.small: its latents were made by another VAE \({difference}.* precompute them'
         with pytest.raises(ValueError, match=message):
             build_trainer(recipe)
-
-
-def test_streams_that_are_not_such_latents_are_an_error(latents, write_recipe):
-    of_32px = [f'streams.small.local={latents[1]}/px32', 'streams.small.resolution=64']
+    of_32px = [f'streams.small.local={out}/px32', 'streams.small.resolution=64']
     for changes, message in (
         (of_32px, '64x64 px, but its latents were made from images of 32x32 px'),
         ([], 'its samples have .*, but latent_moments is required'),

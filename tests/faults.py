@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,12 @@ _state = threading.local()
 _installed = False
 
 
-def environment(faults: Sequence[Fault], folder: Path, constants: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the environment variable that gives faults to processes of the fork server.
+def environment(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
+    """Return the environment variable that gives faults to processes of the fork server, whose retries take no time.
 
-    They count the operations in an existing folder. `constants` has values by `module:name`; by default retries take
-    no time.
+    They count the operations in an existing folder.
     """
-    content = {'faults': [asdict(each) for each in faults], 'folder': str(folder), 'constants': constants or QUICK}
-    return {VARIABLE: json.dumps(content)}
+    return {VARIABLE: json.dumps({'faults': [asdict(each) for each in faults], 'folder': str(folder)})}
 
 
 def install_from_environment() -> None:
@@ -76,9 +74,9 @@ def install_from_environment() -> None:
     if VARIABLE not in os.environ:
         return
     content = json.loads(os.environ[VARIABLE])
-    for where, value in content['constants'].items():
+    for where, value in QUICK.items():
         module, _, name = where.partition(':')
-        setattr(importlib.import_module(module), name, tuple(value) if isinstance(value, list) else value)
+        setattr(importlib.import_module(module), name, value)
     _start([Fault(**each) for each in content['faults']], Path(content['folder']))
 
 

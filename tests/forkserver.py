@@ -140,14 +140,13 @@ class Client:
 
 
 class Server(Client):
-    """Server process that forks; create one per test session. `environment` has variables for what it imports."""
+    """Server process that forks; create one per test session."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         super().__init__(str(Path(self._folder.name, 'socket')))
-        environ = own_environment() | dict(environment or {})
         command = [sys.executable, __file__, '--serve', self.path]
-        self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(command, env=own_environment(), stdin=subprocess.PIPE)
 
     def close(self) -> None:
         try:

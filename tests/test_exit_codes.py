@@ -154,7 +154,8 @@ LATE_COMMAND = {
     'no snapshots': ('export {run} --out a --ema-width 0.1', 'no snapshots'),
     'prepare without captions': ('prepare folder images --out prepared --sizes 32 --workers 1', 'no_caption'),
 }
-FAST_LATE_RUN = {*('two streams in one folder', 'another seed on resume', 'run in use', 'all checkpoints damaged')}
+FAST_LATE = {'two streams in one folder', 'another seed on resume', 'run in use', 'all checkpoints damaged'}
+FAST_LATE |= {'no snapshots'}
 
 
 def partly_slow(names: Iterable[str], fast: set[str]) -> list[Any]:
@@ -269,19 +270,12 @@ def test_train_starts_a_process_per_gpu_or_device(site, in_process, monkeypatch)
         assert f'{status} {stderr}'.startswith(expected)
 
 
-@pytest.mark.parametrize('mistake', partly_slow(LATE_RUN, FAST_LATE_RUN))
-def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
-    words, message = LATE_RUN[mistake]
-    status, stderr = site.execute([ROOT / 'run.py', *site.words(words)])
-    assert status == 78, stderr
-    assert_one_message(stderr, message)
-
-
-@pytest.mark.parametrize('mistake', partly_slow(LATE_COMMAND, {'no snapshots'}))
-def test_mistake_found_by_a_command_before_its_work_exits_with_2(site, mistake):
-    words, message = LATE_COMMAND[mistake]
-    status, stderr = site.execute([*DIFFUSION, *site.words(words)])
-    assert status == 2, stderr
+@pytest.mark.parametrize('mistake', partly_slow([*LATE_RUN, *LATE_COMMAND], FAST_LATE))
+def test_mistake_found_before_the_work_exits_with_78_in_a_recipe_and_with_2_in_a_command(site, mistake):
+    program, expected = ([ROOT / 'run.py'], 78) if mistake in LATE_RUN else (DIFFUSION, 2)
+    words, message = (LATE_RUN | LATE_COMMAND)[mistake]
+    status, stderr = site.execute([*program, *site.words(words)])
+    assert status == expected, stderr
     assert_one_message(stderr, message)
 
 

@@ -118,9 +118,6 @@ def _needs_gpu(text: str) -> bool:
     )
 
 
-# -- results as of a GPU, with invented figures --
-
-
 def test_time_of_the_gpu_is_the_union_of_its_kernels():
     covered = import_module('gpu_time').covered
     assert covered([]) == 0

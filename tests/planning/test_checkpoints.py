@@ -197,10 +197,11 @@ def test_gaps_are_exponential_and_kinds_have_their_shares():
         assert sum(each is kind for _, each in drawn) / len(drawn) == pytest.approx(share, abs=0.02)
 
 
-def test_table_in_the_documentation_is_that_of_the_benchmark():
+def test_tables_and_gains_in_the_documentation_are_those_of_the_benchmark():
     main = runpy.run_path(str(YAMLS.parent / 'benchmarks' / 'plans.py'))
     page = (YAMLS.parent / 'docs/planning.md').read_text()
-    assert '\n'.join(main['goodput_rows']()) in page
+    for rows in (main['goodput_rows'](), main['speedrun_rows'](main['load_gpus']())):
+        assert '\n'.join(rows) in page
     often, rare = (goodputs(mtbf=hours * HOUR, recipe_interval=1800) for hours in (3, 386))
     half_hour = rare['synchronous (recipe)']
     hourly = goodput(interval=chosen_interval(stall=60, mtbf=386 * HOUR), stall=60, restart=240, mtbf=386 * HOUR)

@@ -25,14 +25,6 @@ from tests.planning.recipes import GPUS
 ONE = {'mine': {'peak_tflops': {'bf16': 1}, 'memory_gib': 24, 'price_usd_per_hour': 0.5, 'date': '2026-01-01'}}
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content):
-        return write_yaml(tmp_path / 'gpus.yaml', content)
-
-    return write_file
-
-
 @pytest.mark.parametrize(
     ('name', 'hint'),
     [
@@ -63,9 +55,9 @@ def test_price_is_stale_after_180_days():
     assert GPUS['b200'].stale(datetime.date(2100, 1, 1)) is None
 
 
-def test_file_adds_gpus_and_replaces_shipped_ones(write):
-    path = write(ONE | {'h200': {'peak_tflops': {'bf16': 989}, 'memory_gib': 139.8, 'price_usd_per_hour': 9.0}})
-    found = load_gpus(path)
+def test_file_adds_gpus_and_replaces_shipped_ones(tmp_path):
+    h200 = {'peak_tflops': {'bf16': 989}, 'memory_gib': 139.8, 'price_usd_per_hour': 9.0}
+    found = load_gpus(write_yaml(tmp_path / 'gpus.yaml', ONE | {'h200': h200}))
     assert found['mine'].price_usd_per_hour == 0.5
     assert missing_kernels(found['mine'], '2.9') is None, 'its compute capability is unknown'
     assert found['h200'].price_usd_per_hour == 9.0
@@ -85,9 +77,9 @@ def test_file_adds_gpus_and_replaces_shipped_ones(write):
         ({'peak_tflops': {'bf16': 'x'}}, 'mine.peak_tflops.bf16: '),
     ],
 )
-def test_error_in_a_file_names_the_key(write, change, message):
+def test_error_in_a_file_names_the_key(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
-        load_gpus(write({'mine': ONE['mine'] | change}))
+        load_gpus(write_yaml(tmp_path / 'gpus.yaml', {'mine': ONE['mine'] | change}))
 
 
 CUDA_VERSION: str | None = importlib.import_module('torch.version').cuda

@@ -153,13 +153,6 @@ def test_cost_of_transformers_in_recipes_and_documentation_is_that_of_the_plan(c
             assert all(f'{each:,.0f}' in row for each in batches)
 
 
-def test_table_of_the_24_hour_run_is_that_of_the_benchmark():
-    import runpy
-
-    main = runpy.run_path(str(YAMLS.parent / 'benchmarks' / 'plans.py'))
-    assert '\n'.join(main['speedrun_rows'](main['load_gpus']())) in (YAMLS.parent / 'docs/planning.md').read_text()
-
-
 def test_plan_takes_under_three_seconds_without_torch():
     words = ['plan', *BOTH, '--gpu', 'a100-80gb', '--gpus', '128']
     before = os.times()

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 import os
 import signal
 import subprocess
@@ -156,6 +157,11 @@ def assert_stops(trainer: Trainer, match: str, error: type[BaseException] = BadL
     with contextlib.closing(trainer), pytest.raises(error, match=match) as caught:
         trainer.fit()
     return caught.value
+
+
+def bad_batches(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of bad batches in a run's folder."""
+    return [json.loads(line) for line in (folder / 'bad_batches.jsonl').read_text().splitlines()]
 
 
 class FirstNorm(LoggerDestination):

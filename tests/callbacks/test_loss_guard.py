@@ -1,6 +1,5 @@
 """LossGuard: bad batches are detected on all ranks, reported, and have no effect on the weights."""
 
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from composer.algorithms import GradientClipping
 from composer.core import Precision
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
-from guarded_run import Recorder, Regression, assert_stops, make_data, make_trainer, run_to_end, weights_of
+from guarded_run import Recorder, Regression, assert_stops, bad_batches, make_data, make_trainer, run_to_end, weights_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
@@ -32,10 +31,6 @@ def values(logger: InMemoryLogger, name: str) -> list[float]:
     return [float(value) for _, value in logger.data[name]]
 
 
-def lines(folder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / 'bad_batches.jsonl').read_text().splitlines()]
-
-
 def all_equal(ours, theirs) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
@@ -50,7 +45,7 @@ def test_run_stops_before_the_update_reports_the_sample_and_resumes_at_this_batc
     assert isinstance(error, UserError)
     assert all_equal(weights_of(trainer.state), recorder.weights[1])
     line = {'batch': 2, 'epoch': 0, 'reason': 'loss is nan', 'loss': None, 'sample_ids': [BAD], 'action': 'stop'}
-    assert lines(tmp_path) == [line | {'median': pytest.approx(sum(guard.history) / 2)}]
+    assert bad_batches(tmp_path) == [line | {'median': pytest.approx(sum(guard.history) / 2)}]
     resumed: dict[str, Any] = {'folder': tmp_path, 'load_path': str(tmp_path / 'ba2.pt')}
     written = (tmp_path / 'ba2.pt').stat().st_mtime_ns
     again = make_trainer(make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))], **resumed)
@@ -112,7 +107,7 @@ def test_skips_are_limited_within_the_window(tmp_path):
     stopped = make_trainer(data, [LossGuard(**many)])
     error = assert_stops(stopped, 'batch 3: loss is nan, after 2 skipped updates in the last 100 batches')
     assert 'skip such batches' not in str(error)
-    assert [line['action'] for line in lines(tmp_path)] == ['skip', 'skip', 'stop']
+    assert [line['action'] for line in bad_batches(tmp_path)] == ['skip', 'skip', 'stop']
     guard = LossGuard(**dict(many, window=3))
     run_to_end(make_trainer(data, [guard]))
     assert guard.skipped == [0, 1, 3, 6, 7, 9]
@@ -123,7 +118,7 @@ def test_exploding_loss_stops_or_skips_the_update(tmp_path):
     guard_settings: dict[str, Any] = {'window': 4, 'folder': str(tmp_path)}
     message = r'batch 2: loss is \d+\.?\d*, \d+ times the median [\d.]+ of the last 2; samples 1(21, 123|23, 121); noth'
     assert_stops(make_trainer(exploding, [LossGuard(**guard_settings)]), message)
-    assert lines(tmp_path)[0]['loss'] > 20 * lines(tmp_path)[0]['median']
+    assert bad_batches(tmp_path)[0]['loss'] > 20 * bad_batches(tmp_path)[0]['median']
     for settings in ({'window': 6}, {'explosion': None}, {'explosion': 1e6}):
         guard = LossGuard(**dict(guard_settings, **settings))
         run_to_end(make_trainer(exploding, [guard], duration='4ba'))
@@ -260,7 +255,8 @@ def test_two_ranks_act_together_on_a_bad_sample_of_one(ranks, tmp_path, scenario
         assert f'rank {rank} has finite weights: True' in output
         stopped = f'rank {rank}: batch 1: loss is nan; sample 111; the weights before this batch are in'
         assert (stopped in output) == stops
-    assert [(line['batch'], line['sample_ids']) for line in lines(tmp_path)] == [(1, [111]), (7, [111])][: 2 - stops]
+    found = [(each['batch'], each['sample_ids']) for each in bad_batches(tmp_path)]
+    assert found == [(1, [111]), (7, [111])][: 2 - stops]
     assert (tmp_path / 'ba1.pt').exists() == stops
     norms = [float(found) for output in outputs for found in re.findall(r'gradient norm of batch 0: (\S+)', output)]
     assert norms == [pytest.approx(reference_norm(), rel=1e-5)] * 2, 'shards and replicas are counted once'

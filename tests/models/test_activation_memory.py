@@ -149,7 +149,7 @@ def test_float32_norms_keep_more_if_their_input_has_16_bits():
 
 
 def test_blocks_that_checkpointing_does_not_reach_are_an_error():
-    module = unet()
+    module = unet(**SMALLEST)
     module.enable_gradient_checkpointing = lambda gradient_checkpointing_func=None: None
     with pytest.raises(UserError, match=r'^UNet2DConditionModel: enable_gradient_checkpointing\(\) does not reach'):
         count(module, 'float32')

@@ -75,12 +75,6 @@ def test_checkpointer_resumes_from_a_path_or_auto(tmp_path, resume, advice):
         Checkpointer(tmp_path / 'run', resume=resume)
 
 
-@pytest.mark.parametrize(('keyword', 'value'), [('resolution', '64'), ('text_width', True), ('text_layers', '2')])
-def test_text_is_not_a_number(keyword, value):
-    with pytest.raises(UserError, match=f'^{keyword}: {value!r} is not an integer'):
-        tiny(**{keyword: value})
-
-
 @pytest.mark.parametrize('build', [sd2, sdxl, mmdit, prx, i1])
 @pytest.mark.parametrize(('keyword', 'path'), [('pretrained', '/nope'), ('vae', './nope'), ('vae', 'a/b/c')])
 def test_missing_folder_of_weights_is_named_with_its_keyword(build, keyword, path):

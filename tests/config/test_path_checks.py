@@ -135,19 +135,12 @@ def test_damaged_and_missing_shards_are_left_to_the_reader(tmp_path: Path, damag
     assert problems(tmp_path, resolution=512) == []
 
 
-INDEX = {
-    'infinite samples': '{"shards": [{"samples": 1e999}]}',
-    'deep nesting': '[' * 100_000,
-    'a pipe': None,
-}
-
-
-@pytest.mark.parametrize('name', INDEX)
-def test_hostile_index_is_refused(name, tmp_path):
+@pytest.mark.parametrize('text', ['{"shards": [{"samples": 1e999}]}', '[' * 100_000, None], ids=['inf', 'deep', 'pipe'])
+def test_hostile_index_is_refused(text, tmp_path):
     from diffusion.inspection.verify import read_index, source_of
 
     path = tmp_path / 'index.json'
-    if (text := INDEX[name]) is None:
+    if text is None:
         os.mkfifo(path)
     else:
         path.write_text(text)

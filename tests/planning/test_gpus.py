@@ -120,12 +120,8 @@ def test_every_shipped_gpu_has_a_source_and_a_torch_that_runs_on_it():
     assert [name for name, gpu in GPUS.items() if missing_kernels(gpu, '2.14')] == ['v100-32gb', 'v100-16gb']
 
 
-@pytest.mark.parametrize(
-    ('gpu', 'version', 'command'),
-    [('b200', '2.7.0', 'make install;'), ('v100-32gb', '2.14', 'make install STACK=resolvable;')],
-)
-def test_message_names_the_command_that_installs_a_torch_with_kernels(gpu, version, command):
-    assert command in str(missing_kernels(GPUS[gpu], version))
+def test_message_names_the_command_that_installs_a_torch_with_kernels():
+    assert 'make install STACK=resolvable;' in str(missing_kernels(GPUS['v100-32gb'], '2.14'))
     assert 'for no GPU); use torch 2.9 or' in str(missing_kernels_message('t4', (7, 5), (), '2.9+cpu')), 'Turing'
 
 

@@ -201,22 +201,9 @@ def test_speedrun_takes_the_published_24_hours_at_the_assumed_utilization():
     assert make_plan([phase(STAGES[0], ['global_batch=512'])], Assumptions(H200, 8), gpus=GPUS).published is None
 
 
-def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys):
+def test_plan_of_the_speedrun_as_json_has_the_published_run_and_the_techniques(capsys):
     words = [*map(str, STAGES), '--gpu', 'h200', '--gpus', '32', '--price', '2']
-    out = output_of(capsys, 'plan', *words)
-    for text in (
-        '$1,536  PRX Part 3: 24 hours on 32 h200 at $2.00, all 2 stages',
-        'Techniques, speedrun: what 634 GPU-hours, $1,268 buy at equal MFU',
-        'without TREAD                       +495.0      x 0.82   84.2 M   82,246  x 0.81, 81,098 batches (1.33',
-        'without Muon',
-        'x 1.14, 114,162 batches (3.95 batches/s without, 3.46 with, with DINOv3 ViT-L)',
-        '14.36 GB               3.59 GB        18 s  20,037ba = 4.0 h',
-        'speedrun, speedrun_1024: the number of distinct images is unknown; storage and precomputing assume',
-        'assumed 10.4% of peak: PRX Part 3 (Photoroom 2026)',
-    ):
-        assert text in out
-    assert 'latents' not in out.partition('Data, speedrun,')[2].partition('Checkpoints')[0]
-    assert 'not counted' not in out
+    assert 'speedrun, speedrun_1024: the number of distinct images is unknown' in output_of(capsys, 'plan', *words)
     plan = json.loads(output_of(capsys, 'plan', *words, '--json'))
     assert plan['published']['usd'] == 1536
     first, second = plan['phases']

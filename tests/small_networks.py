@@ -81,8 +81,8 @@ def write_clip(folder: Path) -> Path:
     return folder
 
 
-def write_dino(folder: Path, *, seed: int = 3) -> Path:
-    torch.manual_seed(seed)
+def write_dino(folder: Path) -> Path:
+    torch.manual_seed(3)
     Dinov2Model(Dinov2Config(**SMALL, image_size=56, patch_size=14)).save_pretrained(folder)
     return folder
 

@@ -27,9 +27,9 @@ log = logging.getLogger('diffusion')
 MESSAGE = r'\d\d:\d\d:\d\d (INFO|WARNING): \S'
 
 
-def see(program: str, columns: int = 80, **variables: str) -> Screen:
+def see(program: str, **variables: str) -> Screen:
     """Run a Python program in a terminal to its end, and return the screen."""
-    with terminal(columns) as (device, screen), device.open('wb') as file:
+    with terminal(80) as (device, screen), device.open('wb') as file:
         environ = os.environ | {'TERM': 'xterm', 'PYTHONPATH': str(ROOT)} | variables
         subprocess.run([sys.executable, '-c', START + program], env=environ, stdout=file, stderr=file, timeout=60)
     return screen

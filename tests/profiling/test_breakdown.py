@@ -68,18 +68,15 @@ class Wall(Callback):
 
 @pytest.fixture(scope='module')
 def fit(make_model: Callable[..., Any]) -> Callable[..., Trainer]:
-    def run(
-        *callbacks: Callback, batches: int = 2, data: Any = None, microbatch: int = 4, algorithms: Any = (), **more: Any
-    ) -> Trainer:
+    def run(*callbacks: Callback, batches: int = 2, data: Any = None, **more: Any) -> Trainer:
         model = make_model(train_text_encoder=False, layers_per_block=0)
         trainer = Trainer(
             model=model,
             train_dataloader=DataLoader(data or samples(8 * batches), batch_size=8),
             optimizers=torch.optim.AdamW([w for w in model.parameters() if w.requires_grad]),
             max_duration=f'{batches}ba',
-            device_train_microbatch_size=microbatch,
+            device_train_microbatch_size=4,
             callbacks=list(callbacks),
-            algorithms=list(algorithms),
             progress_bar=False,
             device='cpu',
             **more,

@@ -264,9 +264,8 @@ def test_a_second_read_adds_what_is_new(run):
 def test_a_run_in_a_bucket_reads_the_same_unless_it_fails_or_a_part_does(run, store):
     url = store.upload(run, 'runs')
     in_bucket, in_folder = read(url), read(run)
-    assert in_bucket.series == in_folder.series and in_bucket.evaluations == in_folder.evaluations
-    assert in_bucket.checkpoints == in_folder.checkpoints and in_bucket.images == in_folder.images
-    assert in_bucket.hours == in_folder.hours and in_bucket.recipe == in_folder.recipe
+    for part in ('series', 'evaluations', 'checkpoints', 'images', 'hours', 'recipe'):
+        assert getattr(in_bucket, part) == getattr(in_folder, part)
     store.fail('GET metrics.jsonl', 403)
     content = read(url)
     assert content.evaluations and any(note.startswith('metrics.jsonl could not be read') for note in content.notes)

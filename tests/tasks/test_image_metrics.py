@@ -93,14 +93,20 @@ def pixels(run: Path) -> dict[str, bytes]:
     return {path.name: np.asarray(Image.open(path)).tobytes() for path in found}
 
 
+def on_one_and_several(prepared, ranks, count: int, **changes: object) -> tuple[Path, Path, Path]:
+    """Evaluate a run on one rank and a copy on several; return the recipe of the first, and both runs' folders."""
+    recipe, run = prepared('one', **changes)
+    other, other_run = prepared('several', **changes)
+    jobs = [ranks.start(1, recipe), ranks.start(count, other)]
+    for job in jobs:
+        assert not any(job.wait()), job.output()
+    return recipe, run, other_run
+
+
 @pytest.mark.slow
 def test_metrics_are_equal_on_1_and_4_ranks_and_in_one_process(prepared, ranks, networks):
     """The 12 images are 6 batches, so that the ranks have different numbers of them."""
-    recipe, run = prepared('one', num_references=IMAGES)
-    other, other_run = prepared('four', num_references=IMAGES)
-    jobs = [ranks.start(1, recipe), ranks.start(4, other)]
-    for job in jobs:
-        assert not any(job.wait()), job.output()
+    recipe, run, other_run = on_one_and_several(prepared, ranks, 4, num_references=IMAGES)
     for mine, one in zip(sweep(other_run), sweep(run), strict=True):
         assert set(mine) == set(METRICS)
         assert mine == pytest.approx(one, rel=1e-5, abs=1e-9)
@@ -271,11 +277,7 @@ def test_geneval_is_equal_on_1_and_2_ranks_and_is_judged_again_from_kept_answers
     (tmp_path / 'evaluation_metadata.jsonl').write_text('\n'.join(map(json.dumps, GENEVAL)))
     changes = {'metrics': ['geneval_hf'], 'num_images': None, 'images_per_prompt': 2, 'guidance_scales': [2]}
     changes['prompts'] = str(tmp_path / 'evaluation_metadata.jsonl')
-    recipe, run = prepared('one', **changes)
-    other, other_run = prepared('two', **changes)
-    jobs = [ranks.start(1, recipe), ranks.start(2, other)]
-    for job in jobs:
-        assert not any(job.wait()), job.output()
+    recipe, run, other_run = on_one_and_several(prepared, ranks, 2, **changes)
     found = results(run)['guidance'][0]
     assert results(other_run)['guidance'][0] == found
     kinds = found['categories']['geneval_hf']
@@ -322,11 +324,7 @@ def test_text_metrics_are_equal_on_1_and_2_ranks_and_are_scored_again_from_kept_
     (tmp_path / 'text_prompts.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     changes = {'metrics': ['word_accuracy_rapidocr'], 'num_images': None, 'images_per_prompt': 2, 'batch_size': 1}
     changes |= {'guidance_scales': [2], 'prompts': str(tmp_path / 'text_prompts.jsonl')}
-    recipe, run = prepared('one', **changes)
-    other, other_run = prepared('two', **changes)
-    jobs = [ranks.start(1, recipe), ranks.start(2, other)]
-    for job in jobs:
-        assert not any(job.wait()), job.output()
+    recipe, run, other_run = on_one_and_several(prepared, ranks, 2, **changes)
     found = results(run)['guidance'][0]
     assert results(other_run)['guidance'][0] == found
     assert found['metrics'] == {'word_accuracy_rapidocr': 0}

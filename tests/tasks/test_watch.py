@@ -76,8 +76,7 @@ class Site:
 
     def process(self, seconds: float, **changes) -> subprocess.Popen:
         code = f"""
-            import logging, sys
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            import logging
             from diffusion.tasks.watch import Watcher, WatchSettings
             logging.basicConfig(level=logging.INFO)
             rest = [{str(self.starts)!r}, {str(seconds)!r}, '{{}}']

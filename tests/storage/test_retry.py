@@ -67,8 +67,6 @@ def test_refused_request_is_not_retried(store: Store, fault: int) -> None:
         assert requests(store, method) == 1
     with pytest.raises(UserError, match=r'^s3://d!/a: invalid location or settings \(.*; set AWS_'):
         object_store.read('s3://d!/a')
-    with pytest.raises(UserError, match=r'^/mnt/a: permission denied \(.*; check the permissions of the file'):
-        RetryPolicy().run(Mock(side_effect=PermissionError(errno.EACCES, 'Permission denied', '/mnt/a')), '/mnt/a')
 
 
 def named(module: str, name: str, **attributes: object) -> Exception:

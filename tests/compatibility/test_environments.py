@@ -26,10 +26,7 @@ from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.tasks.export import write_folder
 
 mode, root, vae = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-MODELS = {
-    'sd2': tiny, 'sdxl': tiny_sdxl, 'mmdit': tiny_mmdit,
-    'prx': tiny_prx,
-}
+MODELS = {'sd2': tiny, 'sdxl': tiny_sdxl, 'mmdit': tiny_mmdit, 'prx': tiny_prx}
 CAPTION = 'A red fox, jumping! 3 cats'  # transformers 5 reads curly quotes in another way than training
 
 

@@ -18,7 +18,7 @@ from diffusion.config.declarations import LOSS
 from diffusion.config.model_checks import alignment_problems
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import DenoiserAdapter, TokenBlocks
-from diffusion.models.pretrained import load_pretrained, read_config
+from diffusion.models.pretrained import check_sources, load_pretrained, read_config
 
 ENCODERS: dict[str, type[PreTrainedModel]] = {
     'dinov2': Dinov2Model,
@@ -192,6 +192,7 @@ def build_alignment(
 
 def load_feature_encoder(source: str, revision: str | None, *, where: str) -> FeatureEncoder:
     """Return a pretrained image encoder, one of `ENCODERS`; `where` is the setting's key, for messages."""
+    check_sources(**{where: source})
     options: dict[str, Any] = {'subfolder': '', 'revision': revision}
     # Do not use AutoConfig: it would ask in the terminal whether to run the code named in `auto_map`.
     config = read_config(PreTrainedModel, source, **options)

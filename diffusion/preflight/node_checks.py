@@ -183,7 +183,8 @@ def check_sources(recipe: Recipe) -> list[Finding]:
             try:
                 place = source.check()
             except (UserError, ExternalError) as error:
-                findings.append(Finding(CHECK, False, f'{source.where}: {error}', exit_status(error)))
+                message = f'{source.where}: {str(error).removeprefix(f"{source.where}: ")}'
+                findings.append(Finding(CHECK, False, message, exit_status(error)))
                 if isinstance(error, ExternalError):
                     break  # skip the other sources, which would wait for the Hub again
             else:

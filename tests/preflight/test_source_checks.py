@@ -119,6 +119,9 @@ def test_missing_weight_files_are_found(recipe, hub, small_vae, tmp_path):
         (found,) = check_sources(recipe(vae=vae))
         assert (found.ok, found.status) == (False, CONFIG_ERROR)
         assert re.search(f'model.vae: .*{message}', found.detail), found.detail
+    missing = ALIGNMENT | {'encoder': '/nowhere'}
+    _, found = check_sources(recipe(prx=True, vae=str(small_vae), representation_alignment=missing))
+    assert found.detail.startswith('model.representation_alignment.encoder: /nowhere is not a folder')
 
 
 def test_shard_that_the_hub_lacks_is_found(recipe, hub, small_vae):

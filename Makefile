@@ -128,12 +128,12 @@ $(RUN)/report.html: | $(RUN)/evaluation.json $(RUN)/export/model_index.json
 	@$(OFFLINE) $(BIN)/diffusion report $(RUN)
 
 .PHONY: test
-test: $(VENV)/installed ## run all tests except slow ones, on CPU, without network: 8 to 10 minutes on two cores
+test: $(VENV)/installed ## run all tests except slow ones, on CPU, without network: about 6 minutes on two cores
 	@echo 'running the tests on CPU, except slow ones (make test-all runs them too)'
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: 40 to 60 minutes on two cores
+test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: about 30 minutes on two cores
 	@echo 'running all tests on CPU'
 	@$(PYTEST) $(PYTEST_ARGS)
 

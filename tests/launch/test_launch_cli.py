@@ -60,6 +60,7 @@ LONG_JOB = {
 
 
 SMALL_GPU = {'gpu': 'a10g', 'overrides': {'device_train_microbatch_size': 128}}
+WHOLE = {'parallelism.strategy': 'ddp', 'parallelism.checkpoints': 'whole', 'device_train_microbatch_size': 64}
 LIMITS = {
     'enough time': ('slurm', {'schedule': {'time_limit': '6d'}}),
     'one requeue': ('slurm', {}),
@@ -70,6 +71,7 @@ LIMITS = {
     'no requeue by the scheduler': ('sagemaker', {}),
     'too little memory': ('slurm', SMALL_GPU | {'schedule': {'time_limit': '300d'}}),
     'too little memory and time': ('sagemaker', SMALL_GPU),
+    'too little memory without sharding': ('slurm', SMALL_GPU | {'overrides': WHOLE}),
 }
 
 

@@ -318,7 +318,7 @@ def test_runs_are_found_and_one_that_fails_is_a_note(tmp_path, monkeypatch):
         write_run(tmp_path / name, batches=40, evaluations=name == 'b', sheets=0)
     (tmp_path / 'notes' / 'bats').mkdir(parents=True)
     assert runs_in(str(tmp_path)) == ['a', 'b']
-    assert [looks_like_a_run(Listing({}, {name})) for name in ('ba10', 'bats', 'no10')] == [True, False, False]
+    assert [looks_like_a_run(Listing({}, {name})) for name in ('ba1', 'bats', 'no10')] == [True, False, False]
     (tmp_path / 'b' / 'report.html').touch()
     assert [written_report(str(tmp_path), name) for name in 'ab'] == [None, './b/report.html']
     table = TableSource(str(tmp_path), price=2.0, link=lambda name: None)

@@ -326,7 +326,8 @@ def test_step_waits_for_the_device_only_where_composer_does(write_recipe):
 
 def test_find_waits_reports_a_copy_that_is_read_before_anything_else_has_waited():
     with find_waits() as found:
-        assert HostCopy(torch.arange(3.0)).read() == [0, 1, 2]
+        first = HostCopy(torch.arange(3.0))
+        assert first.has_arrived and first.read() == [0, 1, 2]
         assert found.total() == 1
         late = HostCopy(torch.arange(3.0))
         float(torch.arange(3.0).sum())

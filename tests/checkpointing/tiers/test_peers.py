@@ -71,6 +71,7 @@ def test_nodes_have_the_files_of_each_other_and_restore_what_one_has_lost(exchan
         r'ba5: not used, its files could not be copied to all nodes \(\S+/node1/\S+: .*No space', first['log']
     )
     assert 'verified' not in second['log'] and 'not used' not in second['log']
+    assert 'not copied to another node' not in first['log']
 
 
 @given(domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9), per_node=st.integers(1, 3))
